@@ -8,6 +8,7 @@ from megatron.core.transformer import TransformerConfig
 from distca.attention import AttentionSpec, choose_kernel
 from distca.device.offload import Offload
 from distca.plan.metrics import receive_buffer_gb
+from distca.recurrent import choose_recurrent_kernel
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import Transport, choose_transport
@@ -39,10 +40,13 @@ def join_pool(
 
     Raises:
         KernelError, TransportError: what was asked for cannot run here, or is wrong here.
+        SupportError: recurrent layers, for which no kernel is right here.
     """
     spec = attention_spec(config, layer_kinds, device, given)
     # What is compiled when it is first used is compiled now, and not while other ranks wait for its rows.
     kernel = choose_kernel(given.kernel, spec)
+    for recurrence in dict.fromkeys(filter(None, layer_kinds.recurrences)):
+        choose_recurrent_kernel(recurrence, device, config.params_dtype, given.deterministic)
     sinks = any(kind.sink for kind in layer_kinds.kinds)
     needed = receive_buffer_gb(attention_shape(config), given.tokens_per_rank, resend=how == "resend", sinks=sinks)
     transport: Transport

@@ -103,8 +103,22 @@ def _choices(head_dim: int) -> list[tuple[str, str]]:
             rows.append((f"its self-check in {precision}", f"right: {choice.verdict.furthest}"))
     if device.type == "cuda":
         rows += _operation_rows(head_dim, device)
+    rows.append(("kernel of recurrent layers in bf16", _recurrent_kernel(device)))
     rows.append(("transport", _choice(transport_reasons())))
     return rows + transport_rows()
+
+
+def _recurrent_kernel(device: torch.device) -> str:
+    """The kernel of a gated delta net with the heads of a 9B model, or why there is none."""
+    import torch
+
+    from distca.errors import SupportError
+    from distca.recurrent import Recurrence, choose_recurrent_kernel
+
+    try:
+        return choose_recurrent_kernel(Recurrence.gated_delta_net(16, 32, 128, 128), device, torch.bfloat16).name
+    except SupportError as error:
+        return f"none: {error}"
 
 
 def _operation_rows(head_dim: int, device: torch.device) -> list[tuple[str, str]]:

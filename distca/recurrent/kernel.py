@@ -55,10 +55,15 @@ class RecurrentKernel(Protocol):
     name: str
 
     def forward(
-        self, rows: CoreRows, spans: Sequence[Span], states_PHKV: torch.Tensor | None, o_NHV: torch.Tensor
+        self,
+        rows: CoreRows,
+        spans: Sequence[Span],
+        states_PHKV: torch.Tensor | None,
+        o_NHV: torch.Tensor,
+        wanted: bool = True,
     ) -> torch.Tensor:
-        """Fill ``o_NHV`` for the pieces, and return the states behind them. ``states_PHKV``: those before them, None
-        for zeros."""
+        """Fill ``o_NHV`` for the pieces, and return the states behind them, or no state unless ``wanted``: those of
+        many short documents are large. ``states_PHKV``: the states before the pieces, None for zeros."""
         ...
 
     def summaries(self, rows: CoreRows, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,9 +82,11 @@ class RecurrentKernel(Protocol):
         do_NHV: torch.Tensor,
         dstates_PHKV: torch.Tensor | None,
         gradients: CoreRows,
+        wanted: bool = True,
     ) -> torch.Tensor:
-        """Fill ``gradients`` for the pieces, and return those of the states before them. ``states_PHKV``: the states
-        before them, ``dstates_PHKV``: gradients of the states behind them; None for zeros."""
+        """Fill ``gradients`` for the pieces, and return those of the states before them, or none unless ``wanted``.
+        ``states_PHKV``: the states before them, ``dstates_PHKV``: gradients of the states behind them; None for
+        zeros."""
         ...
 
 

@@ -30,12 +30,19 @@ class ReferenceRecurrence:
         self._recurrence = recurrence
 
     def forward(
-        self, rows: CoreRows, spans: Sequence[Span], states_PHKV: torch.Tensor | None, o_NHV: torch.Tensor
+        self,
+        rows: CoreRows,
+        spans: Sequence[Span],
+        states_PHKV: torch.Tensor | None,
+        o_NHV: torch.Tensor,
+        wanted: bool = True,
     ) -> torch.Tensor:
-        behind = self._states(rows, len(spans))
+        behind = self._states(rows, len(spans) if wanted else 0)
         for at, span in enumerate(spans):
-            state = torch.zeros_like(behind[at]) if states_PHKV is None else states_PHKV[at]
-            o_NHV[slice(*span)], behind[at] = _scan(rows.at(span), state, self._recurrence)
+            state = self._states(rows, 1)[0].zero_() if states_PHKV is None else states_PHKV[at]
+            o_NHV[slice(*span)], state = _scan(rows.at(span), state, self._recurrence)
+            if wanted:
+                behind[at] = state
         return behind
 
     def summaries(self, rows: CoreRows, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,16 +80,19 @@ class ReferenceRecurrence:
         do_NHV: torch.Tensor,
         dstates_PHKV: torch.Tensor | None,
         gradients: CoreRows,
+        wanted: bool = True,
     ) -> torch.Tensor:
-        before = self._states(rows, len(spans))
+        before = self._states(rows, len(spans) if wanted else 0)
         for at, span in enumerate(spans):
-            state = torch.zeros_like(before[at]) if states_PHKV is None else states_PHKV[at]
+            state = self._states(rows, 1)[0].zero_() if states_PHKV is None else states_PHKV[at]
             leaves = [each.detach().requires_grad_() for each in (*rows.at(span).all, state)]
             with torch.enable_grad():
                 o, behind = _scan(CoreRows(*leaves[:5]), leaves[5], self._recurrence)
             given = [do_NHV[slice(*span)].to(o.dtype)]
             given.append(torch.zeros_like(behind) if dstates_PHKV is None else dstates_PHKV[at])
-            *found, before[at] = torch.autograd.grad([o, behind], leaves, given, materialize_grads=True)
+            *found, of_state = torch.autograd.grad([o, behind], leaves, given, materialize_grads=True)
+            if wanted:
+                before[at] = of_state
             for whole, part in zip(gradients.all, found, strict=True):
                 whole[slice(*span)] = part
         return before

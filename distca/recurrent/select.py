@@ -1,25 +1,94 @@
-"""The choice of the kernel that computes a recurrent core. A GPU's kernels are to be chosen here, behind a check of
-their results."""
+"""The choice of the kernel that computes a recurrent core, which proves itself on a GPU before it is used."""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+from functools import cache
+from importlib import metadata
+
 import torch
 
+from distca.cluster.verdict import first_objection
 from distca.errors import SupportError
+from distca.recurrent.fla_delta_rule import FlaDeltaRule
 from distca.recurrent.kernel import RecurrentKernel
 from distca.recurrent.recurrence import Recurrence
 from distca.recurrent.reference import ReferenceRecurrence
+from distca.recurrent.self_check import check
+
+logger = logging.getLogger(__name__)
+
+FLA_CORE = "0.6.0"
+"""The version of fla-core whose inner functions are called."""
 
 
-def choose_recurrent_kernel(recurrence: Recurrence, device: torch.device | str) -> RecurrentKernel:
-    """Return the kernel for ``recurrence`` on ``device``.
+def choose_recurrent_kernel(
+    recurrence: Recurrence,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    deterministic: bool = False,
+) -> RecurrentKernel:
+    """Return the kernel for ``recurrence`` on ``device``: the reference on a CPU, fla's on a GPU. Every rank calls it
+    together.
+
+    Args:
+        recurrence: the formula, and this rank's heads.
+        device: this rank's.
+        dtype: of q, k and v.
+        deterministic: two runs have to be bitwise equal.
 
     Raises:
-        SupportError: the device is no CPU, for which alone a kernel was held against the formula.
+        SupportError: no kernel for it can run on the GPU, or is right there; the message says why.
     """
-    if torch.device(device).type != "cpu":
+    device = torch.device(device)
+    if device.type == "cpu":
+        return ReferenceRecurrence(recurrence)
+    if deterministic:
         raise SupportError(
-            f"Recurrent layers run on CPUs only, not on {torch.device(device).type}: no kernel for it has been held "
-            "against the formula yet. Train a model without recurrent layers."
+            "`deterministic` is True, but kernels of recurrent layers are tuned by time at each start, and another "
+            "choice rounds otherwise: set `deterministic` to False."
         )
-    return ReferenceRecurrence(recurrence)
+    return _proved(recurrence, device, dtype)
+
+
+@cache
+def _proved(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) -> RecurrentKernel:
+    objection = first_objection(why_not(recurrence, dtype))
+    against: list[str] = []
+    for own_gradients in (False, True) if objection is None else ():
+        kernel = FlaDeltaRule(recurrence, own_gradients)
+        objection = first_objection(check(kernel, recurrence, dtype, device))
+        if objection is None:
+            skipped = f" ({'; '.join(against)})" if against else ""
+            logger.info("Kernel of recurrent layers: %s%s", kernel.name, skipped)
+            return kernel
+        against.append(f"not {kernel.name}: its self-check refuses it, as {objection}")
+    raise SupportError(
+        f"Recurrent layers cannot run on {device.type}, as {'; '.join(against) or objection}. Run on CPUs, or train a "
+        "model without recurrent layers."
+    )
+
+
+def why_not(recurrence: Recurrence, dtype: torch.dtype) -> str | None:
+    """Why fla's kernels cannot run, part of a sentence, or None if they can; whether they are right is not asked."""
+    if importlib.util.find_spec("fla") is None:
+        return f"fla-core is not installed: install distca[recurrent], which has fla-core {FLA_CORE}"
+    if _version() != FLA_CORE:
+        return f"fla-core is {_version()}, whose inner functions are not known: install fla-core {FLA_CORE}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"fla's kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if not recurrence.delta or recurrence.decay_by_channel:
+        return "the gated delta rule alone was held against the formula there, and this is another recurrence"
+    if max(recurrence.key_dim, recurrence.value_dim) > 256:
+        return f"fla's kernels take heads up to 256, not {max(recurrence.key_dim, recurrence.value_dim)}"
+    return None
+
+
+def _version() -> str:
+    try:
+        return metadata.version("fla-core")
+    except metadata.PackageNotFoundError:  # a folder of its sources
+        import fla
+
+        return str(getattr(fla, "__version__", "of an unknown version"))

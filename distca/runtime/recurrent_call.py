@@ -127,7 +127,7 @@ class RecurrentCall(LayerCall):
         with self._pool.timeline.compute("summarise", *self._where, "forward"):
             rows = self._core_rows()
             o_NHV = torch.zeros_like(rows.v)
-            self._forward(rows, self._only, None, o_NHV)
+            self._forward(rows, self._only, None, o_NHV, wanted=False)
             own, transitions = self._kernel.summaries(rows, self._spans(self._inner))
             self._own = dict(zip(self._first, self._forward(rows, self._first, None, o_NHV), strict=True))
             self._own |= dict(zip(self._inner, own, strict=True))
@@ -147,7 +147,7 @@ class RecurrentCall(LayerCall):
                 passed, self._before._passed = self._before._passed, {}
             self._states, self._passed = self._reached(self._routes.forward, passed, backward=False)
             for numbers in (self._inner, self._last):
-                self._forward(rows, numbers, self._stacked(self._states, numbers), o_NHV)
+                self._forward(rows, numbers, self._stacked(self._states, numbers), o_NHV, wanted=False)
             if self._parameters.skip is not None:
                 o_NHV += (self._parameters.skip[:, None] * rows.v).to(o_NHV.dtype)
         if not has_backward:
@@ -160,7 +160,7 @@ class RecurrentCall(LayerCall):
     def _launch_state_gradients(self, do_NHV: torch.Tensor) -> None:
         rows, do_NHV = self._core_rows(), do_NHV.contiguous()
         gradients = rows.zeros_like()
-        self._backward(rows, self._only, {}, do_NHV, {}, gradients)
+        self._backward(rows, self._only, {}, do_NHV, {}, gradients, wanted=False)
         behind = self._backward(rows, self._last, self._states, do_NHV, {}, gradients)
         self._own = dict(zip(self._last, behind, strict=True))
         alone = self._kernel.state_gradients(rows, self._spans(self._inner), do_NHV)
@@ -181,7 +181,7 @@ class RecurrentCall(LayerCall):
             if self._before is not None:
                 self._before._passed_back = passed
             for numbers in (self._first, self._inner):
-                self._backward(rows, numbers, self._states, do_NHV, behind, gradients)
+                self._backward(rows, numbers, self._states, do_NHV, behind, gradients, wanted=False)
             skip, of_skip = self._parameters.skip, None
             if skip is not None:
                 of_skip = (do_NHV * rows.v).sum((0, 2), dtype=wide(do_NHV.dtype)).to(skip.dtype)
@@ -252,9 +252,14 @@ class RecurrentCall(LayerCall):
         return torch.stack([states[each] for each in numbers]) if has_states else None
 
     def _forward(
-        self, rows: CoreRows, numbers: Sequence[int], states: torch.Tensor | None, o_NHV: torch.Tensor
+        self,
+        rows: CoreRows,
+        numbers: Sequence[int],
+        states: torch.Tensor | None,
+        o_NHV: torch.Tensor,
+        wanted: bool = True,
     ) -> torch.Tensor:
-        return self._kernel.forward(rows, self._spans(numbers), states, o_NHV)
+        return self._kernel.forward(rows, self._spans(numbers), states, o_NHV, wanted)
 
     def _backward(
         self,
@@ -264,9 +269,10 @@ class RecurrentCall(LayerCall):
         do_NHV: torch.Tensor,
         behind: States,
         gradients: CoreRows,
+        wanted: bool = True,
     ) -> torch.Tensor:
         both = self._stacked(states, numbers), self._stacked(behind, numbers)
-        return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients)
+        return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
 
     def _send_states(self, routes: StateRoutes, what: str, direction: str) -> None:
         """Launch the exchange of own states, or of their gradients, and of transitions."""

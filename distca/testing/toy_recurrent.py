@@ -31,7 +31,7 @@ class ToyRecurrentLayer:
 
     @property
     def core_kernel(self) -> RecurrentKernel:
-        return choose_recurrent_kernel(self.recurrence, self.into.device)
+        return choose_recurrent_kernel(self.recurrence, self.into.device, self.into.dtype)
 
     @property
     def weights(self) -> list[torch.Tensor]:

@@ -25,7 +25,8 @@ class SplitRecurrentLayer(SplitTransformerLayer):
     @cached_property
     def core_kernel(self) -> RecurrentKernel:
         """The kernel that computes the core."""
-        return choose_recurrent_kernel(self.recurrence, self.self_attention.conv1d.weight.device)
+        weight = self.self_attention.conv1d.weight
+        return choose_recurrent_kernel(self.recurrence, weight.device, weight.dtype)
 
     @property
     def core_parameters(self) -> CoreParameters:

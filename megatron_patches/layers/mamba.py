@@ -93,7 +93,7 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
     @cached_property
     def core_kernel(self) -> RecurrentKernel:
         """The kernel that computes the core."""
-        return choose_recurrent_kernel(self.recurrence, self.mixer.conv1d_weight.device)
+        return choose_recurrent_kernel(self.recurrence, self.mixer.conv1d_weight.device, self.mixer.conv1d_weight.dtype)
 
     @property
     def core_parameters(self) -> CoreParameters:

@@ -127,7 +127,7 @@ class PackedMicroBatch:
                 f"A {type(self).__name__} has no routes of recurrent layers, with which this way to spread documents "
                 "is not served: take another mode."
             )
-        routes, kernel = self.recurrent[what.halo_rows], choose_recurrent_kernel(what, mixed_NC.device)
+        routes, kernel = self.recurrent[what.halo_rows], choose_recurrent_kernel(what, mixed_NC.device, mixed_NC.dtype)
         return recurrent_core(pool, routes, what, kernel, layer, parameters, mixed_NC, g, beta_NH)
 
 

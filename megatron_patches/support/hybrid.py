@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
+import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
@@ -11,6 +14,18 @@ from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.model.pattern import DELTA_NET, RECURRENT, check_pattern
 from megatron_patches.model.recurrences import has_output_gate, has_recurrent_layers, is_recurrent
 from megatron_patches.versions import has_gated_delta_net, installed_version
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: torch.device) -> None:
+    """Say that hybrid models and gates are not proved on GPUs, where a model is one or has some; rank 0 speaks."""
+    unproved = bool(pattern) or has_recurrent_layers(config) or has_output_gate(config)
+    if unproved and device.type == "cuda" and dist.get_rank() == 0:
+        logger.warning(
+            "Hybrid models, and those with attention_output_gate, were held against Megatron-Core's on CPU ranks "
+            "only; compare the first losses with Megatron-Core's."
+        )
 
 
 def check_hybrid(
@@ -46,7 +61,6 @@ def check_hybrid(
         "`disaggregate` is False: set it to True": not disaggregate and not pattern,
         "`offload` is True: set it to False": offload,
         "`model_options` are not the defaults: leave them out": options != MEGATRONS,
-        "there is a GPU, on which nothing was held against Megatron-Core: run on CPUs": torch.cuda.is_available(),
         f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts) and not pattern,
     }
     if delta_nets:

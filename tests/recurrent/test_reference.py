@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from distca.errors import SupportError
 from distca.recurrent import CoreRows, Recurrence, carried, choose_recurrent_kernel
 from distca.recurrent.convolution import PieceRows, core_rows
 from distca.testing.reference_attention import relative_error
@@ -98,8 +97,3 @@ def test_strong_decay_and_bfloat16() -> None:
     state = choose_recurrent_kernel(what, "cpu").forward(rows, [(0, 33)], None, o)
     assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
     assert bool(o.isfinite().all()) and bool(state.isfinite().all())
-
-
-def test_gpus_are_refused_until_a_kernel_is_proved() -> None:
-    with pytest.raises(SupportError, match="no kernel for it has been held against the formula"):
-        choose_recurrent_kernel(RECURRENCES["mamba-2"], "cuda")

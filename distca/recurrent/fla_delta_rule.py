@@ -1,0 +1,180 @@
+"""The gated delta rule by fla-core's Triton kernels, over pieces of documents.
+
+fla's own functions take whole sequences by autograd. What is called here is below them: it takes the states before
+sequences and the gradients of those behind, and its parts for context parallelism give summaries in float32. These
+parts belong to one version of fla-core, so that version alone is used.
+
+Shape suffixes as in ``kernel.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from distca.device.host_to_device import to_device
+from distca.recurrent.chunk_gradients import chunk_gradients
+from distca.recurrent.kernel import CoreRows, Span
+from distca.recurrent.recurrence import Recurrence
+
+CHUNK_ROWS = 64
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Pieces that follow each other in memory.
+
+    Attributes:
+        pieces: their numbers among those that are asked for.
+        span: all their rows.
+        borders: what fla's functions are told about them.
+    """
+
+    pieces: slice
+    span: Span
+    borders: dict[str, torch.Tensor]
+
+
+class FlaDeltaRule:
+    """One recurrence by fla's kernels, in bfloat16 or float16 with float32 states.
+
+    Args:
+        recurrence: with the delta rule and one decay for all channels.
+        own_gradients: compute gradients within chunks by products of torch, where fla refuses to.
+    """
+
+    def __init__(self, recurrence: Recurrence, own_gradients: bool = False) -> None:
+        from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
+        from fla.ops.common.chunk_o import chunk_bwd_dv_local
+        from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
+        from fla.ops.gated_delta_rule import chunk
+        from fla.ops.utils import chunk_local_cumsum
+
+        assert recurrence.delta and not recurrence.decay_by_channel
+        self.name = "fla, with gradients within chunks by torch" if own_gradients else "fla"
+        self._what, self._own_gradients, self._fla = recurrence, own_gradients, chunk
+        self._sums, self._within = chunk_local_cumsum, chunk.chunk_gated_delta_rule_fwd_intra
+        self._summaries, self._state_gradients = chunk_cp_fwd_h, chunk_gated_delta_rule_bwd_dhu
+        self._gradients_of_additions = chunk_bwd_dv_local
+
+    def forward(
+        self,
+        rows: CoreRows,
+        spans: Sequence[Span],
+        states_PHKV: torch.Tensor | None,
+        o_NHV: torch.Tensor,
+        wanted: bool = True,
+    ) -> torch.Tensor:
+        behind = self._states(rows, len(spans) if wanted else 0)
+        for run in _runs(spans, o_NHV.device):
+            _, o, _, states, _, _ = self._fla.chunk_gated_delta_rule_fwd(
+                **_named(rows, run),
+                scale=self._what.scale,
+                initial_state=None if states_PHKV is None else states_PHKV[run.pieces],
+                output_final_state=wanted,
+                **run.borders,
+            )
+            o_NHV[slice(*run.span)] = o[0]
+            if wanted:
+                behind[run.pieces] = states
+        return behind
+
+    def summaries(self, rows: CoreRows, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+        what = self._what
+        both = self._states(rows, len(spans), what.value_dim + what.key_dim)
+        for run in _runs(spans, both.device):
+            own = _named(rows, run)
+            g = self._sums(own["g"], chunk_size=CHUNK_ROWS, scale=1 / np.log(2), **run.borders)
+            w, u, _ = self._within(k=own["k"], v=own["v"], g=g, beta=own["beta"], **run.borders)
+            borders = run.borders["cu_seqlens"]
+            self._summaries(own["k"], w, u, both[run.pieces], g=g, cu_seqlens=borders, multi_seqs=True)
+        states, transitions = both.split((what.value_dim, what.key_dim), dim=-1)
+        return states.contiguous(), transitions.contiguous()
+
+    def state_gradients(self, rows: CoreRows, spans: Sequence[Span], do_NHV: torch.Tensor) -> torch.Tensor:
+        gradients = self._states(rows, len(spans))
+        for run in _runs(spans, do_NHV.device):
+            own, do = _named(rows, run), do_NHV[None, slice(*run.span)]
+            g = self._sums(own["g"], chunk_size=CHUNK_ROWS, scale=1 / np.log(2), **run.borders)
+            w, _, _ = self._within(k=own["k"], v=own["v"], g=g, beta=own["beta"], **run.borders)
+            common = {"q": own["q"], "k": own["k"], "do": do, "g": g, "scale": self._what.scale, **run.borders}
+            du = self._gradients_of_additions(**common)
+            # The states themselves are not read: they say only that their gradients are wanted.
+            _, gradients[run.pieces], _ = self._state_gradients(
+                **common, w=w, dv=du, h0=self._states(rows, run.pieces.stop - run.pieces.start)
+            )
+        return gradients
+
+    def backward(
+        self,
+        rows: CoreRows,
+        spans: Sequence[Span],
+        states_PHKV: torch.Tensor | None,
+        do_NHV: torch.Tensor,
+        dstates_PHKV: torch.Tensor | None,
+        gradients: CoreRows,
+        wanted: bool = True,
+    ) -> torch.Tensor:
+        before = self._states(rows, len(spans) if wanted else 0)
+        if states_PHKV is None and wanted:
+            states_PHKV = torch.zeros_like(before)
+        for run in _runs(spans, do_NHV.device):
+            own = _named(rows, run)
+            own["g"] = self._sums(own["g"], chunk_size=CHUNK_ROWS, scale=1 / np.log(2), **run.borders)
+            _, _, solved = self._within(k=own["k"], v=own["v"], g=own["g"], beta=own["beta"], **run.borders)
+            with self._gradients_within_chunks():
+                dq, dk, dv, dbeta, dg, dstates, _, _ = self._fla.chunk_gated_delta_rule_bwd(
+                    **own,
+                    A=solved,
+                    scale=self._what.scale,
+                    initial_state=None if states_PHKV is None else states_PHKV[run.pieces],
+                    do=do_NHV[None, slice(*run.span)],
+                    dht=None if dstates_PHKV is None else dstates_PHKV[run.pieces],
+                    **run.borders,
+                )
+            for whole, part in zip(gradients.all, (dq, dk, dv, dg, dbeta), strict=True):
+                whole[slice(*run.span)] = part[0]
+            if wanted:
+                before[run.pieces] = dstates
+        return before
+
+    def _gradients_within_chunks(self) -> AbstractContextManager[Any]:
+        return patch.object(self._fla, "chunk_bwd_dqkwg", chunk_gradients) if self._own_gradients else nullcontext()
+
+    def _states(self, rows: CoreRows, count: int, width: int | None = None) -> torch.Tensor:
+        heads, key_dim, value_dim = self._what.state_shape
+        return rows.v.new_empty(count, heads, key_dim, width or value_dim, dtype=torch.float32)
+
+
+def _named(rows: CoreRows, run: _Run) -> dict[str, torch.Tensor]:
+    """The rows of a run under fla's names, as one sequence."""
+    named = zip(("q", "k", "v", "g", "beta"), rows.at(run.span).all, strict=True)
+    return {name: each[None].contiguous() for name, each in named}
+
+
+def _runs(spans: Sequence[Span], device: torch.device) -> Iterator[_Run]:
+    first = 0
+    for at in range(1, len(spans) + 1):
+        if at == len(spans) or spans[at][0] != spans[at - 1][1]:
+            lengths = tuple(end - begin for begin, end in spans[first:at])
+            yield _Run(slice(first, at), (spans[first][0], spans[at - 1][1]), _borders(lengths, device))
+            first = at
+
+
+@lru_cache(maxsize=64)  # all layers of a micro-batch have the same pieces, forward and backward
+def _borders(lengths: tuple[int, ...], device: torch.device) -> dict[str, torch.Tensor]:
+    """First rows of pieces that follow each other, and (piece, number) of all chunks; fla would wait for the GPU to
+    count these."""
+    ends = np.cumsum((0, *lengths))
+    numbers = [np.arange(0, end - begin, CHUNK_ROWS) // CHUNK_ROWS for begin, end in pairwise(ends)]
+    pieces = np.repeat(np.arange(len(lengths)), [len(each) for each in numbers])
+    chunks = np.stack((pieces, np.concatenate(numbers)), axis=1)
+    return {"cu_seqlens": to_device(ends, device), "chunk_indices": to_device(chunks, device)}

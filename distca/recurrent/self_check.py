@@ -1,0 +1,143 @@
+"""Whether a kernel of recurrent cores computes on this machine what the reference computes in float64: outputs, states,
+summaries and all gradients of pieces of odd lengths. Tensors are compared as wholes and by piece and head."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext, suppress
+from itertools import accumulate, pairwise
+
+import torch
+
+from distca.recurrent.kernel import CoreRows, RecurrentKernel, Span
+from distca.recurrent.recurrence import Recurrence
+from distca.recurrent.reference import ReferenceRecurrence
+
+logger = logging.getLogger(__name__)
+
+LENGTHS = (1, 3, 63, 64, 65, 150)
+"""Rows of the pieces: up to three chunks of 64."""
+
+_WHOLE, _BLOCK = 1.5, 6.0
+"""How far off a right kernel may be, in units of the dtype's spacing of numbers at 1 (2^-7 in bfloat16): a tensor as a
+whole, and the part of it that belongs to a piece and head."""
+_LEAST = 0.5
+"""A part counts as at least so large, by the root mean square of its tensor."""
+
+
+def check(
+    kernel: RecurrentKernel, what: Recurrence, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> str | None:
+    """Prove a kernel on this machine; it is compiled by this.
+
+    Args:
+        kernel: the kernel.
+        what: the recurrence.
+        dtype: of q, k, v and outputs.
+        device: where they live.
+        seed: of the numbers.
+
+    Returns:
+        Why the kernel cannot be trusted, part of a sentence; None if it is right.
+    """
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            tensor, excess = furthest(kernel, what, dtype, device, seed)
+    except Exception as error:  # compilers and drivers raise anything
+        logger.debug("The self-check of the kernel %s failed.", kernel.name, exc_info=True)
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"it fails: {first_line or type(error).__name__}"
+    finally:
+        with suppress(Exception):  # of a GPU that a kernel left broken
+            torch.cuda.empty_cache()
+    return f"its {tensor} is {excess:.3g} times as far off the reference as rounding explains" if excess > 1 else None
+
+
+def furthest(
+    kernel: RecurrentKernel, what: Recurrence, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> tuple[str, float]:
+    """The tensor that is furthest off, and how far as a part of what rounding explains."""
+    ends = list(accumulate((0, *LENGTHS)))
+    # One row more, which stands for padding; two runs of pieces, as the fourth is left out.
+    spans = [span for span in pairwise(ends) if span[1] - span[0] != 64]
+    rows, do, states, dstates = _inputs(what, ends[-1] + 1, len(spans), dtype, device, seed)
+    actual = outcome(kernel, rows, spans, do, states, dstates)
+    wide = CoreRows(*(each.double() for each in rows.all))
+    expected = outcome(ReferenceRecurrence(what), wide, spans, do.double(), states.double(), dstates.double())
+    spacing = torch.finfo(dtype).eps
+    return max(
+        ((name, _excess(actual[name], expected[name], spans, spacing)) for name in expected), key=lambda each: each[1]
+    )
+
+
+def _inputs(
+    what: Recurrence, rows: int, pieces: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[CoreRows, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows and dO; states before the pieces and gradients of those behind."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    states, dstates = (torch.randn(pieces, *what.state_shape, generator=generator).to(device) for _ in range(2))
+    return *drawn_rows(what, rows, dtype, device, seed), states, dstates
+
+
+def drawn_rows(
+    what: Recurrence, count: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[CoreRows, torch.Tensor]:
+    """Rows as a projection gives them, drawn on the CPU, so that they are the same everywhere, and gradients of
+    outputs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k = (draw(count, what.heads, what.key_dim) for _ in range(2))
+    if what.normalise:
+        q, k = (torch.nn.functional.normalize(each, dim=-1) for each in (q, k))
+    v, do = (draw(count, what.heads, what.value_dim).to(dtype) for _ in range(2))
+    g = -0.1 * torch.nn.functional.softplus(draw(count, *what.decay_shape))
+    beta = draw(count, what.heads).sigmoid().to(dtype)
+    rows = CoreRows(*(each.to(device) for each in (q.to(dtype), k.to(dtype), v, g, beta)))
+    return rows, do.to(device)
+
+
+def outcome(
+    kernel: RecurrentKernel,
+    rows: CoreRows,
+    spans: list[Span],
+    do: torch.Tensor,
+    states: torch.Tensor,
+    dstates: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Everything that a kernel computes, by name; rows that are not asked for are zero unless it wrote them."""
+    o, gradients = torch.zeros_like(rows.v), rows.zeros_like()
+    found = {"o": o, "state behind a piece": kernel.forward(rows, spans, states, o)}
+    found["own state"], found["transition"] = kernel.summaries(rows, spans)
+    found["gradient of a state alone"] = kernel.state_gradients(rows, spans, do)
+    found["gradient of a state"] = kernel.backward(rows, spans, states, do, dstates, gradients)
+    return found | {f"d{name}": each for name, each in zip(("q", "k", "v", "g", "beta"), gradients.all, strict=True)}
+
+
+def _excess(actual: torch.Tensor, expected: torch.Tensor, spans: list[Span], spacing: float) -> float:
+    """Infinite where there is no number, or where a row was written that nobody asked for."""
+    off, size = (actual.double() - expected).square(), expected.square()
+    excess = (off.sum() / size.sum()).sqrt() / (_WHOLE * spacing)
+    if len(expected) != len(spans):  # rows, not states
+        outside = torch.ones(len(expected), dtype=torch.bool)
+        for span in spans:
+            outside[slice(*span)] = False
+        if actual[outside.to(actual.device)].any():
+            return float("inf")
+        parts = [(off[slice(*span)], size[slice(*span)]) for span in spans]
+    else:
+        parts = list(zip(off[:, None], size[:, None], strict=True))
+    for part_off, part_size in parts:
+        least = _LEAST**2 * size.mean() * part_size[:, 0].numel()
+        by_head = [_by_head(each) for each in (part_off, part_size)]
+        excess = torch.maximum(
+            excess, (by_head[0] / by_head[1].clamp(min=least.item())).sqrt().max() / (_BLOCK * spacing)
+        )
+    return float(torch.nan_to_num(excess, nan=float("inf")))
+
+
+def _by_head(part: torch.Tensor) -> torch.Tensor:
+    """Sums over all but the second dimension, the heads."""
+    return part.transpose(0, 1).flatten(1).sum(1)

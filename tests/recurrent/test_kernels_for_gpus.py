@@ -1,0 +1,115 @@
+"""Kernels for GPUs as far as a CPU shows them: refusals, the self-check, and gradients within chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from distca.errors import SupportError
+from distca.recurrent import Recurrence, choose_recurrent_kernel, select
+from distca.recurrent.chunk_gradients import chunk_gradients
+from distca.recurrent.reference import ReferenceRecurrence
+from distca.recurrent.self_check import check
+from distca.testing.reference_attention import relative_error
+from tests.recurrent.cases import RECURRENCES
+
+NET = Recurrence.gated_delta_net(1, 2, 16, 8)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "name,dtype,deterministic,because",
+    [
+        ("gated delta net", torch.bfloat16, True, "`deterministic` is True"),
+        ("gated delta net", torch.float32, False, "take float16 and bfloat16, not float32"),
+        ("mamba-2", torch.bfloat16, False, "this is another recurrence"),
+    ],
+)
+def test_gpus_are_refused(
+    name: str, dtype: torch.dtype, deterministic: bool, because: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(select, "_version", lambda: select.FLA_CORE)
+    with pytest.raises(SupportError, match=because):
+        choose_recurrent_kernel(RECURRENCES[name], "cuda", dtype, deterministic)
+
+
+def test_a_missing_fla_core_and_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SupportError, match=r"fla-core is not installed: install distca\[recurrent\]"):
+        choose_recurrent_kernel(NET, "cuda", torch.bfloat16)
+    monkeypatch.setattr(select.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(select, "_version", lambda: "0.5.1")
+    with pytest.raises(SupportError, match=r"fla-core is 0\.5\.1, .* install fla-core 0\.6\.0"):
+        choose_recurrent_kernel(NET, "cuda", torch.bfloat16)
+
+
+class _Wrong(ReferenceRecurrence):
+    """The reference, with something done to what one of its methods is given or returns."""
+
+    def __init__(self, method: str, done: Callable[..., Any]) -> None:
+        super().__init__(NET)
+        right = getattr(self, method)
+        setattr(self, method, lambda *given: done(right, *given))
+
+
+def _writes_padding(right: Callable[..., Any], rows: Any, spans: Any, states: Any, o: torch.Tensor) -> torch.Tensor:
+    o[-1] = 1
+    return right(rows, spans, states, o)
+
+
+WRONG = {
+    "a factor": ("forward", lambda right, *given: 1.02 * right(*given)),
+    "no state before": ("forward", lambda right, rows, spans, states, o: right(rows, spans, None, o)),
+    "written padding": ("forward", _writes_padding),
+    "a transposed transition": ("summaries", lambda right, *given: (lambda own, way: (own, way.mT))(*right(*given))),
+    "a state in gradients alone": ("state_gradients", lambda right, *given: torch.zeros_like(right(*given))),
+    "no gradient behind": ("backward", lambda right, *given: right(*given[:4], None, *given[5:])),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_self_check_passes_a_right_kernel(dtype: torch.dtype) -> None:
+    assert check(ReferenceRecurrence(NET), NET, dtype, CPU) is None
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_the_self_check_refuses_wrong_kernels(how: str) -> None:
+    method, done = WRONG[how]
+    assert "times as far off" in str(check(_Wrong(method, done), NET, torch.bfloat16, CPU))
+
+
+def test_gradients_within_chunks() -> None:
+    """Against autograd through the formula of a chunk, for chunks of 4 rows of pieces of 5, 1 and 4."""
+    generator = torch.Generator().manual_seed(0)
+    rows, heads, key_dim, value_dim, scale = 10, 2, 3, 5, 0.7
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    leaves = [draw(1, rows, heads, key_dim).requires_grad_() for _ in range(3)]
+    sums = (-draw(1, rows, heads).abs()).requires_grad_()
+    (q, k, w), added, do = leaves, draw(1, rows, heads, value_dim), draw(1, rows, heads, value_dim)
+    chunks = [(0, 4), (4, 5), (5, 6), (6, 10)]
+    h, dh = (draw(1, len(chunks), heads, key_dim, value_dim).requires_grad_() for _ in range(2))
+    du = draw(1, rows, heads, value_dim)
+    total = torch.zeros(())
+    for at, (begin, end) in enumerate(chunks):
+        part = slice(begin, end)
+        g = sums[0, part].t()
+        decay = (g[:, :, None] - g[:, None]).exp().tril()
+        qs, ks, us, ws = (each[0, part].transpose(0, 1) for each in (q, k, added, w))
+        o = scale * (g.exp()[..., None] * (qs @ h[0, at]) + (decay * (qs @ ks.mT)) @ us)
+        last = g[:, -1:]
+        behind = last.exp()[..., None] * h[0, at] + (ks * (last - g).exp()[..., None]).mT @ us
+        total = total + (o * do[0, part].transpose(0, 1)).sum() + (behind * dh[0, at]).sum()
+        total = total - ((ws @ h[0, at]) * du[0, part].transpose(0, 1)).sum()
+    expected = torch.autograd.grad(total, (q, k, w, sums))
+    first, numbers = torch.tensor([0, 5, 6, 10]), torch.tensor([[0, 0], [0, 1], [1, 0], [2, 0]])
+    given = [each.detach() for each in (q, k, added, do, h, dh, w, sums / torch.tensor(2.0).log(), du)]
+    found = chunk_gradients(*given, scale, first, numbers, 4)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-5
