@@ -304,7 +304,7 @@ class Health:
     def _loss_of_store(self, seconds: float) -> Failure:
         return self._lost(
             f"The store of torch.distributed on {os.environ.get('MASTER_ADDR', 'the node of rank 0')} has not answered "
-            f"{self._name(self._rank)} for {seconds:.0f} s, in {self._doing}: the node or its network is gone."
+            f"{self._name(self._rank).lower()} for {seconds:.0f} s, in {self._doing}: the node or its network is gone."
         )
 
     def _waited_for(self, stuck: Stuck, gone: list[int]) -> Failure:
