@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
-from distca.recurrent import CoreRows, Recurrence, RecurrentKernel, carried, choose_recurrent_kernel
+from distca.recurrent import CoreRows, Recurrence, choose_recurrent_kernel
 from distca.recurrent.fla_delta_rule import FlaDeltaRule
 from distca.recurrent.reference import ReferenceRecurrence
 from distca.recurrent.self_check import check, drawn_rows
 from distca.testing.ranks import run_ranks
+from distca.testing.recurrent_pieces import in_pieces, spans_of
 from distca.testing.reference_attention import relative_error
 
 pytest.importorskip("fla", reason="needs fla-core")
@@ -37,49 +36,14 @@ def test_a_right_kernel_passes_with_every_seed_and_a_wrong_one_with_none(what: R
 
 def test_pieces_are_no_further_from_float64_than_whole_documents() -> None:
     kernel = choose_recurrent_kernel(NET, GPU, torch.bfloat16)
-    documents = list(_spans(DOCUMENTS))
+    documents = spans_of(DOCUMENTS)
     rows, do = drawn_rows(NET, documents[-1][-1][1], torch.bfloat16, GPU, seed=0)
     whole = [[(spans[0][0], spans[-1][1])] for spans in documents]
-    exact = _computed(ReferenceRecurrence(NET), CoreRows(*(each.double() for each in rows.all)), do.double(), whole)
-    one_rank, in_pieces = (_computed(kernel, rows, do, each) for each in (whole, documents))
+    exact = in_pieces(ReferenceRecurrence(NET), CoreRows(*(each.double() for each in rows.all)), do.double(), whole)
+    one_rank, cut = (in_pieces(kernel, rows, do, each) for each in (whole, documents))
     for name, expected in exact.items():
         limit = NO_FURTHER * relative_error(one_rank[name], expected)
-        assert relative_error(in_pieces[name], expected) <= limit, name
-
-
-def _spans(documents: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    begin, found = 0, []
-    for pieces in documents:
-        found.append(list(pairwise(accumulate(pieces, initial=begin))))
-        begin += sum(pieces)
-    return found
-
-
-def _computed(
-    kernel: RecurrentKernel, rows: CoreRows, do: torch.Tensor, documents: list[list[tuple[int, int]]]
-) -> dict[str, torch.Tensor]:
-    """Outputs and gradients of documents, whose pieces know of each other only by states and summaries."""
-    o, gradients = torch.zeros_like(rows.v), rows.zeros_like()
-    alone = [spans[0] for spans in documents if len(spans) == 1]
-    kernel.forward(rows, alone, None, o, False)
-    kernel.backward(rows, alone, None, do, None, gradients, False)
-    for first, *inner, last in (spans for spans in documents if len(spans) > 1):
-        states = [kernel.forward(rows, [first], None, o)[0]]
-        for own, transition in zip(*kernel.summaries(rows, inner), strict=True):
-            states.append(carried(transition, states[-1]) + own)
-        kernel.forward(rows, [*inner, last], torch.stack(states), o, False)
-        dstates = [kernel.backward(rows, [last], states[-1][None], do, None, gradients)[0]]
-        transitions = kernel.summaries(rows, inner)[1]
-        by_piece = list(zip(transitions, kernel.state_gradients(rows, inner, do), strict=True))
-        for transition, own in reversed(by_piece):
-            dstates.append(carried(transition, dstates[-1], backward=True) + own)
-        *behind_inner, behind_first = dstates
-        if inner:
-            kernel.backward(
-                rows, inner, torch.stack(states[:-1]), do, torch.stack(behind_inner[::-1]), gradients, False
-            )
-        kernel.backward(rows, [first], None, do, behind_first[None], gradients, False)
-    return {"o": o} | dict(zip(("dq", "dk", "dv", "dg", "dbeta"), gradients.all, strict=True))
+        assert relative_error(cut[name], expected) <= limit, name
 
 
 def _errors(device: torch.device | None = None, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
