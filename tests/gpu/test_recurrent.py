@@ -24,8 +24,11 @@ DOCUMENTS = ((1000,), (700, 1, 2, 300), (1,), (65, 64, 63), (513, 130), (1, 1, 1
 NO_FURTHER = 1.1
 
 
-@pytest.mark.parametrize("what", [NET, Recurrence.gated_delta_net(4, 4, 64, 64)], ids=["128", "64"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "what,dtype",
+    [(NET, torch.bfloat16), (Recurrence.gated_delta_net(4, 4, 64, 64), torch.float16)],
+    ids=["128 in bfloat16", "64 in float16"],
+)
 def test_a_right_kernel_passes_with_every_seed_and_a_wrong_one_with_none(what: Recurrence, dtype: torch.dtype) -> None:
     assert choose_recurrent_kernel(what, GPU, dtype).name.startswith("fla")
     kernel = FlaDeltaRule(what, own_gradients=True)
