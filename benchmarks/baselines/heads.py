@@ -75,7 +75,7 @@ class GroupHeads:
         g: torch.Tensor,
         beta_NH: torch.Tensor,
     ) -> torch.Tensor:
-        """o_NHV of this rank's rows; arguments as of :meth:`PackedMicroBatch.recur`.
+        """o_NHV of this rank's rows; arguments as for DistCA.
 
         Raises:
             SupportError: the group has more ranks than there are heads of keys to share.
