@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distca.baselines.errors import BaselineError
+from distca.models.hybrid import Hybrid
 from distca.models.rope import RopeScaling
 from distca.models.variant import Variant
 from distca.train.config.schema import RunConfig
@@ -20,6 +21,9 @@ def check_served(run: RunConfig) -> None:
         "model.layer_types with windows": any(model.windows),
         "model.sinks": model.sinks,
         "model.variant": model.variant != Variant(),
+        "model.hybrid": model.hybrid != Hybrid(),
+        "model.experts.biases": model.experts.biases,
+        "model.experts.clamp": model.experts.clamp > 0,
     }
     if asked := [name for name, differs in unserved.items() if differs]:
         raise BaselineError(

@@ -161,6 +161,9 @@ def test_modes_of_one_start_run_on_one_megatron(tmp_path):
         (["--model.sinks", "true"], "model.sinks"),
         (["--model.layer_types", "[window, full]", "--model.window", "16"], "windows"),
         (["--model.rope_scaling.kind", "linear", "--model.rope_scaling.factor", "2"], "model.rope_scaling"),
+        (["--model.hybrid.pattern", "G-*-"], "model.hybrid"),
+        (["--model.experts.count", "4", "--model.experts.biases", "true"], "model.experts.biases"),
+        (["--model.experts.count", "4", "--model.experts.clamp", "7"], "model.experts.clamp"),
         (["--parallel.tp", "3"], "model.vocabulary is 64"),
     ],
 )
