@@ -106,7 +106,8 @@ def _lose_a_node() -> tuple[str, float, int]:
             said.append(record.getMessage())
 
     logging.getLogger().addHandler(Keep())
-    health._LOST_S, board._BEAT_S = 12.0, 0.5
+    # Beats are further apart than looks at the store, which the board takes for granted.
+    health._LOST_S, board._BEAT_S = 12.0, 2.0
     other = dist.get_rank() == 1
     if other:
         process.machine_name = lambda: "another node"
