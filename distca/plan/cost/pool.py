@@ -143,8 +143,10 @@ class ServerWork:
             return self.costs[0].of_few(self.direction, rows, stop)
         if isinstance(servers, int):
             return self.costs[self.of_server[servers]].of_few(self.direction, rows, stop)
+        tables = self.of_server.take(servers).tolist()
+        if tables.count(tables[0]) == len(tables):
+            return self.costs[tables[0]].of_few(self.direction, rows, stop)
         found = [[0.0] * len(rows) for _ in range(2 if self.direction == "both" else 1)]
-        tables = self.of_server[list(servers)].tolist()
         for number in dict.fromkeys(tables):
             some = [at for at, table in enumerate(tables) if table == number]
             seconds = self.costs[number].of_few(self.direction, [rows[at] for at in some], [stop[at] for at in some])

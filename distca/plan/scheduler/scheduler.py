@@ -48,6 +48,10 @@ for its cut is a quarter of a server's backward: shorter ones add work, but a se
 others waiting for longer."""
 _UNLIKE = (0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3)
 """Tolerances that are tried where servers are not alike."""
+_NEAR = 1.1
+"""A plan this close to a tolerance of these is taken, and a tolerance this close to the best plan is not tried."""
+_SAME_GROWTH = 5e-4
+"""Part of the mean by which it must have changed for a tolerance to be tried again: else the same plan comes out."""
 _LEAST_SLACK = 0.0003
 """A limit so little above what forward and backward disagree about is not tried: a thousand moves would miss it."""
 
@@ -162,9 +166,16 @@ class _Search:
 
     def run_unlike(self, tolerance: float) -> None:
         """Try limits for servers that are not alike: much moves, so cuts may add much work, and a limit that leaves no
-        room for it is given up at once."""
+        room for it is given up at once. So is one that promises no better plan than was found."""
+        best, before, expected = np.inf, 0.0, np.zeros(1)
         for aim in (max(tolerance, least) for least in _UNLIKE):
-            if self._at_limit(aim, aim, np.inf, MOST_OVERHEAD, self.grown) <= aim + ENOUGH:
+            if aim * _NEAR >= best:
+                break
+            if aim == before and np.allclose(self.grown, expected, rtol=_SAME_GROWTH, atol=0.0):
+                continue
+            before, expected = aim, np.zeros(1) if self.grown is None else self.grown
+            best = min(best, self._at_limit(aim, aim, best, MOST_OVERHEAD, self.grown))
+            if best <= aim * _NEAR:
                 break
 
     def _at_limit(
