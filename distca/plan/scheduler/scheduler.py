@@ -174,7 +174,7 @@ class _Search:
             if aim == before and np.allclose(self.grown, expected, rtol=_SAME_GROWTH, atol=0.0):
                 continue
             before, expected = aim, np.zeros(1) if self.grown is None else self.grown
-            best = min(best, self._at_limit(aim, aim, best, MOST_OVERHEAD, self.grown))
+            best = min(best, self._at_limit(aim, aim, np.inf, MOST_OVERHEAD, self.grown))
             if best <= aim * _NEAR:
                 break
 

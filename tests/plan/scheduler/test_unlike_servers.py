@@ -1,5 +1,6 @@
 """Servers that are not alike: each takes its own time for a task, and may have other work meanwhile."""
 
+import time
 from itertools import product
 
 import numpy as np
@@ -27,6 +28,7 @@ from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.pool import PoolCost, ServerWork
 from distca.plan.cost.scaled import ScaledCost, scaled
 from distca.plan.kinds import AttentionKind
+from distca.plan.scheduler import scheduler
 from distca.plan.scheduler.target_load import TargetLoad
 from tests.plan.cases import layouts
 
@@ -102,6 +104,27 @@ def test_one_of_four_at_half_speed_is_given_half_the_work(mix: str, direction: s
         assert seconds.max() <= 1.03 * server_seconds(plan_at_home(layout), LLAMA_8B, way).sum() / 3.5
         assert seconds.max() <= 0.75 * server_seconds(equal, cost, way).max()
     assert plan_work(unequal)[2] == pytest.approx(plan_work(unequal).sum() / 7, rel=0.04)
+
+
+def test_tolerances_are_not_tried_once_a_plan_is_close_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later tolerances of these plans brought nothing, and took more than half of the time."""
+    homes = servers = 64
+    cost = PoolCost((LLAMA_8B, scaled(LLAMA_8B, 2.0, 4.0)), (0,) * homes + (1,) * servers)
+    tried: list[float] = []
+    at_limit = scheduler._Search._at_limit
+
+    def counted(search, aim: float, *others) -> float:
+        tried.append(at_limit(search, aim, *others))
+        return tried[-1]
+
+    monkeypatch.setattr(scheduler._Search, "_at_limit", counted)
+    lengths = [sample_mix("prolong", homes * 65_536, 2, context=131_072)]
+    options = PlanOptions(homes, cost, nano_batches=2, servers=servers, tolerance=0.02)
+    began = time.process_time()
+    plan_step(lengths, options)
+    # 0.1 s of one core by itself.
+    assert time.process_time() - began < 2.0
+    assert len(tried) <= 4 and min(tried) <= 0.022, tried
 
 
 def plan_work(plan) -> np.ndarray:
