@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -123,7 +124,7 @@ class Served:
 
     Attributes:
         seconds: in which its kernels ran, by direction, in the order in which they ran.
-        peak: bytes of device memory at most; 0 on CPUs.
+        peak: bytes of device memory at most; on CPUs those that the process has now.
     """
 
     seconds: dict[str, list[float]]
@@ -166,10 +167,12 @@ class _Server:
 
     def _tell_served(self, step: int) -> None:
         """Leave what a step took, for homes that ask. It waits for the device: the host runs no step ahead of it."""
-        seconds, peak = self._pool.timeline.take_serves(), 0
+        seconds = self._pool.timeline.take_serves()
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            peak = psutil.Process().memory_info().rss
         self._store.put(f"served/{step}/{self._number}", Served(seconds, peak))
         self._store.drop(f"served/{step - _REMEMBERED}/{self._number}")
 

@@ -19,7 +19,8 @@ STEPS = 4
 @pytest.mark.slow
 def test_losses_are_those_of_homes_alone_until_a_server_is_killed(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
-    line = arguments(output=tmp_path, data__path=tmp_path / "texts", train__steps=1000, optimizer__schedule="constant")
+    settings = {"train__steps": 1000, "optimizer__schedule": "constant", "log__memory": True}
+    line = arguments(output=tmp_path, data__path=tmp_path / "texts", **settings)
     command = ["bash", str(ROOT / "pretrain_llama.sh"), *line, "--name", "pool", "--cad.speeds", "[1,1,1,1,0.5]"]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = os.environ | {"SERVERS": "1", "GPUS_PER_NODE": "0", "PYTHONPATH": paths}
@@ -41,5 +42,6 @@ def test_losses_are_those_of_homes_alone_until_a_server_is_killed(tmp_path: Path
     run_ranks(4, train_all, [alone])
     together, expected = steps_of(tmp_path / "pool"), steps_of(tmp_path / "alone")
     assert {step: together[step] for step in expected} == pytest.approx(expected, rel=1e-5)
+    assert all(taken > 0.05 for taken in steps_of(tmp_path / "pool", "server_resident_memory_gb").values())
     served = steps_of(tmp_path / "pool", "attention_s")
     assert all(len(seconds) == 5 for seconds in served.values())  # type: ignore[arg-type]

@@ -246,7 +246,7 @@ class LogConfig:
     Attributes:
         every: steps between progress lines where standard error is not a terminal; metrics.jsonl has every step.
         timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto); a run that ends
-            before records what it has of them.
+            before records what it has of them. Servers without a model are not in it, nor in the profile.
         profile_steps: first and last step that torch's profiler records, on every rank, into the run's folder profile.
         tensorboard: also write TensorBoard events.
         wandb: project of Weights & Biases that metrics also go to; needs the package wandb, and its own settings.

@@ -105,7 +105,7 @@ class StepRecorder:
             "plan_wait_ms": step.waited_ms,
             "attention_s": [round(float(seconds), 6) for seconds in by_rank[:, 1]],
         }
-        values |= self._memory_values(memory, float(by_rank[:, 3].max()))
+        values |= self._memory_values(memory, by_rank[world.size :, 2], float(by_rank[:, 3].max()))
         if config.model.experts.count:
             values |= expert_values(self._trainer.cad.expert_loads(self._trainer.model))
         self._means.add(values)
@@ -115,16 +115,22 @@ class StepRecorder:
         """[parts, phases, ranks] planned seconds, from those of attention by kind, and of linear layers."""
         return np.concatenate((by_kind, other[None]))[: len(self.parts)]
 
-    def _memory_values(self, memory: np.ndarray, outside_torch: float) -> Values:
+    def _memory_values(self, memory: np.ndarray, of_servers: np.ndarray, outside_torch: float) -> Values:
         """The memory of GPUs, or of CPU ranks where it is asked for.
 
         Args:
             memory: [stages] GiB of the fullest rank.
+            of_servers: [servers] GiB of each server without a model.
             outside_torch: GiB of the rank that has most there.
         """
-        if self._trainer.world.device.type != "cuda":
-            return {"resident_memory_gb": float(max(memory))} if self._trainer.config.log.memory else {}
+        on_gpu = self._trainer.world.device.type == "cuda"
+        if not on_gpu and not self._trainer.config.log.memory:
+            return {}
         values: Values = {}
+        if len(of_servers):
+            values[f"server_{'peak' if on_gpu else 'resident'}_memory_gb"] = float(max(of_servers))
+        if not on_gpu:
+            return values | {"resident_memory_gb": float(max(memory))}
         for key, peaks in (("peak_memory_gb", memory), ("predicted_memory_gb", self._predicted)):
             values[key] = float(max(peaks))
             if len(peaks) > 1:

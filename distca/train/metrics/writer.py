@@ -33,6 +33,7 @@ Keys that other parts of the project read, where a step has them:
     outside_torch_gib   on GPUs: largest device memory of any rank that is neither free, nor torch's, nor NVSHMEM's
                         receive buffer, after the step, GiB (distca.train.run.memory_fit counts with OUTSIDE_TORCH)
     resident_memory_gb  on CPUs with log.memory: largest resident memory of any rank's process after the step, GiB
+    server_peak_memory_gb, server_resident_memory_gb  the same of any server without a model
 """
 
 from __future__ import annotations
