@@ -167,14 +167,15 @@ class _Search:
     def run_unlike(self, tolerance: float) -> None:
         """Try limits for servers that are not alike: much moves, so cuts may add much work, and a limit that leaves no
         room for it is given up at once. So is one that promises no better plan than was found."""
-        best, before, expected = np.inf, 0.0, np.zeros(1)
+        best, before, tried = np.inf, 0.0, np.zeros(1)
         for aim in (max(tolerance, least) for least in _UNLIKE):
             if aim * _NEAR >= best:
                 break
-            if aim == before and np.allclose(self.grown, expected, rtol=_SAME_GROWTH, atol=0.0):
+            expected, again = self.grown, aim == before
+            if again and expected is not None and np.allclose(expected, tried, rtol=_SAME_GROWTH, atol=0.0):
                 continue
-            before, expected = aim, np.zeros(1) if self.grown is None else self.grown
-            best = min(best, self._at_limit(aim, aim, np.inf, MOST_OVERHEAD, self.grown))
+            before, tried = aim, np.zeros(1) if expected is None else expected
+            best = min(best, self._at_limit(aim, aim, np.inf, MOST_OVERHEAD, expected))
             if best <= aim * _NEAR:
                 break
 
