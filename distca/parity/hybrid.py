@@ -80,10 +80,11 @@ def hybrid_model_cases() -> list[ParityCase]:
 
 
 def hybrid_stage_cases() -> list[ParityCase]:
-    """Stacks of HybridModel over two pipeline stages, which are idle at the beginning and at the end of a step."""
+    """Stacks of HybridModel over two pipeline stages, which are idle at the beginning and at the end of a step. Nothing
+    of the last micro-batch moves, so exchanges are left out in phases that it has for itself."""
     first, _, second, mamba, *_ = hybrid_model_cases()
     shape = ParityShape(layers=8)
-    stages = {"pp": 2, "shape": shape, "micro_batches": (*_LENGTHS, (5, 31))}
+    stages: dict[str, Any] = {"pp": 2, "shape": shape, "micro_batches": (*_LENGTHS, (1,))}
     return [
         replace(first, **stages, pattern="G-*-|G-*-"),
         replace(second, **stages, tp=1, recompute="all", pattern="*G-G|*G-G", ping_pong=True),

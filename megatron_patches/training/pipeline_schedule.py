@@ -212,9 +212,9 @@ class _Stage:
 def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) -> AnyEmptyLayer:
     """What stands in for a layer of this stage where it is idle."""
     if hasattr(mixer, "recurrence"):
-        parameters = CoreParameters(
-            *(each if each is None else each.detach() for each in vars(mixer.core_parameters).values())
-        )
+        given = mixer.core_parameters
+        bias, skip = (each if each is None else each.detach() for each in (given.bias, given.skip))
+        parameters = CoreParameters(given.kernel.detach(), bias, skip)
         return EmptyRecurrentLayer(mixer.recurrence, mixer.core_kernel, parameters, config.params_dtype, device)
     tp = config.tensor_model_parallel_size
     assert config.num_query_groups is not None and config.kv_channels is not None
