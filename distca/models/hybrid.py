@@ -51,6 +51,12 @@ class Hybrid:
         """One symbol for each layer."""
         return (self.pattern * -(-layers // len(self.pattern)))[:layers] if self.pattern else ""
 
+    def of_stages(self, layers: int, stages: int) -> str:
+        """Megatron's pattern of all layers, with a | between pipeline stages."""
+        symbols = self.symbols(layers)
+        size = layers // stages
+        return "|".join(symbols[begin : begin + size] for begin in range(0, len(symbols), size))
+
     def units(self, layers: int) -> list[Unit]:
         """Returns the mixers with what follows them."""
         symbols = [*self.symbols(layers), ATTENTION]

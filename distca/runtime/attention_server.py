@@ -198,9 +198,9 @@ class _Server:
             of_phase = (routes.served_forward if direction == "forward" else routes.served_backward)[number]
             assert of_phase is not None
             if direction == "forward":
-                serve_forward(self._pool, of_phase, self._layer)
+                serve_forward(self._pool, of_phase, [self._layer] * len(of_phase))
             elif not forward_only:
-                serve_backward(self._pool, of_phase, self._layer)
+                serve_backward(self._pool, of_phase, [self._layer] * len(of_phase))
 
     def _serve_micro_batch(self, routes: Sequence[LayerRoutes], forward_only: bool) -> None:
         """Forward and backward of all layers, as on a home without tokens."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel
 from distca.runtime.attention_call import AttentionCall
-from distca.runtime.device_routes import LayerRoutes, NanoRoutes
+from distca.runtime.device_routes import LayerRoutes
 from distca.runtime.kept_rows import HomeRows
 from distca.runtime.ping_pong import run_layers
-from distca.runtime.recurrent_routes import RecurrentRoutes
+from distca.runtime.recurrent_call import RecurrentCall
 from distca.runtime.server import AttentionPool
 
 
@@ -46,43 +48,102 @@ class EmptyLayer:
         (hidden,) = residual
         return hidden
 
+    @property
+    def output(self) -> torch.Tensor:
+        """o_NHD of no rows."""
+        return torch.empty(0, self.heads, self.head_dim, dtype=self.dtype, device=self.device)
 
-def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer) -> None:
+    def call_for_backward(
+        self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
+    ) -> AttentionCall:
+        """Its call of one half, which begins with its backward."""
+        _, q, kv = self.pre(torch.empty(0), nano)
+        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        return AttentionCall.for_backward(pool, routes, layer, nano, HomeRows(q, kv, None, q, lse))
+
+
+@dataclass(frozen=True)
+class EmptyRecurrentLayer:
+    """Stands in for a layer with a recurrent core where there are no tokens.
+
+    Attributes:
+        recurrence: the formula that the core computes.
+        core_kernel: computes it.
+        core_parameters: its weights, without gradients.
+        dtype: of the rows.
+        device: where the rank computes.
+    """
+
+    recurrence: Recurrence
+    core_kernel: RecurrentKernel
+    core_parameters: CoreParameters
+    dtype: torch.dtype
+    device: torch.device
+
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
+        return hidden, *self._rows
+
+    def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
+        (hidden,) = residual
+        return hidden
+
+    @property
+    def output(self) -> torch.Tensor:
+        """o_NHV of no rows."""
+        return torch.empty(0, self.recurrence.heads, self.recurrence.value_dim, dtype=self.dtype, device=self.device)
+
+    def call_for_backward(
+        self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
+    ) -> RecurrentCall:
+        """Its call of one half, which begins with its backward; ``before`` is the call of the half before."""
+        what, kernel = self.recurrence, self.core_kernel
+        return RecurrentCall.for_backward(
+            pool, routes, what, kernel, layer, nano, before, self._rows, self.core_parameters
+        )
+
+    @property
+    def _rows(self) -> tuple[torch.Tensor, ...]:
+        """mixed_NC, g and beta_NH."""
+        what, dtype = self.recurrence, torch.promote_types(self.dtype, torch.float32)
+        return (
+            torch.empty(0, what.channels, dtype=self.dtype, device=self.device),
+            torch.empty(0, *what.decay_shape, dtype=dtype, device=self.device),
+            torch.empty(0, what.heads, dtype=self.dtype, device=self.device),
+        )
+
+
+AnyEmptyLayer = EmptyLayer | EmptyRecurrentLayer
+
+
+def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
     """Serve a forward phase of others.
 
     Args:
         pool: the server pool.
         routes: of every layer.
-        layer: stands in for this rank's own.
+        layers: stand in for this rank's own.
     """
     with torch.no_grad():
-        run_layers([layer] * len(routes), [torch.empty(0)] * len(routes[0]), routes, pool)
+        run_layers(layers, [torch.empty(0)] * len(routes[0]), routes, pool)
 
 
-def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer) -> None:
+def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
     """Serve a backward phase of others, in the order in which autograd runs it on ranks with tokens; arguments as of
     :func:`serve_forward`."""
-    _, q, kv = layer.pre(torch.empty(0), 0)
-    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    above: list[AttentionCall] = []
-    for number, halves in reversed(list(enumerate(routes))):
-        calls = [
-            AttentionCall.for_backward(pool, _of_attention(each), number, nano, HomeRows(q, kv, None, q, lse))
-            for nano, each in enumerate(halves)
-        ][::-1]
+    above: list[AttentionCall | RecurrentCall] = []
+    for number, (layer, halves) in reversed(list(enumerate(zip(layers, routes, strict=True)))):
+        calls: list[AttentionCall | RecurrentCall] = []
+        for nano, each in enumerate(halves):
+            calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
+        calls.reverse()
         # As on ranks with tokens, a half's gradients of the layer above are joined right before its dO is launched:
         # every rank then has the same exchanges under way whenever one is launched.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()
-            call.backward_launch_do(q)
+            call.backward_launch_do(layer.output)
         for call in calls:
             call.backward_serve()
         above = calls
     for call in above:
         call.backward_join_gradients()
-
-
-def _of_attention(routes: NanoRoutes | RecurrentRoutes) -> NanoRoutes:
-    assert isinstance(routes, NanoRoutes), "recurrent layers are not served with pipeline stages"
-    return routes

@@ -83,6 +83,43 @@ class RecurrentCall(LayerCall):
         self._inner = [n for n, each in enumerate(pairs) if each == (False, False)]
         self._last = [n for n, each in enumerate(pairs) if each == (False, True)]
 
+    @classmethod
+    def for_backward(
+        cls,
+        pool: AttentionPool,
+        routes: RecurrentRoutes,
+        what: Recurrence,
+        kernel: RecurrentKernel,
+        layer: int,
+        nano: int,
+        before: RecurrentCall | None,
+        rows: tuple[torch.Tensor, ...],
+        parameters: CoreParameters,
+    ) -> RecurrentCall:
+        """A call without rows that begins with its backward; other arguments as of the class.
+
+        Args:
+            rows: mixed_NC, g and beta_NH of no rows, in the shapes of the layer's.
+            parameters: the core's weights, without gradients.
+        """
+        call = cls(pool, routes, what, kernel, layer, nano, before)
+        call._rows, call._parameters, call._halo = rows, parameters, rows[0]
+        return call
+
+    def backward_launch_do(self, do_NHV: torch.Tensor) -> None:
+        """Start sending gradients of states."""
+        self._launch_state_gradients(do_NHV)
+
+    def backward_serve(self) -> None:
+        """Wait for them, and start sending gradients of halo rows."""
+        self._join_state_gradients()
+        self._summarise_backward()
+        self._launch_halo_gradients()
+
+    def backward_join_gradients(self) -> None:
+        """Wait for the gradients of rows that live here."""
+        self._join_halo_gradients()
+
     # Public: the five nodes, called in this order.
 
     def launch_halo(self, mixed_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor) -> torch.Tensor:

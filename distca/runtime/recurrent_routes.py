@@ -4,7 +4,7 @@ recurrent layers whose convolutions have the same size."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -87,6 +87,11 @@ class RecurrentRoutes:
                 arrived += route.halo.exchange.destination_rows
                 routes.append(_of(route, arrived, upload))
             return tuple(routes)
+
+    def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
+        """Returns these routes with the exchanges of another phase in backward, in which this rank has the same rows
+        and other stages have other ones."""
+        return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 
 def _of(route: PieceRoute, arrived: int, device: Destination) -> RecurrentRoutes:

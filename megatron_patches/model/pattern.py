@@ -1,7 +1,7 @@
 """The layers of a model as CAD counts them: units of a mixer and what follows it up to the next mixer.
 
 A GPTModel's layer is a unit by itself. Megatron-Core's HybridModel has a pattern with one symbol for each layer, which
-is one mixer, one MLP or one layer with experts: Qwen3.5's is ``G-G-G-*-``.
+is one mixer, one MLP or one layer with experts: Qwen3.5's is ``G-G-G-*-``. A ``|`` stands between pipeline stages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron_patches.model.recurrences import is_recurrent
 
 ATTENTION, DELTA_NET, MAMBA, MLP, EXPERTS = "*", "G", "M", "-", "E"
 RECURRENT = DELTA_NET + MAMBA
+STAGE = "|"
 _MIXERS = ATTENTION + RECURRENT
 _SERVED = _MIXERS + MLP + EXPERTS
 _REFUSED = {
-    "|": "pipeline stages are not served with it: leave it out",
     "/": "only the next token is predicted: leave it out with what follows",
     "D": "sparse attention is not served: take '*'",
     "+": "latent attention is not served: take '*'",
@@ -46,9 +46,14 @@ def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
         pattern: of a HybridModel's layers; empty for a GPTModel.
     """
     if pattern:
-        return [Unit(symbol, number) for number, symbol in enumerate(pattern, 1) if symbol in _MIXERS]
+        return [Unit(symbol, number) for number, symbol in enumerate(layers_of(pattern), 1) if symbol in _MIXERS]
     numbers = range(1, config.num_layers + 1)
     return [Unit(DELTA_NET if is_recurrent(config, number) else ATTENTION, number) for number in numbers]
+
+
+def layers_of(pattern: str) -> str:
+    """Returns the symbols of a pattern's layers, over all pipeline stages."""
+    return pattern.replace(STAGE, "")
 
 
 def check_pattern(config: TransformerConfig, pattern: str) -> None:
@@ -57,7 +62,8 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
     Raises:
         SupportError: naming the first symbol.
     """
-    for symbol in pattern:
+    layers, stages = layers_of(pattern), pattern.split(STAGE)
+    for symbol in layers:
         if symbol not in _SERVED:
             why = _REFUSED.get(symbol, f"symbols are {' '.join(_SERVED)}")
             raise SupportError(f"hybrid_layer_pattern {pattern!r} has {symbol!r}, but {why}.")
@@ -65,10 +71,16 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
         raise SupportError(
             f"hybrid_layer_pattern {pattern!r} has no '*', but some layers must have softmax attention: add one."
         )
-    if config.num_layers != len(pattern):
+    if len(stages) != config.pipeline_model_parallel_size or len({*stages}) > 1:
         raise SupportError(
-            f"num_layers is {config.num_layers}, but hybrid_layer_pattern {pattern!r} has {len(pattern)} layers: set "
-            f"num_layers to {len(pattern)}."
+            f"hybrid_layer_pattern is {pattern!r}, but pipeline_model_parallel_size is "
+            f"{config.pipeline_model_parallel_size}, and all stages have the same layers: put a '|' between stages of "
+            "equal patterns, or change the number of stages."
+        )
+    if config.num_layers != len(layers):
+        raise SupportError(
+            f"num_layers is {config.num_layers}, but hybrid_layer_pattern {pattern!r} has {len(layers)} layers: set "
+            f"num_layers to {len(layers)}."
         )
     if (EXPERTS in pattern) != bool(config.num_moe_experts):
         raise SupportError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -16,6 +16,7 @@ from distca.data.batch import RankBatch, rank_batch
 from distca.device.host_to_device import Upload, uploading
 from distca.errors import DataError, PlanError
 from distca.plan import Layout, PlanOptions, StepPlan
+from distca.plan.phases import Phase
 from distca.plan.step import StepBalance
 from distca.plan.step_file import StepInputs
 from distca.recurrent import Recurrence
@@ -159,8 +160,7 @@ def make_step(
             )
         else:
             if recurrences:
-                own = zip(routes.own, plan.layouts, strict=True)
-                routes = replace(routes, own=tuple(_with_pieces(*each, recurrences, rank, upload) for each in own))
+                routes = _with_pieces(routes, plan, recurrences, stage, rank, upload)
             batches = tuple(
                 batch_on_device(
                     upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.shares), lengths=lengths
@@ -173,16 +173,48 @@ def make_step(
 
 
 def _with_pieces(
-    of_attention: Sequence[LayerRoutes],
-    layouts: Sequence[Layout],
+    of_attention: StepRoutes,
+    plan: StepPlan,
     recurrences: Sequence[Recurrence | None],
+    stage: int,
     rank: int,
     upload: Upload,
-) -> tuple[LayerRoutes, ...]:
-    """A micro-batch's routes of all layers, from those of layers with attention."""
-    by_size = {size: RecurrentRoutes.of(layouts, rank, size, upload) for size in _halos(recurrences)}
-    rest = iter(of_attention)
-    return tuple(next(rest) if each is None else by_size[each.halo_rows] for each in recurrences)
+) -> StepRoutes:
+    """Routes of all layers of this stage, from those of layers with attention."""
+    options = plan.options
+    here, me = recurrences[: len(recurrences) // options.stages], options.pool_rank(stage, rank)
+
+    def pieces(phase: Phase) -> dict[int, tuple[RecurrentRoutes, ...]]:
+        layouts = [each.layout for each in phase.plans]
+        return {size: RecurrentRoutes.of(layouts, me, size, upload) for size in _halos(here)}
+
+    def merged(
+        attention: Sequence[LayerRoutes], by_size: Mapping[int, tuple[RecurrentRoutes, ...]]
+    ) -> tuple[LayerRoutes, ...]:
+        rest = iter(attention)
+        return tuple(next(rest) if each is None else by_size[each.halo_rows] for each in here)
+
+    def own(micro_batch: int, attention: Sequence[LayerRoutes]) -> tuple[LayerRoutes, ...]:
+        there = pieces(plan.forward[plan.forward_phase(micro_batch, stage)])
+        if options.stages > 1:  # other stages have other micro-batches in the phase of its backward
+            back = pieces(plan.backward[plan.backward_phase(micro_batch, stage)])
+            there = {
+                size: tuple(one.with_backward(other) for one, other in zip(halves, back[size], strict=True))
+                for size, halves in there.items()
+            }
+        return merged(attention, there)
+
+    def served(
+        attention: Sequence[tuple[LayerRoutes, ...] | None], phases: Sequence[Phase]
+    ) -> tuple[tuple[LayerRoutes, ...] | None, ...]:
+        pairs = zip(attention, phases, strict=True)
+        return tuple(None if each is None else merged(each, pieces(phase)) for each, phase in pairs)
+
+    return StepRoutes(
+        tuple(own(*each) for each in enumerate(of_attention.own)),
+        served(of_attention.served_forward, plan.forward),
+        served(of_attention.served_backward, plan.backward),
+    )
 
 
 def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:

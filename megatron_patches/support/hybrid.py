@@ -56,7 +56,7 @@ def check_hybrid(
             tp > 1 and not config.sequence_parallel
         ),
         f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}: set it to 1": (
-            config.pipeline_model_parallel_size > 1
+            config.pipeline_model_parallel_size > 1 and (not pattern or not disaggregate)
         ),
         "`disaggregate` is False: set it to True": not disaggregate and not pattern,
         "`offload` is True: set it to False": offload,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
@@ -21,7 +22,7 @@ from megatron_patches.layers.hybrid_stack import DisaggregatedStack
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.mamba import GroupedGatedNorm, OwnMambaMixer, SplitMambaLayer
 from megatron_patches.layers.packed_attention import PackedAttention
-from megatron_patches.model.pattern import ATTENTION, DELTA_NET, EXPERTS, MAMBA
+from megatron_patches.model.pattern import ATTENTION, DELTA_NET, EXPERTS, MAMBA, STAGE
 from megatron_patches.model.pattern import MLP as MLP_ALONE
 from megatron_patches.model.recurrences import has_output_gate
 from megatron_patches.patches.norms import norm_class
@@ -67,7 +68,8 @@ def check_hybrid_model(model: Any, pattern: str) -> None:
     if model.post_process:
         expect("decoder.final_norm", type(model.decoder.final_norm), norm_class(model.config))
         expect("output_layer", type(model.output_layer), ColumnParallelLinear)
-    for number, (symbol, layer) in enumerate(zip(pattern, model.decoder.layers, strict=True)):
+    here = pattern.split(STAGE)[parallel_state.get_pipeline_model_parallel_rank()]
+    for number, (symbol, layer) in enumerate(zip(here, model.decoder.layers, strict=True)):
         _check_layer(f"decoder.layers.{number}", symbol, layer, model.config)
 
 

@@ -23,12 +23,21 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from distca.plan import StepPlan
+from distca.recurrent import CoreParameters
 from distca.runtime import AttentionPool
 from distca.runtime.device_routes import StepRoutes
-from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
+from distca.runtime.idle_stage import (
+    AnyEmptyLayer,
+    EmptyLayer,
+    EmptyRecurrentLayer,
+    serve_backward,
+    serve_forward,
+)
+from megatron_patches.layers.units import units_in
 from megatron_patches.steps.step import Batch
 from megatron_patches.training.training_step import ForwardStep
 
@@ -101,15 +110,9 @@ class _Stage:
         self._neighbours = Neighbours(group, self._config.pipeline_dtype, device)
         self.tokens = torch.zeros((), dtype=torch.int32, device=device)
         self.reports: list[Any] = []
-        self._layers = len(self._gpt.decoder.layers)
-        tp = self._config.tensor_model_parallel_size
-        self._empty = EmptyLayer(
-            self._config.num_attention_heads // tp,
-            self._config.num_query_groups // tp,
-            self._config.kv_channels,
-            self._config.params_dtype,
-            device,
-        )
+        units = units_in(self._gpt.decoder.layers)
+        self._layers = len(units)
+        self._empties = [_empty_layer(unit.mixer, self._config, device) for unit in units]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -144,7 +147,7 @@ class _Stage:
             output = self._forward(micro_batch, received, forward_only)
         served = self._routes.served_forward[number]
         if served is not None:
-            serve_forward(self._pool, served, self._empty)
+            serve_forward(self._pool, served, self._empties)
         incoming = self._number > 0 and running[self._number - 1] is not None
         sent = output if self._number < self._last else None
         self._activations = self._neighbours.start(
@@ -160,7 +163,7 @@ class _Stage:
         received, sent = self._gradients.wait(), None
         served = self._routes.served_backward[number]
         if served is not None:
-            serve_backward(self._pool, served, self._empty)
+            serve_backward(self._pool, served, self._empties)
         if micro_batch is not None:
             gradient = self._backward(micro_batch, received)
             sent = gradient if self._number else None
@@ -204,6 +207,20 @@ class _Stage:
         rows = self._batches[micro_batch].tokens.shape[1]
         shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
         return rows // shares, 1, self._config.hidden_size
+
+
+def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) -> AnyEmptyLayer:
+    """What stands in for a layer of this stage where it is idle."""
+    if hasattr(mixer, "recurrence"):
+        given = mixer.core_parameters
+        bias, skip = (each if each is None else each.detach() for each in (given.bias, given.skip))
+        parameters = CoreParameters(given.kernel.detach(), bias, skip)
+        return EmptyRecurrentLayer(mixer.recurrence, mixer.core_kernel, parameters, config.params_dtype, device)
+    tp = config.tensor_model_parallel_size
+    assert config.num_query_groups is not None and config.kv_channels is not None
+    return EmptyLayer(
+        config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels, config.params_dtype, device
+    )
 
 
 @dataclass(frozen=True)

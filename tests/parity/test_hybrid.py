@@ -37,7 +37,7 @@ def _all() -> list[tuple[Any, dict[str, float], float]]:
             reference = block.block_unmodified(case, torch.float64, CPU, full)
             found = block.block_disaggregated(case, torch.float64, CPU, "reference", full)
             results.append((case, found.error(reference), suite.FLOAT64_TOLERANCE))
-    compared = [cases[1], *with_experts]
+    compared = [cases[1], *with_experts, *hybrid.hybrid_stage_cases()]
     trained = [replace(stacks[0], micro_batches=((13, 1, 9),))]
     found = suite.float32_differences(compared, CPU)
     found += expert_steps.step_differences(trained, CPU, distributed=True)
@@ -100,7 +100,7 @@ def _in_one_start(path: Path) -> tuple[list[tuple[Any, dict[str, float], float]]
 
 def test_blocks_in_float64_whole_models_in_float32_and_checkpoints(tmp_path: Path) -> None:
     results, differences, llama = run_ranks(4, _in_one_start, tmp_path)[0]
-    assert len(results) == 14
+    assert len(results) == 17
     _check(results)
     assert differences == [0.0] * 3
     assert llama <= 1e-6

@@ -33,24 +33,26 @@ def _config(**changed: object) -> object:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_gated_delta_net(), reason="HybridModel's layers have been there since Megatron-Core 0.19")
-def test_runs_train_and_go_on_with_other_tensor_parallel_ranks(tmp_path: Path) -> None:
+def test_runs_train_and_go_on_with_tensor_parallel_ranks_or_in_stages(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts")
     whole_documents = {"cad__enabled": False}
     both = {"output": tmp_path, "data__path": texts, "train__steps": 4}
     gates = {"model__hybrid__output_gate": True, "model__qk_norm": True}
     delta = arguments(**SMALL | both | gates, name="delta")
-    mamba = arguments(**SMALL | both | {"model__hybrid__pattern": "M-M*"}, name="mamba", train__recompute="all")
+    mamba = arguments(**SMALL | both | {"model__hybrid__pattern": "M*"}, name="mamba", train__recompute="all")
     home = arguments(**SMALL | both | gates | whole_documents, name="home")
     cut = [*delta, "--name", "cut", "--train.time_limit", "1e-6"]
     same_batch = ["--parallel.tp", "2", "--data.tokens_per_rank", str(2 * LONGEST)]
     goes_on = [*delta, "--name", "cut", "--checkpoint.resume", "latest", *same_batch]
-    runs = [delta, mamba, home, cut, goes_on]
-    whole, others, packed, _, resumed = (Path(each) for each in run_ranks(2, train_all, runs)[0])
+    cut_mamba = [*mamba, "--name", "cut_mamba", "--train.time_limit", "1e-6"]
+    in_stages = [*cut_mamba[:-2], "--checkpoint.resume", "latest", "--parallel.pp", "2", *same_batch[2:]]
+    runs = [delta, mamba, home, cut, goes_on, cut_mamba, in_stages]
+    whole, others, packed, _, resumed, _, staged = (Path(each) for each in run_ranks(2, train_all, runs)[0])
     assert steps_of(packed)[4] < steps_of(packed)[1]
     assert min(steps_of(others).values()) == steps_of(others)[4] < steps_of(others)[1]
-    expected, found = steps_of(whole), steps_of(resumed)
-    assert found.keys() <= expected.keys() and 4 in found
-    assert all(found[step] == pytest.approx(expected[step], rel=1e-5) for step in found)
+    for expected, found in ((steps_of(whole), steps_of(resumed)), (steps_of(others), steps_of(staged))):
+        assert found.keys() <= expected.keys() and 4 in found
+        assert all(found[step] == pytest.approx(expected[step], rel=1e-5) for step in found)
     assert json.loads((whole / "metrics.jsonl").read_text().splitlines()[0])["loss"] > 0
 
 
@@ -66,7 +68,8 @@ def test_runs_train_and_go_on_with_other_tensor_parallel_ranks(tmp_path: Path) -
         ({"model__hybrid__value_heads": 3}, "value_heads is 3, no multiple of key_heads 2"),
         ({"model__hybrid__key_heads": 0}, "key_heads is 0"),
         ({"model__hybrid__pattern": None}, "pattern is empty"),
-        ({"parallel__pp": 2}, "parallel.pp is 2, which is not served with model.hybrid.pattern; set it to 1"),
+        ({"parallel__pp": 2}, "which gives the 2 stages of parallel.pp unlike layers (G- and *-)"),
+        ({"parallel__pp": 2, "cad__enabled": False}, "parallel.pp is 2, which is not served with model.hybrid.pattern"),
         ({"parallel__tp": 4}, "model.hybrid.key_heads 2 is not divisible by parallel.tp 4"),
         ({"model__variant__parallel_mlp": True}, "model.variant has more than"),
         ({"checkpoint__export": "folder"}, "checkpoint.export is folder, which is not served"),

@@ -20,6 +20,12 @@ def hybrid_problems(config: RunConfig) -> list[str]:
             f"model.experts.count is {model.experts.count}, but model.hybrid.pattern is {hybrid.pattern!r}; give "
             "experts where it has E, and none where it has not."
         )
+    stages = hybrid.of_stages(model.layers, config.parallel.pp).split("|")
+    if len({*stages}) > 1:
+        problems.append(
+            f"model.hybrid.pattern is {hybrid.pattern!r}, which gives the {config.parallel.pp} stages of parallel.pp "
+            f"unlike layers ({' and '.join(dict.fromkeys(stages))}); change one, so that all have the same."
+        )
     if {*RECURRENT} & {*hybrid.pattern} and hybrid.key_heads % tp:
         problems.append(f"model.hybrid.key_heads {hybrid.key_heads} is not divisible by parallel.tp {tp}; change one.")
     return problems + _not_served(config)
@@ -31,7 +37,7 @@ def _not_served(config: RunConfig) -> list[str]:
     variant = model.variant
     known = {name: getattr(variant, name) for name in ("activation", "gated", "zero_centered_norms", "rotary_percent")}
     found: dict[str, tuple[object, object]] = {
-        "parallel.pp": (config.parallel.pp, 1),
+        "parallel.pp": (1 if config.cad.enabled else config.parallel.pp, 1),
         "parallel.sequence_parallel": (config.parallel.sequence_parallel or config.parallel.tp == 1, True),
         "train.offload": ("none" if train.offload == "auto" else train.offload, "none"),
         "train.fp8": (train.fp8, "none"),

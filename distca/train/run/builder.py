@@ -128,7 +128,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
     from megatron_patches.ranks.groups import pipeline_seed
 
     parallel, on_gpu, settings = config.parallel, world.device.type == "cuda", config.cad
-    pattern = config.model.hybrid.symbols(config.model.layers)
+    pattern = config.model.hybrid.of_stages(config.model.layers, parallel.pp)
     torch.manual_seed(config.train.seed + pipeline_seed())
     model_config = transformer_config(
         config.model,

@@ -102,8 +102,8 @@ class _Stage:
         model, parallel = config.model, config.parallel
         self._config, self._stage, self._stages = config, stage, parallel.pp
         self._data_parallel = max(parallel.data_parallel(world_size), 1)
-        self._layers = config.model.layers // parallel.pp
-        kinds = model.layer_kinds[stage * self._layers : (stage + 1) * self._layers]  # hybrids have one stage
+        self._layers = len(model.layer_kinds) // parallel.pp
+        kinds = model.layer_kinds[stage * self._layers : (stage + 1) * self._layers]
         each = {
             kind: LayerBytes(
                 shape=model,
