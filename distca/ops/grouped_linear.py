@@ -70,6 +70,52 @@ class _GroupedLinear(torch.autograd.Function):
         return d_x, None, None, *(gradient(w, d, x) if needed else None for w, needed, d, x in parts)
 
 
+def add_biases(
+    x_PO: torch.Tensor, biases: Sequence[torch.Tensor], groups: Groups, scale_P: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns [P, O], each row plus its expert's bias; can be differentiated once.
+
+    Args:
+        x_PO: rows.
+        biases: [O] of each expert.
+        groups: of the rows.
+        scale_P: factors of the biases, one for each row.
+    """
+    out: torch.Tensor = _AddBiases.apply(x_PO, scale_P, groups, *biases)
+    return out
+
+
+class _AddBiases(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_PO: torch.Tensor, scale_P: torch.Tensor | None, groups: Groups, *biases: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(scale_P, *biases)
+        ctx.groups = groups
+        bias_PO = _of_rows(biases, groups, len(x_PO))
+        return (x_PO + (bias_PO if scale_P is None else bias_PO * scale_P[:, None])).to(x_PO.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_PO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        scale_P, *biases = ctx.saved_tensors
+        d_scale, scaled = None, d_PO
+        if scale_P is not None:
+            if ctx.needs_input_grad[1]:
+                d_scale = (d_PO * _of_rows(biases, ctx.groups, len(d_PO))).sum(1, dtype=scale_P.dtype)
+            scaled = d_PO * scale_P[:, None]
+        # One sum after the other: rows that are added by index are rounded after each, and come in any order.
+        parts = zip(biases, ctx.needs_input_grad[3:], scaled.split(ctx.groups.rows), strict=True)
+        return d_PO, d_scale, None, *(part.sum(0).to(bias.dtype) if needed else None for bias, needed, part in parts)
+
+
+def _of_rows(biases: Sequence[torch.Tensor], groups: Groups, rows: int) -> torch.Tensor:
+    """[P, O] the bias of each row's expert; the host is asked nothing."""
+    numbers_P = torch.arange(rows, dtype=groups.ends_E.dtype, device=groups.ends_E.device)
+    expert_P = torch.searchsorted(groups.ends_E, numbers_P, right=True)
+    return torch.stack(tuple(biases)).index_select(0, expert_P)
+
+
 def _product(_: torch.Tensor, d_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return d_out.t() @ rows
 

@@ -10,15 +10,15 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from distca.ops.grouped_linear import Groups, grouped_linear
+from distca.ops.grouped_linear import Groups, add_biases, grouped_linear
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """[P, hidden] what experts put out for their rows, times the rows' probabilities. The modules and their weights are
-    those of Megatron's sequential experts; where something listens to one of their layers or stands in for it, and
-    where they have biases, they are computed one after the other.
+    those of Megatron's sequential experts; where something listens to one of their layers or stands in for it, they are
+    computed one after the other.
 
     Args:
         experts: of this rank.
@@ -32,13 +32,18 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
         return output
     fused = bool(experts.config.gradient_accumulation_fusion)
     inner = grouped_linear(rows_PH, [first.weight for first, _ in pairs], groups, fused)
+    if pairs[0][0].bias is not None:
+        inner = add_biases(inner, [first.bias for first, _ in pairs], groups)
     activated = _activated(experts.config, inner, probs_P[:, None])
-    return grouped_linear(activated, [second.weight for _, second in pairs], groups, fused)
+    output = grouped_linear(activated, [second.weight for _, second in pairs], groups, fused)
+    if pairs[0][1].bias is not None:
+        output = add_biases(output, [second.bias for _, second in pairs], groups, probs_P)
+    return output
 
 
 def _is_bare(linear: Any) -> bool:
-    """Whether a layer is nothing but a product with its weight."""
-    served = type(linear) in (ColumnParallelLinear, RowParallelLinear) and linear.bias is None
+    """Whether a layer is nothing but a product with its weight, and a bias that it leaves to others to add."""
+    served = type(linear) in (ColumnParallelLinear, RowParallelLinear) and (linear.bias is None or linear.skip_bias_add)
     return served and not any(getattr(linear, kind) for kind in _HOOKS)
 
 

@@ -10,11 +10,11 @@ from tests.megatron_patches.small_cases import on_cpu
 ROWS = ([5, 0, 1, 18, 0, 0, 2, 3], [0, 0, 24, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0], [0] * 8)
 
 
-def _experts(dtype):
+def _experts(dtype, router="softmax behind the choice"):
     from distca.parity import unmodified
     from distca.parity.experts import expert_case
 
-    return unmodified.unmodified_model(expert_case("softmax behind the choice"), dtype).decoder.layers[0].mlp.experts
+    return unmodified.unmodified_model(expert_case(router), dtype).decoder.layers[0].mlp.experts
 
 
 def _found(experts, rows, compute):
@@ -43,9 +43,11 @@ def _differences():
     """How far off anything is by type, and how often a layer is called that something listens to."""
     on_cpu()
     worst, calls = {}, []
-    for dtype, fused in product((torch.float32, torch.float64), (True, False)):
-        experts = _experts(dtype)
-        experts.config.bias_activation_fusion = fused
+    with_biases = "biases, clamped"
+    for dtype, how in product((torch.float32, torch.float64), (True, False, with_biases)):
+        experts = _experts(dtype, *[how] * (how == with_biases))
+        experts.config.bias_activation_fusion = how is True
+        assert (experts.local_experts[0].linear_fc1.bias is not None) == (how == with_biases)
         for rows in ROWS:
             pairs = zip(*_both(experts, rows), strict=True)
             off = max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
