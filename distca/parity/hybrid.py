@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -43,10 +44,11 @@ def hybrid_cases() -> list[ParityCase]:
     last = {**net, **gate, "linear_attention_freq": 3, "layernorm_zero_centered_gamma": False}
     kinds = {"window_size": (6, 0), "window_attn_skip_freq": [1, 0, 0], "softmax_type": "learnable"}
     between = {**net, **kinds, "linear_attention_freq": [0, 1, 0], "linear_conv_kernel_dim": 2}
+    small = partial(ParityCase, scheduler="random", shape=_SHAPE)
     return [
-        ParityCase(micro_batches=_LENGTHS, tp=2, recompute="mlp", config=last, rotary_percent=0.5, shape=_SHAPE),
-        ParityCase(micro_batches=_LENGTHS[::-1], recompute="all", backward="resend", config=between, shape=_SHAPE),
-        ParityCase(micro_batches=((2,), (1,)), ping_pong=False, config=between, shape=_SHAPE),  # ranks without tokens
+        small(micro_batches=_LENGTHS, tp=2, recompute="mlp", config=last, rotary_percent=0.5),
+        small(micro_batches=_LENGTHS[::-1], recompute="all", backward="resend", config=between),
+        small(micro_batches=((2,), (1,)), ping_pong=False, config=between),  # ranks without tokens
         ParityCase(micro_batches=_LENGTHS, tp=2, ping_pong=False, config=gate),
     ]
 
@@ -67,15 +69,15 @@ def hybrid_model_cases() -> list[ParityCase]:
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
     }
-    qwen = ParityShape(layers=4)
     odd = ParityShape(layers=7)
+    small = partial(ParityCase, scheduler="random", shape=ParityShape(layers=4))
     return [
-        ParityCase(micro_batches=_LENGTHS, tp=2, config=net | gate, rotary_percent=0.5, shape=qwen, pattern="G-*-"),
-        ParityCase(micro_batches=_LENGTHS[::-1], recompute="all", config=net, shape=odd, pattern="-G*--G-"),
-        ParityCase(micro_batches=((2,), (1,)), ping_pong=False, config=net, shape=qwen, pattern="*G-G"),
-        ParityCase(micro_batches=_LENGTHS, tp=2, recompute="mlp", config=mamba, shape=qwen, pattern="MM*-"),
-        ParityCase(micro_batches=_LENGTHS, config=mamba | experts, shape=qwen, pattern="ME*E"),
-        ParityCase(micro_batches=_LENGTHS, tp=2, shape=qwen, pattern="*-*-"),
+        small(micro_batches=_LENGTHS, tp=2, config=net | gate, rotary_percent=0.5, pattern="G-*-"),
+        small(micro_batches=_LENGTHS[::-1], recompute="all", config=net, shape=odd, pattern="-G*--G-"),
+        small(micro_batches=((2,), (1,)), ping_pong=False, config=net, pattern="*G-G"),
+        small(micro_batches=_LENGTHS, tp=2, recompute="mlp", config=mamba, pattern="MM*-"),
+        small(micro_batches=_LENGTHS, config=mamba | experts, pattern="ME*E"),
+        small(micro_batches=_LENGTHS, tp=2, pattern="*-*-"),
     ]
 
 
@@ -84,7 +86,7 @@ def hybrid_stage_cases() -> list[ParityCase]:
     of the last micro-batch moves, so exchanges are left out in phases that it has for itself."""
     first, _, second, mamba, *_ = hybrid_model_cases()
     shape = ParityShape(layers=8)
-    stages: dict[str, Any] = {"pp": 2, "shape": shape, "micro_batches": (*_LENGTHS, (1,))}
+    stages: dict[str, Any] = {"pp": 2, "scheduler": "real", "shape": shape, "micro_batches": (*_LENGTHS, (1,))}
     return [
         replace(first, **stages, pattern="G-*-|G-*-"),
         replace(second, **stages, tp=1, recompute="all", pattern="*G-G|*G-G", ping_pong=True, deal=False),
