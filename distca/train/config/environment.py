@@ -89,13 +89,14 @@ def help_text(launcher: Launcher) -> str:
 
 
 def markdown() -> str:
-    """All variables as a table of docs/environment.md."""
+    """All variables as a table of docs/environment.md, which says what YAML and – stand for."""
     lines = ["| variable | what it is | values | default | sets in training | sets in benchmarks |", "|---" * 6 + "|"]
     for variable in VARIABLES:
         benchmarks = _cell(variable.benchmarks) + (" (run4d.sh only)" if variable.stages else "")
         several = ", several in benchmarks" if variable.listed else ""
-        values = variable.values.words.replace(" to 999999999", "") + several
-        cells = (f"`{variable.name}`", variable.meaning, values, variable.default)
+        values = _short(variable.values.words) + several
+        default = variable.default.replace("the configuration's", "YAML")
+        cells = (f"`{variable.name}`", variable.meaning, values, default)
         lines.append(f"| {' | '.join((*cells, _cell(variable.training), benchmarks))} |")
     return "\n".join(lines)
 
@@ -103,7 +104,13 @@ def markdown() -> str:
 def _cell(sets: tuple[str, ...] | None) -> str:
     if sets is None:
         return "refused"
-    return ", ".join(f"`{setting}`" for setting in sets) or "the launcher itself"
+    return ", ".join(f"`{setting}`" for setting in sets) or "–"
+
+
+def _short(words: str) -> str:
+    """The values of a variable, in fewer words than in messages."""
+    words = words.removeprefix("a whole number ").replace("of at least", "from").removesuffix(" to 999999999")
+    return words.replace("a whole number", "from 0")
 
 
 def _refuse_unknown(name: str, value: str, launcher: Launcher) -> None:
