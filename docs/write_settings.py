@@ -47,8 +47,8 @@ def environment_page() -> str:
 {_WRITTEN.format("distca/train/config/variables.py")}
 
 `pretrain_llama.sh` (training) and the benchmarks `run3d.sh` and `run4d.sh` read these. An empty variable counts as not
-given. Give a variable or its [setting](settings.md), not both. YAML stands for the configuration's value, – for what
-the launcher itself uses.
+given. Give a variable or its [setting](settings.md), not both. Where no default is named it is the configuration's.
+What only one kind of script takes is refused by the other.
 
 ```bash
 TP_SIZE=2 STEPS=20 bash pretrain_llama.sh
@@ -81,7 +81,7 @@ def _section(kind: Any, prefix: str, title: str) -> list[str]:
 def _type(hint: Any) -> str:
     """The values that a setting takes, in fewer words than in messages."""
     short = takes(hint).replace("a whole number", "integer").replace("true or false", "true, false")
-    return short.removeprefix("one of ").removeprefix("a ")
+    return short.removeprefix("one of ").removeprefix("a ").replace(" or null", ", null")
 
 
 def _values(values: str, default: str) -> str:

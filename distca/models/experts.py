@@ -17,11 +17,11 @@ class Experts:
         ffn: width inside an expert.
         dense_layers: number of first layers that have a dense MLP instead.
         shared_ffn: width of an expert that all rows go to; 0 for none.
-        shared_gate: the shared expert's output is multiplied by the sigmoid of a learned number for each row.
+        shared_gate: the shared expert's output is multiplied by the sigmoid of a learned number.
         score: how the router's logits become scores.
         normalize: scores of a row's experts add up to 1, or to scale where that is set; sigmoid needs it.
-        bias: experts are chosen by score plus a bias; it grows by bias_rate after a step in which an expert had fewer
-            rows than the mean, and shrinks in others. Needs score sigmoid.
+        bias: experts are chosen by score plus a bias, which grows by bias_rate after a step with fewer rows than the
+            mean, and shrinks otherwise. Needs score sigmoid.
         bias_rate: how much this bias changes in a step.
         groups: equal groups of experts, of which each row chooses some first; 0 for none.
         chosen_groups: number of groups that a row chooses, by the best topk / chosen_groups scores of each.
@@ -31,7 +31,7 @@ class Experts:
         z_loss: coefficient of the loss on the size of the router's logits; 0 for none.
         biases: the router, experts and attention's projections have biases.
         clamp: limit of an expert's gate g, from above, and of its up projection u, both ways; its output is then g ·
-            sigmoid(1.702 g) · (u + 1) (gpt-oss). 0 for silu(g) · u without a limit.
+            sigmoid(1.702 g) · (u + 1) (gpt-oss). 0 for none.
     """
 
     count: int = 0

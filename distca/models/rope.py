@@ -22,10 +22,9 @@ class RopeScaling:
     """The scaling of rotary positions, for contexts longer than the first ones.
 
     Attributes:
-        kind: none; linear = all frequencies divided by factor; dynamic = a larger base for documents longer than
-            original_length; llama3 = low frequencies divided (LLaMA 3.1); yarn = low frequencies divided, scores
-            sharpened; longrope = a divisor for each frequency (Phi-4-mini). dynamic and longrope go by each document's
-            own length.
+        kind: linear = all frequencies divided by factor; dynamic = a larger base for documents longer than
+            original_length; llama3 = low frequencies divided (LLaMA 3.1); yarn = the same, scores sharpened; longrope =
+            a divisor for each frequency (Phi-4-mini). dynamic and longrope go by each document's own length.
         factor: how many times longer contexts become.
         original_length: positions of the model's first training; needed by all kinds but linear.
         low_freq_factor: llama3: frequencies with fewer turns over original_length are divided.

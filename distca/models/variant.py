@@ -13,8 +13,7 @@ class Variant:
     are LLaMA's.
 
     Attributes:
-        activation: activation of the MLP, on its gate where it has one; gelu is approximated by tanh, relu2 is ReLU
-            squared.
+        activation: activation of the MLP, or of its gate; gelu is approximated by tanh, relu2 is ReLU squared.
         gated: the MLP has a gate (all but Arcee).
         normalization: RMSNorm, or LayerNorm without biases.
         zero_centered_norms: norms multiply by one plus their weight (Gemma).

@@ -44,8 +44,8 @@ class ParallelConfig:
     Attributes:
         tp: tensor-parallel ranks; attention heads stay sharded over them.
         pp: pipeline stages; idle stages serve the others' attention.
-        ep: expert-parallel ranks, consecutive ranks of a stage with an equal share of whole experts each. It divides
-            the ranks of a stage and the experts.
+        ep: expert-parallel ranks, consecutive ranks of a stage with whole experts each. It divides the ranks of a stage
+            and the experts.
         sequence_parallel: shard activations between tensor-parallel blocks by tokens; has an effect with tp > 1.
     """
 
@@ -84,15 +84,14 @@ class DataConfig:
         tokenizer: bytes, a tokenizer.json, or a folder that holds one.
         begin_token: token before every text; null takes the one of a model's folder, an empty one is none.
         end_token: the same behind every text.
-        bad: what happens to a document that cannot be read or tokenized: error stops the run; skip leaves it out and
-            counts it.
+        bad: what happens to a document that cannot be read or tokenized: error stops the run; skip leaves it out.
         cache: folder for tokens of texts, which all nodes see; null takes the folder tokens in output.
         vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
         context_length: most tokens a document may have.
-        longer: what happens to a longer document: split cuts it into documents that fit; skip leaves it out and counts
-            it; error stops the run; null splits texts and skips conversations.
+        longer: what happens to a longer document: split cuts it; skip leaves it out and counts it; error stops the run;
+            null splits texts and skips conversations.
         tokens_per_rank: tokens per data-parallel rank and micro-batch. Under sequence parallelism best a multiple of 2
-            × tp: otherwise a rank may get up to tp - 1 tokens more in either nano-batch.
+            × tp: else a rank may get up to tp - 1 tokens more in a nano-batch.
         whole_documents: never let a document span ranks; implied when cad.enabled is false on several data-parallel
             ranks.
         validation_fraction: share of the documents held back for validation.
@@ -123,12 +122,12 @@ class OptimizerConfig:
 
     Attributes:
         lr: learning rate of the first step after the warm-up.
-        schedule: course after the warm-up: cosine and linear go down to min_lr; constant stays; wsd stays and goes down
-            linearly in the last decay_steps.
+        schedule: after the warm-up cosine and linear go down to min_lr; constant stays; wsd goes down linearly in the
+            last decay_steps.
         decay_steps: steps in which wsd goes down; null takes a tenth of train.steps.
         min_lr: learning rate that a step after the last one would have; without effect with schedule constant.
-        warmup_steps: steps before lr is reached; null takes a sixth of train.steps, at most 100, and in a resumed run
-            what it had before.
+        warmup_steps: steps before lr is reached; null takes a sixth of train.steps, at most 100, or in a resumed run
+            what it had.
         weight_decay: decoupled weight decay.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
@@ -158,10 +157,10 @@ class TrainConfig:
         steps: optimizer steps of the whole run, also of a resumed one.
         micro_batches: micro-batches per step and data-parallel rank.
         precision: type of weights and activations; bf16 keeps fp32 master weights.
-        linears: linear layers of Megatron-Core (local) or of Transformer Engine (te), which needs GPUs and bf16; auto
-            takes Transformer Engine's where it can. The output layer stays Megatron-Core's.
+        linears: linear layers of Megatron-Core (local), or of Transformer Engine (te), which needs GPUs and bf16; auto
+            takes te where it can. The output layer is always Megatron-Core's.
         fp8: products of Transformer Engine's linear layers in FP8, scaled by each tensor's largest value (current), by
-            those of earlier steps (delayed), or by those of blocks (blockwise).
+            earlier steps' (delayed), or by blocks' (blockwise).
         fp8_weights: hold these layers' weights as FP8 numbers alone, beside float32 main weights. Needs fp8 and
             optimizer.distributed.
         gradients: type in which gradients are added up and reduced; bfloat16 needs precision bf16, and rounds after
@@ -170,17 +169,17 @@ class TrainConfig:
             and an optimizer.beta2 of at most about 0.99.
         loss: what weighs the same in the loss of a step: every learned token, or every document or conversation that
             has some.
-        recompute: what backward computes again: none; mlp = each layer's MLP; all = everything but core attention, with
-            cad.enabled false whole layers; auto = the first of these that fits by prediction, none on CPUs.
-        keep_outputs: outputs of norms and SwiGLU that are kept for backward, with recompute none and without fp8: none,
-            all; auto = all where it fits by prediction, none on CPUs.
-        offload: what backward needs and waits in host memory: none; all = that of every layer, with recompute all,
+        recompute: what backward computes again: mlp = each layer's MLP; all = everything but core attention, with
+            cad.enabled false whole layers; auto = the first that fits by prediction, none on CPUs.
+        keep_outputs: outputs of norms and SwiGLU that are kept for backward, with recompute none and without fp8; auto
+            = all where it fits by prediction, none on CPUs.
+        offload: what waits in host memory until backward: all = what every layer needs, with recompute all,
             cad.backward resend, cad.enabled and no pipeline stages; auto = all where nothing else fits by prediction.
         seed: seed of the weights.
         time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
             and SIGUSR1 do the same.
-        evaluate: only compute the validation loss of checkpoint.init_from or checkpoint.resume. The data may be other
-            than the run's; with data.validation_fraction 0 all of it counts.
+        evaluate: only compute the validation loss of checkpoint.init_from or checkpoint.resume, also on other data;
+            with data.validation_fraction 0 all of it counts.
         validate_every: steps between validations; 0 validates at the end alone.
         validate_batches: global batches per validation, always the same ones; a smaller set is repeated.
     """
@@ -215,8 +214,8 @@ class CheckpointConfig:
         background: write while training goes on, from copies in host memory; with too little of it, and after the last
             step, training waits.
         resume: folder of a run to go on with; latest = the run of this name that saved last; job = what this Slurm job
-            saved, or a new run; auto = as job, but before a new run the run of this name that saved last. With job and
-            auto a finished run ends well at once.
+            saved, or a new run; auto = what this job saved, or latest, or a new run. With job and auto a finished run
+            ends well at once.
         init_from: a Hugging Face folder to begin with: its weights, shape and tokenizer. A resumed run takes its own
             weights.
         export: an empty folder for the last step's weights, as a Hugging Face folder.
