@@ -85,11 +85,12 @@ def _type(hint: Any) -> str:
 
 
 def _values(values: str, default: str) -> str:
-    """The values that a setting takes, with its default in bold: among them, or behind them."""
+    """The values that a setting takes, with its default in bold, which stands for a number alone."""
     words = re.split("(, | or )", values)
     if default in words:
         return "".join(f"**{word}**" if word == default else word for word in words)
-    return f"{values}: **{default or '(empty)'}**"
+    kind = "" if values in ("integer", "number") else f"{values}: "
+    return f"{kind}**{default or '(empty)'}**"
 
 
 def _default(item: Field[Any]) -> object:
