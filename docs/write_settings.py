@@ -65,7 +65,7 @@ def _section(kind: Any, prefix: str, title: str) -> list[str]:
     """A group's own settings, and below them the groups in it."""
     hints, meanings = get_type_hints(kind), _meanings(kind)
     lines = ["", f"## {title}", "", _sentence(inspect.getdoc(kind) or ""), ""]
-    lines += ["| setting | values | meaning |", "|---|---|---|"]
+    lines += ["| setting, values | meaning |", "|---|---|"]
     groups = []
     own_first = sorted(fields(kind), key=lambda item: item.name not in kind.__annotations__)
     for item in own_first:
@@ -73,8 +73,8 @@ def _section(kind: Any, prefix: str, title: str) -> list[str]:
         if is_dataclass(hint):
             groups += _section(hint, f"{prefix}{item.name}.", f"`{prefix}{item.name}`")
         else:
-            cells = (f"`{prefix}{item.name}`", _values(_type(hint), _yaml(_default(item))), meanings[item.name])
-            lines.append(f"| {' | '.join(cells)} |")
+            values = _values(_type(hint), _yaml(_default(item)))
+            lines.append(f"| `{prefix}{item.name}` {values} | {meanings[item.name]} |")
     return lines + groups
 
 
