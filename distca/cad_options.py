@@ -19,35 +19,32 @@ class CadOptions:
     """How rows get to the servers of their attention, and back.
 
     Attributes:
-        ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
-        backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
-            resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
-            with pipeline stages, which need it, with offload, and, in runs with settings, where keep does not fit into
-            the GPUs' memory by prediction.
-        transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
-            on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
-        kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
-        tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
-            to 32 servers, growing with them to 0.02 from 128 on, where plans take longer to make.
-        deal: deal a step's documents over its micro-batches anew, so that fewer rows move and stages of a pipeline
-            wait less; the gradient is the same sum. Only where documents may span ranks.
-        ranks_per_node: consecutive attention servers that are planned as one node (a tensor-parallel group is one
-            server); 0 takes those of one machine.
-        level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
-            together, so that stages without a micro-batch take more attention than others, and more rows move. Time
-            needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.
-            auto = time on GPUs where all that is so and transport is not nvshmem, else attention.
-        cost_table: a measured cost table, a JSON file of `distca profile`; null takes the one of this package for this
-            device and kernel, or else a model.
+        ping_pong: compute each micro-batch as two nano-batches, to hide the transfers of one behind the other's
+            compute.
+        backward: keep = the attention server keeps q, k, v and o for backward (fewest bytes); resend = the home rank
+            keeps and resends them (equal memory); auto = keep, but resend with pipeline stages, with offload, and where
+            a run's memory needs it by prediction.
+        transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on GPUs and gloo on CPUs.
+            What does not fit nvshmem_buffer_gb goes by nccl with auto, and is refused with nvshmem.
+        kernel: core-attention kernel; auto takes the fastest that runs here and passes its self-check.
+        tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up to
+            32 servers, growing to 0.02 from 128 on.
+        deal: deal a step's documents over its micro-batches anew, so that fewer rows move. Only where documents may
+            span ranks.
+        ranks_per_node: consecutive attention servers (tensor-parallel groups) that are planned as one node; 0 takes
+            those of one machine.
+        level: what all ranks have alike in every phase: attention, or time = with linear layers. Time needs ping_pong
+            and pipeline stages, servers or speeds; without a table linear layers count as an H200's. auto = time where
+            this holds on GPUs without transport nvshmem.
+        cost_table: a JSON file of `distca profile`; null takes the shipped one for this device and kernel, or else a
+            model.
         deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order.
-        nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
-            plans for tokens_per_rank need, with room to spare.
-        servers: servers without a model, of all tensor-parallel ranks together: GPUs, or CPU processes, beside the
-            ranks that train. They have no parameters, optimizer or data, and rows reach them by nccl or gloo.
-            SERVERS of pretrain_llama.sh starts them; in a script of your own `distca.serve` is one.
-        speeds: of every server of the pool, how many times as fast as the cost table says it computes attention and
-            linear layers: a GPU that is found to be slower, or another kind. Homes come first, stage by stage, then
-            servers without a model; empty where all are alike. Plans are the same in every run.
+        nvshmem_buffer_gb: GiB of symmetric memory per rank for rows that arrive by NVSHMEM; 0 takes what plans for
+            tokens_per_rank need.
+        servers: servers without a model beside the ranks that train, of all tensor-parallel ranks together. Rows reach
+            them by nccl or gloo. SERVERS of pretrain_llama.sh or `distca.serve` starts them.
+        speeds: each server's speed over that of its cost table. Homes come first, stage by stage, then servers without
+            a model; empty where all are alike.
     """
 
     ping_pong: bool = True

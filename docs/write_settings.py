@@ -33,7 +33,7 @@ def settings_page() -> str:
             "In YAML `train.steps` is `steps` below `train`. A setting that does not exist, or values that cannot work "
             "together,",
             "stop the run before it starts, with a sentence that says what to change. The usual settings can also be",
-            "[environment variables](environment.md).",
+            "[environment variables](environment.md). Defaults are in bold.",
             *_section(RunConfig, "", "The run"),
             "",
         ]
@@ -47,7 +47,8 @@ def environment_page() -> str:
 {_WRITTEN.format("distca/train/config/variables.py")}
 
 `pretrain_llama.sh` (training) and the benchmarks `run3d.sh` and `run4d.sh` read these. An empty variable counts as not
-given; of a variable and its [setting](settings.md) only one may be given.
+given. Give a variable or its [setting](settings.md), not both. Where no default is named it is the configuration's.
+What only one kind of script takes is refused by the other.
 
 ```bash
 TP_SIZE=2 STEPS=20 bash pretrain_llama.sh
@@ -55,8 +56,8 @@ TP_SIZE=2 STEPS=20 bash pretrain_llama.sh
 
 {markdown()}
 
-A variable that one of the scripts does not take, a misspelling (`TP`, `NUM_NODES`, an underscore more or less) and
-anything else that starts with `DISTCA_` or `EXPERIMENT_` is refused with what to do instead, not ignored.
+A variable that a script does not take, a misspelling (`TP`, `NUM_NODES`) and anything else that starts with `DISTCA_`
+or `EXPERIMENT_` is refused with what to do instead.
 """
 
 
@@ -64,7 +65,7 @@ def _section(kind: Any, prefix: str, title: str) -> list[str]:
     """A group's own settings, and below them the groups in it."""
     hints, meanings = get_type_hints(kind), _meanings(kind)
     lines = ["", f"## {title}", "", _sentence(inspect.getdoc(kind) or ""), ""]
-    lines += ["| setting | takes | default | meaning |", "|---|---|---|---|"]
+    lines += ["| setting, values | meaning |", "|---|---|"]
     groups = []
     own_first = sorted(fields(kind), key=lambda item: item.name not in kind.__annotations__)
     for item in own_first:
@@ -72,16 +73,24 @@ def _section(kind: Any, prefix: str, title: str) -> list[str]:
         if is_dataclass(hint):
             groups += _section(hint, f"{prefix}{item.name}.", f"`{prefix}{item.name}`")
         else:
-            default = item.default if item.default_factory is MISSING else item.default_factory()
-            cells = (f"`{prefix}{item.name}`", _type(hint), f"`{_yaml(default)}`", meanings[item.name])
-            lines.append(f"| {' | '.join(cells)} |")
+            values = _values(_type(hint), _yaml(_default(item)))
+            lines.append(f"| `{prefix}{item.name}` {values} | {meanings[item.name]} |")
     return lines + groups
 
 
 def _type(hint: Any) -> str:
     """The values that a setting takes, in fewer words than in messages."""
     short = takes(hint).replace("a whole number", "integer").replace("true or false", "true, false")
-    return short.removeprefix("one of ").removeprefix("a ")
+    return short.removeprefix("one of ").removeprefix("a ").replace(" or null", ", null")
+
+
+def _values(values: str, default: str) -> str:
+    """The values that a setting takes, with its default in bold, which stands for a number alone."""
+    words = re.split("(, | or )", values)
+    if default in words:
+        return "".join(f"**{word}**" if word == default else word for word in words)
+    kind = "" if values in ("integer", "number") else f"{values}: "
+    return f"{kind}**{default or '(empty)'}**"
 
 
 def _default(item: Field[Any]) -> object:

@@ -12,27 +12,26 @@ class Experts:
     """Experts in place of dense MLPs: a router sends every row to a few of many MLPs, and adds up what they put out.
 
     Attributes:
-        count: experts of a layer; 0 for none, in dense models.
+        count: experts of a layer; 0 for a dense model.
         topk: experts that each row goes to.
-        ffn: width inside an expert, of each of its gate and up projections.
-        dense_layers: first layers of the model, which have a dense MLP of the model's width instead.
-        shared_ffn: width of an expert that all rows go to as well; 0 for none.
-        shared_gate: what the shared expert puts out is multiplied by the sigmoid of a number that each row gives.
+        ffn: width inside an expert.
+        dense_layers: number of first layers that have a dense MLP instead.
+        shared_ffn: width of an expert that all rows go to; 0 for none.
+        shared_gate: the shared expert's output is multiplied by the sigmoid of a learned number.
         score: how the router's logits become scores.
-        normalize: scores of a row's experts add up to 1, or with scale to scale; those of sigmoid always do, unless
-            there is one.
-        bias: experts are chosen by score plus a bias, which grows by bias_rate after a step in which an expert had
-            fewer rows than the mean and shrinks in others; scores stay as they are. With score sigmoid.
-        bias_rate: by how much it changes in a step.
+        normalize: scores of a row's experts add up to 1, or to scale where that is set; sigmoid needs it.
+        bias: experts are chosen by score plus a bias, which grows by bias_rate after a step with fewer rows than the
+            mean, and shrinks otherwise. Needs score sigmoid.
+        bias_rate: how much this bias changes in a step.
         groups: equal groups of experts, of which each row chooses some first; 0 for none.
-        chosen_groups: how many, by the best topk / chosen_groups scores of each.
+        chosen_groups: number of groups that a row chooses, by the best topk / chosen_groups scores of each.
         scale: factor on the scores of a row's experts.
         balance: coefficient of the loss that balances experts over a micro-batch; 0 for none.
-        document_balance: the same over each document.
+        document_balance: coefficient of the same loss over each document.
         z_loss: coefficient of the loss on the size of the router's logits; 0 for none.
-        biases: the router and the projections of experts have biases; those of attention have them too.
-        clamp: limit of an expert's gate g, from above, and of its up projection u, both ways; it then puts out
-            g · sigmoid(1.702 g) · (u + 1) (gpt-oss). 0 for none, and silu(g) · u.
+        biases: the router, experts and attention's projections have biases.
+        clamp: limit of an expert's gate g, from above, and of its up projection u, both ways; its output is then g ·
+            sigmoid(1.702 g) · (u + 1) (gpt-oss). 0 for none.
     """
 
     count: int = 0

@@ -29,14 +29,14 @@ class Hybrid:
     """Recurrent layers beside attention, in the stack of Megatron-Core's HybridModel: each layer is a mixer or an MLP.
 
     Attributes:
-        pattern: a symbol for each layer, from the first on again where there are more layers: * attention, G gated
-            delta net, M Mamba-2, - MLP, E experts (Qwen3.5 is G-G-G-*-). Empty for a stack without recurrent layers.
-        key_heads: heads of keys and queries of recurrent layers; of Mamba-2 its groups.
-        value_heads: their heads of values, a multiple of key_heads.
-        key_dim: width of a head of keys; of Mamba-2 the size of its state.
-        value_dim: width of a head of values.
-        output_gate: what attention puts out is multiplied by the sigmoid of a gate.
-        rotate: positions turn queries and keys of attention.
+        pattern: a symbol for each layer, repeated over the layers: * attention, G gated delta net, M Mamba-2, - MLP, E
+            experts (Qwen3.5 is G-G-G-*-). Empty for a stack without recurrent layers.
+        key_heads: key and query heads of recurrent layers; with Mamba-2 its groups.
+        value_heads: value heads of recurrent layers, a multiple of key_heads.
+        key_dim: width of a key head; with Mamba-2 the size of its state.
+        value_dim: width of a value head.
+        output_gate: the output of attention is multiplied by the sigmoid of a gate.
+        rotate: queries and keys of attention are rotated by their positions.
     """
 
     pattern: str = ""

@@ -22,21 +22,20 @@ class RopeScaling:
     """The scaling of rotary positions, for contexts longer than the first ones.
 
     Attributes:
-        kind: none; linear = all frequencies divided by factor; dynamic = a larger base for documents longer than
-            original_length, by each document's own length; llama3 = low frequencies divided by factor (LLaMA 3.1);
-            yarn = low frequencies divided by factor and attention scores sharpened; longrope = each frequency divided
-            by a factor of its own, by each document's own length (Phi-4-mini).
+        kind: linear = all frequencies divided by factor; dynamic = a larger base for documents longer than
+            original_length; llama3 = low frequencies divided (LLaMA 3.1); yarn = the same, scores sharpened; longrope =
+            a divisor for each frequency (Phi-4-mini). dynamic and longrope go by each document's own length.
         factor: how many times longer contexts become.
         original_length: positions of the model's first training; needed by all kinds but linear.
-        low_freq_factor: of llama3; frequencies that turn fewer times over original_length are divided.
-        high_freq_factor: of llama3; frequencies that turn more often over original_length stay.
-        beta_fast: of yarn; frequencies that turn more often over original_length stay.
-        beta_slow: of yarn; frequencies that turn fewer times over original_length are divided.
-        attention_factor: of yarn and longrope, on queries and on keys; null takes 0.1 ln(factor) + 1 with yarn, and
+        low_freq_factor: llama3: frequencies with fewer turns over original_length are divided.
+        high_freq_factor: llama3: frequencies with more turns over original_length stay.
+        beta_fast: yarn: frequencies with more turns over original_length stay.
+        beta_slow: yarn: frequencies with fewer turns over original_length are divided.
+        attention_factor: yarn and longrope: factor on queries and on keys; null takes 0.1 ln(factor) + 1 with yarn, and
             the root of 1 + ln(factor) / ln(original_length) with longrope.
-        truncate: of yarn; the frequencies in between are bounded by whole numbers.
-        short_factors: of longrope; for each frequency, what it is divided by in documents of up to original_length.
-        long_factors: of longrope; the same in longer documents.
+        truncate: yarn: the frequencies in between are bounded by whole numbers.
+        short_factors: longrope: a divisor for each frequency in documents of up to original_length.
+        long_factors: longrope: the same in longer documents.
     """
 
     kind: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"

@@ -44,21 +44,21 @@ class ModelShape:
     Attributes:
         layers: number of transformer layers.
         hidden: width of the residual stream.
-        ffn: width inside the MLP (of its up projection, and of its gate where it has one), in layers without experts.
+        ffn: width inside the MLP, in layers without experts.
         heads: query heads.
-        kv_heads: key and value heads; must divide heads.
+        kv_heads: key and value heads; they must divide heads.
         head_dim: width of one head; 0 means hidden / heads.
-        vocabulary: token ids that the embedding and the output layer know; 0 means the vocabulary of the data. Rows
-            that tensor parallelism needs beyond them are never predicted.
+        vocabulary: token ids of the embedding and the output layer; 0 means the vocabulary of the data. Rows that
+            tensor parallelism adds are never predicted.
         qkv_bias: the projections of q, k and v have a bias (Qwen2).
         qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
         rope_base: base of the rotary frequencies.
         norm_epsilon: epsilon of RMSNorm.
-        layer_types: full or window, for each layer, from the first on again where there are more layers: what a token
-            attends to, its whole document up to itself, or the last tokens of it.
-        window: tokens that a token attends to in layers of type window, itself included.
-        sinks: every head has a learned score without a value, which takes a part of the softmax (gpt-oss).
-        tie_embeddings: use the embedding's weights as the output layer's.
+        layer_types: full or window for each layer, repeated over the layers: a token attends to its whole document up
+            to itself, or to its last tokens.
+        window: tokens that a token attends to in window layers, itself included.
+        sinks: every head has a learned score without a value in its softmax (gpt-oss).
+        tie_embeddings: the output layer uses the embedding's weights.
         rope_scaling: how rotary positions are stretched.
         variant: what its layers do differently from LLaMA's.
         experts: that layers have in place of the MLP.

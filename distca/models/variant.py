@@ -13,24 +13,22 @@ class Variant:
     are LLaMA's.
 
     Attributes:
-        activation: of the MLP, on its gate where it has one; gelu is approximated by tanh, relu2 is ReLU squared.
+        activation: activation of the MLP, or of its gate; gelu is approximated by tanh, relu2 is ReLU squared.
         gated: the MLP has a gate (all but Arcee).
         normalization: RMSNorm, or LayerNorm without biases.
         zero_centered_norms: norms multiply by one plus their weight (Gemma).
-        norms: where norms are; pre = before attention and MLP, post = behind them (OLMo 2), both = before and behind
-            (Gemma).
-        query_key_norm: what norms of queries and keys go over; head = each head, width = all heads together (OLMo 2).
-        norm_after_rotation: these norms come behind the rotation (Hunyuan), not before it.
-        parallel_mlp: the MLP reads what attention reads, and both are added at once (Cohere).
+        norms: pre = norms before attention and MLP, post = behind them (OLMo 2), both = before and behind (Gemma).
+        query_key_norm: norms of queries and keys go over each head, or over the width of all heads together (OLMo 2).
+        norm_after_rotation: these norms come behind the rotation (Hunyuan).
+        parallel_mlp: attention and MLP read the same input, and both are added at once (Cohere).
         attention_output_bias: the projection behind attention has a bias.
         mlp_bias: the projections of the MLP have biases.
         score_scale: factor on attention scores; 0 takes one over the root of the head's width.
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2).
-        rotary_percent: the part of each head that positions turn, from its first dimension.
+        rotary_percent: the part of each head that is rotated, from its first dimension.
         rotary_interleaved: neighbours in a head turn together, not its halves.
-        unrotated_layers: numbers of layers, from 0, whose queries and keys no position turns (SmolLM3).
-        window_rope_base: base of rotary positions in layers of type window, which nothing stretches there; 0 turns them
-            as all others (Gemma 3, OLMo 3).
+        unrotated_layers: numbers of layers, from 0, without rotary positions (SmolLM3).
+        window_rope_base: rotary base of window layers, without scaling; 0 rotates them as all others (Gemma 3, OLMo 3).
         query_beta: queries at position p grow by 1 + query_beta ln(1 + floor(p / query_length)) (Ministral 3).
         query_length: tokens of the first context, within which queries stay as they are.
         embedding_scale: factor on embeddings (Gemma, Granite).

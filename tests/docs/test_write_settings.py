@@ -18,4 +18,4 @@ def test_the_page_is_up_to_date(name: str) -> None:
 
 def test_every_setting_is_there() -> None:
     page = PAGES["settings.md"]()
-    assert [name for name in known_settings() if page.count(f"| `{name}` |") != 1] == []
+    assert [name for name in known_settings() if page.count(f"| `{name}` ") != 1] == []

@@ -89,21 +89,34 @@ def help_text(launcher: Launcher) -> str:
 
 
 def markdown() -> str:
-    """All variables as a table of docs/environment.md."""
-    lines = ["| variable | what it is | values | default | sets in training | sets in benchmarks |", "|---" * 6 + "|"]
+    """All variables as a table of docs/environment.md; where no default is named it is the configuration's."""
+    lines = ["| variable | meaning | values, default | sets |", "|---" * 4 + "|"]
     for variable in VARIABLES:
-        benchmarks = _cell(variable.benchmarks) + (" (run4d.sh only)" if variable.stages else "")
         several = ", several in benchmarks" if variable.listed else ""
-        values = variable.values.words.replace(" to 999999999", "") + several
-        cells = (f"`{variable.name}`", variable.meaning, values, variable.default)
-        lines.append(f"| {' | '.join((*cells, _cell(variable.training), benchmarks))} |")
+        default = re.sub("^; default: the configuration's", "", f"; default: {variable.default}")
+        values = _short(variable.values.words) + several + default
+        lines.append(f"| `{variable.name}` | {variable.meaning} | {values} | {_sets(variable)} |")
     return "\n".join(lines)
 
 
-def _cell(sets: tuple[str, ...] | None) -> str:
-    if sets is None:
-        return "refused"
-    return ", ".join(f"`{setting}`" for setting in sets) or "the launcher itself"
+def _sets(variable: Variable) -> str:
+    """Returns what a variable sets, and where it is taken if that is not everywhere."""
+    training, benchmarks = (
+        ", ".join(f"`{setting}`" for setting in sets or ()) for sets in (variable.training, variable.benchmarks)
+    )
+    if variable.benchmarks is None:
+        return f"{training} (training)".lstrip()
+    if variable.training is None:
+        return f"{benchmarks} (benchmarks)"
+    if variable.stages:
+        return f"{training} (training, run4d.sh)"
+    return training if not benchmarks or benchmarks == training else f"{training}; benchmarks: {benchmarks}"
+
+
+def _short(words: str) -> str:
+    """The values of a variable, in fewer words than in messages."""
+    words = words.removeprefix("a whole number ").replace("of at least", "from").removesuffix(" to 999999999")
+    return words.replace("a whole number", "from 0")
 
 
 def _refuse_unknown(name: str, value: str, launcher: Launcher) -> None:

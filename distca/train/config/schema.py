@@ -43,10 +43,10 @@ class ParallelConfig:
 
     Attributes:
         tp: tensor-parallel ranks; attention heads stay sharded over them.
-        pp: pipeline stages; stages that are idle in warm-up and drain serve the others' attention.
-        ep: expert-parallel ranks, which are consecutive ranks of a stage; each has an equal share of the experts of
-            every layer, and whole ones also with tensor parallelism. It divides the ranks of a stage and the experts.
-        sequence_parallel: shard the activations between tensor-parallel blocks by tokens; has an effect with tp > 1.
+        pp: pipeline stages; idle stages serve the others' attention.
+        ep: expert-parallel ranks, consecutive ranks of a stage with whole experts each. It divides the ranks of a stage
+            and the experts.
+        sequence_parallel: shard activations between tensor-parallel blocks by tokens; has an effect with tp > 1.
     """
 
     tp: int = 1
@@ -75,29 +75,25 @@ class DataConfig:
     """The source of documents, and the way they fill the ranks.
 
     Attributes:
-        source: where documents come from; docs/data.md describes each, stdlib is the running Python's standard library.
-        path: file, folder, .bin/.idx prefix, a blend's YAML file, or the name of a mix: pretrain, prolong, and with
-            -long behind it their long-context versions, stretched to context_length.
-        field: of each JSON object, or column of each table, that holds the document; null takes text, with
+        source: where documents come from (docs/data.md); stdlib is the running Python's standard library.
+        path: file, folder, .bin/.idx prefix, a blend's YAML file, or a mix: pretrain, prolong, pretrain-long or
+            prolong-long.
+        field: field of a JSON object, or column of a table, that holds the document; null takes text, with
             conversations messages.
-        conversations: documents are conversations, which go through the tokenizer's chat template; only the assistant's
-            turns are learned (docs/data.md).
-        tokenizer: of text: bytes, a tokenizer.json, or a folder that holds one.
-        begin_token: a token of the tokenizer that every text begins with; null takes the one that a model's folder
-            says, an empty one is none.
-        end_token: the same for the end of every text.
-        bad: what happens to a document that cannot be read or tokenized: error stops the run; skip leaves it out, and
-            the log says how many.
-        cache: folder where tokens of texts are kept for later starts, which all nodes see; null takes the folder tokens
-            in output.
+        conversations: documents are conversations; only the assistant's turns are learned (docs/data.md).
+        tokenizer: bytes, a tokenizer.json, or a folder that holds one.
+        begin_token: token before every text; null takes the one of a model's folder, an empty one is none.
+        end_token: the same behind every text.
+        bad: what happens to a document that cannot be read or tokenized: error stops the run; skip leaves it out.
+        cache: folder for tokens of texts, which all nodes see; null takes the folder tokens in output.
         vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
         context_length: most tokens a document may have.
-        longer: what happens to a longer document: split cuts it into documents that fit; skip leaves it out; error
-            stops the run; null splits texts and skips conversations. The log says how many.
-        tokens_per_rank: tokens per data-parallel rank and micro-batch. Under sequence parallelism best a multiple of
-            2 × tp: otherwise a rank may get up to tp - 1 tokens more in either half.
-        whole_documents: never let a document span ranks; implied when cad.enabled is false and there is more than one
-            data-parallel rank.
+        longer: what happens to a longer document: split cuts it; skip leaves it out and counts it; error stops the run;
+            null splits texts and skips conversations.
+        tokens_per_rank: tokens per data-parallel rank and micro-batch. Under sequence parallelism best a multiple of 2
+            × tp: else a rank may get up to tp - 1 tokens more in a nano-batch.
+        whole_documents: never let a document span ranks; implied when cad.enabled is false on several data-parallel
+            ranks.
         validation_fraction: share of the documents held back for validation.
         seed: seed of the order of documents.
     """
@@ -126,18 +122,18 @@ class OptimizerConfig:
 
     Attributes:
         lr: learning rate of the first step after the warm-up.
-        schedule: after the warm-up: cosine and linear go down to min_lr, constant stays; wsd stays and goes down
-            linearly in the last decay_steps.
+        schedule: after the warm-up cosine and linear go down to min_lr; constant stays; wsd goes down linearly in the
+            last decay_steps.
         decay_steps: steps in which wsd goes down; null takes a tenth of train.steps.
         min_lr: learning rate that a step after the last one would have; without effect with schedule constant.
-        warmup_steps: steps before lr is reached, the first with lr / warmup_steps; null takes a sixth of train.steps,
-            at most 100, and in a resumed run what the run had before.
+        warmup_steps: steps before lr is reached; null takes a sixth of train.steps, at most 100, or in a resumed run
+            what it had.
         weight_decay: decoupled weight decay.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         epsilon: Adam's epsilon.
         clip_grad: largest global norm of the gradient; 0 does not clip.
-        distributed: shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer).
+        distributed: shard the optimizer's state over data-parallel ranks.
     """
 
     lr: float = 3e-3
@@ -160,35 +156,32 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps of the whole run, also of a resumed one.
         micro_batches: micro-batches per step and data-parallel rank.
-        precision: of the weights and activations; fp32 master weights are kept with bf16.
-        linears: linear layers of Megatron-Core (local) or of Transformer Engine (te), which needs GPUs and bf16; auto =
-            Transformer Engine's where they can be used. All but the output layer.
-        fp8: products of Transformer Engine's linear layers in FP8: none; current = scaled by the largest value of each
-            tensor; delayed = by those of the steps before; blockwise = by those of blocks. Gradients and everything
-            else stay as train.precision says.
-        fp8_weights: hold these layers' weights as FP8 numbers alone, beside float32 main weights (with fp8 and
-            optimizer.distributed). Checkpoints are as without it.
-        gradients: type in which gradients are added up and reduced: float32, or bfloat16 (with precision bf16 only),
-            rounded after every addition.
-        moments: type in which Adam's moments are kept: float32, or bfloat16 (with precision bf16 and
-            optimizer.distributed, by Transformer Engine's Adam), for which optimizer.beta2 is at most about 0.99.
-        loss: what weighs the same in the loss of a step: token = every token that is to be learned; document = every
-            document, or conversation, that has some.
-        recompute: what is computed again in the backward pass: none; mlp = each layer's MLP; all = everything but core
-            attention, or with cad.enabled false whole layers; auto = the first of these that fits into the GPUs' memory
-            by prediction, none on CPUs.
-        keep_outputs: outputs of norms and SwiGLU that are kept for the backward pass, with recompute none and without
-            fp8: none = they are computed again; all; auto = all where it fits by prediction, none on CPUs.
-        offload: what of the backward pass's needs waits in host memory: none; all = that of every layer, with recompute
-            all, cad.backward resend, cad.enabled and no pipeline stages; auto = all where nothing else fits by
-            prediction.
+        precision: type of weights and activations; bf16 keeps fp32 master weights.
+        linears: linear layers of Megatron-Core (local), or of Transformer Engine (te), which needs GPUs and bf16; auto
+            takes te where it can. The output layer is always Megatron-Core's.
+        fp8: products of Transformer Engine's linear layers in FP8, scaled by each tensor's largest value (current), by
+            earlier steps' (delayed), or by blocks' (blockwise).
+        fp8_weights: hold these layers' weights as FP8 numbers alone, beside float32 main weights. Needs fp8 and
+            optimizer.distributed.
+        gradients: type in which gradients are added up and reduced; bfloat16 needs precision bf16, and rounds after
+            every addition.
+        moments: type of Adam's moments; bfloat16 needs precision bf16, optimizer.distributed, Transformer Engine's Adam
+            and an optimizer.beta2 of at most about 0.99.
+        loss: what weighs the same in the loss of a step: every learned token, or every document or conversation that
+            has some.
+        recompute: what backward computes again: mlp = each layer's MLP; all = everything but core attention, with
+            cad.enabled false whole layers; auto = the first that fits by prediction, none on CPUs.
+        keep_outputs: outputs of norms and SwiGLU that are kept for backward, with recompute none and without fp8; auto
+            = all where it fits by prediction, none on CPUs.
+        offload: what waits in host memory until backward: all = what every layer needs, with recompute all,
+            cad.backward resend, cad.enabled and no pipeline stages; auto = all where nothing else fits by prediction.
         seed: seed of the weights.
         time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
-            and SIGUSR1 do the same at any time.
-        evaluate: only compute the validation loss, of checkpoint.init_from or checkpoint.resume, and train nothing.
-            The data may be other than the run's; with data.validation_fraction 0 no document is held back from it.
-        validate_every: steps between validations; 0 validates only at the end, if there is a validation set.
-        validate_batches: global batches per validation, the same ones every time; a set that is smaller is repeated.
+            and SIGUSR1 do the same.
+        evaluate: only compute the validation loss of checkpoint.init_from or checkpoint.resume, also on other data;
+            with data.validation_fraction 0 all of it counts.
+        validate_every: steps between validations; 0 validates at the end alone.
+        validate_batches: global batches per validation, always the same ones; a smaller set is repeated.
     """
 
     steps: int = 60
@@ -216,16 +209,16 @@ class CheckpointConfig:
 
     Attributes:
         save_every: steps between checkpoints; 0 saves none by their number.
-        save_every_minutes: minutes after a checkpoint until the next one, by rank 0's clock; 0 saves none by the clock.
+        save_every_minutes: minutes between checkpoints, by rank 0's clock; 0 saves none by the clock.
         save_at_end: also save after the last step.
-        background: write while training goes on, from copies in host memory; where too little of it is free, and after
-            the last step, training waits.
-        resume: folder of a run to go on with; latest for the run of this name that saved last; job for what this Slurm
-            job saved, and a new run if that is nothing; auto for the same, but the run of this name that saved last
-            before a new one. With job and auto a run that has done all its steps ends well at once.
-        init_from: a Hugging Face folder to begin with: its weights, shape and tokenizer. A run that resumes takes its
-            own weights.
-        export: an empty folder, into which the last step's weights are written as a Hugging Face folder.
+        background: write while training goes on, from copies in host memory; with too little of it, and after the last
+            step, training waits.
+        resume: folder of a run to go on with; latest = the run of this name that saved last; job = what this Slurm job
+            saved, or a new run; auto = what this job saved, or latest, or a new run. With job and auto a finished run
+            ends well at once.
+        init_from: a Hugging Face folder to begin with: its weights, shape and tokenizer. A resumed run takes its own
+            weights.
+        export: an empty folder for the last step's weights, as a Hugging Face folder.
         keep: newest checkpoints that stay on disk.
     """
 
@@ -245,13 +238,12 @@ class LogConfig:
 
     Attributes:
         every: steps between progress lines where standard error is not a terminal; metrics.jsonl has every step.
-        timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto); a run that ends
-            before records what it has of them. Servers without a model are not in it, nor in the profile.
-        profile_steps: first and last step that torch's profiler records, on every rank, into the run's folder profile.
+        timeline_steps: first and last step of the timeline (timeline.json opens in Perfetto); a run that ends before
+            records what it has. Servers without a model are in neither this nor the profile.
+        profile_steps: first and last step that torch's profiler records on every rank, into the run's folder profile.
         tensorboard: also write TensorBoard events.
-        wandb: project of Weights & Biases that metrics also go to; needs the package wandb, and its own settings.
-        memory: on CPUs, also record the memory that processes have after each step; the peak memory of GPUs is always
-            recorded.
+        wandb: project of Weights & Biases that metrics also go to; needs the package wandb.
+        memory: on CPUs, also record the memory of processes after each step; GPUs always record their peak.
     """
 
     every: int = 1
@@ -268,7 +260,7 @@ class RunConfig:
 
     Attributes:
         name: name of the run.
-        output: folder of all runs; this run writes into output/name, or name-2, name-3 ... where that one exists.
+        output: folder of all runs; a run writes into output/name, or name-2, name-3 ... where that exists.
         model: the model.
         parallel: how ranks share the model.
         cad: core attention disaggregation.
