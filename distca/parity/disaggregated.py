@@ -162,7 +162,8 @@ def attached(
         model_options=case.options,
         hybrid_layer_pattern=case.pattern,
     )
-    cad.options = replace(cad.options, tolerance=_TOLERANCE)
+    if not case.servers:  # what goes to servers without a model is looked at
+        cad.options = replace(cad.options, tolerance=_TOLERANCE)
     if case.scheduler == "random":
         cad.options = replace(cad.options, scheduler=partial(_random_plan, case))
     config.gradient_accumulation_fusion = reduced

@@ -210,7 +210,7 @@ class _Stage:
 
 
 def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) -> AnyEmptyLayer:
-    """What stands in for a layer of this stage where it is idle."""
+    """Returns the stand-in for a layer of this stage while it is idle."""
     if hasattr(mixer, "recurrence"):
         given = mixer.core_parameters
         bias, skip = (each if each is None else each.detach() for each in (given.bias, given.skip))
