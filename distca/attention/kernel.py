@@ -1,7 +1,7 @@
 """The interface of core-attention kernels: a fused batch of CA-tasks in, o and log-sum-exp out, and its backward.
 
 Shape suffixes: T query rows and S key/value rows of the batch; H query heads, G key/value heads (H is a multiple of G),
-D head dimension.
+D head dimension. Values, and with them o and dO, may be narrower than queries and keys.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class ReferenceKernel:
     def forward(
         self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, kind: AttentionKind
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        o_THD = torch.empty_like(q_THD)
+        o_THD = q_THD.new_empty(*q_THD.shape[:2], v_SGD.shape[2])
         lse_TH = torch.empty(q_THD.shape[:2], dtype=_accumulate(q_THD.dtype), device=q_THD.device)
         groups = k_SGD.shape[1]
         for rows, keys, first in _blocks(batch, kind.window):

@@ -2,7 +2,7 @@
 CA-tasks on the rows that arrived.
 
 Shape suffixes as in attention/kernel.py, with U key/value rows that arrived, which tasks may share, and V rows of the
-half before; k and v travel together as kv_U2GD.
+half before; k and v travel together as kv_U2GD, or as [U, G, key and value] where values are narrower than keys.
 """
 
 from __future__ import annotations
@@ -30,6 +30,20 @@ def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route:
         assert before_V2GD is not None
         _copy(before_V2GD, kv_S2GD, route.before)
     return kv_S2GD
+
+
+def keys_and_values(kv_S2GD: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """k_SGD and v_SGD, as views of the rows in which they travel together."""
+    if kv_S2GD.dim() == 4:
+        return kv_S2GD[:, 0], kv_S2GD[:, 1]
+    return kv_S2GD[..., :key_dim], kv_S2GD[..., key_dim:]
+
+
+def together(k_SGD: torch.Tensor, v_SGD: torch.Tensor) -> torch.Tensor:
+    """Keys and values, or their gradients, in the rows in which they travel: kv_S2GD where both have one width."""
+    if k_SGD.shape == v_SGD.shape:
+        return torch.stack((k_SGD, v_SGD), dim=1)
+    return torch.cat((k_SGD, v_SGD), dim=-1)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) -> None:
@@ -85,12 +99,13 @@ def serve_forward(
     returns empty tensors."""
     if len(route.batches) == 1:
         (only,) = route.batches
-        return kernel.forward(q_THD, kv_S2GD[:, 0], kv_S2GD[:, 1], only.batch, only.kind)
-    o_THD = torch.empty_like(q_THD)
+        return kernel.forward(q_THD, *keys_and_values(kv_S2GD, q_THD.shape[2]), only.batch, only.kind)
+    _, v_SGD = keys_and_values(kv_S2GD, q_THD.shape[2])
+    o_THD = q_THD.new_empty(*q_THD.shape[:2], v_SGD.shape[2])
     lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32))
     for each in route.batches:
-        kv = kv_S2GD[each.kv]
-        o_THD[each.q], lse_TH[each.q] = kernel.forward(q_THD[each.q], kv[:, 0], kv[:, 1], each.batch, each.kind)
+        k, v = keys_and_values(kv_S2GD[each.kv], q_THD.shape[2])
+        o_THD[each.q], lse_TH[each.q] = kernel.forward(q_THD[each.q], k, v, each.batch, each.kind)
     return o_THD, lse_TH
 
 
@@ -106,14 +121,16 @@ def serve_backward(
     """Return dq_THD and dkv_S2GD of this server's tasks."""
     if len(route.batches) == 1:
         (only,) = route.batches
-        k, v = kv_S2GD[:, 0], kv_S2GD[:, 1]
+        k, v = keys_and_values(kv_S2GD, q_THD.shape[2])
         dq, dk, dv = kernel.backward(do_THD, q_THD, k, v, o_THD, lse_TH, only.batch, only.kind)
-        return dq, torch.stack((dk, dv), dim=1)
+        return dq, together(dk, dv)
     dq_THD, dkv_S2GD = torch.empty_like(q_THD), torch.empty_like(kv_S2GD)
+    dk_SGD, dv_SGD = keys_and_values(dkv_S2GD, q_THD.shape[2])
     for each in route.batches:
-        q, kv = each.q, kv_S2GD[each.kv]
-        dq_THD[q], dkv_S2GD[each.kv, 0], dkv_S2GD[each.kv, 1] = kernel.backward(
-            do_THD[q], q_THD[q], kv[:, 0], kv[:, 1], o_THD[q], lse_TH[q], each.batch, each.kind
+        q = each.q
+        k, v = keys_and_values(kv_S2GD[each.kv], q_THD.shape[2])
+        dq_THD[q], dk_SGD[each.kv], dv_SGD[each.kv] = kernel.backward(
+            do_THD[q], q_THD[q], k, v, o_THD[q], lse_TH[q], each.batch, each.kind
         )
     return dq_THD, dkv_S2GD
 

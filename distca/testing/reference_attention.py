@@ -23,7 +23,7 @@ def packed_attention(
     Args:
         q_THD: [tokens, heads, head_dim] in any floating dtype; computed in that dtype.
         k_TGD: [tokens, kv_heads, head_dim].
-        v_TGD: [tokens, kv_heads, head_dim].
+        v_TGD: [tokens, kv_heads, value_dim], of which o has the width.
         lengths: tokens per document, in packed order; their sum is the number of tokens.
         kind: of the layer; without a window, and scores times 1/sqrt(head_dim), if not given.
         sink_H: [heads] the sinks of a kind that has some.

@@ -63,6 +63,7 @@ class Run:
         per_node: ranks of a node; 0 for one node.
         kinds: each layer's kind of attention; none for full attention.
         record: note what is done in which order.
+        value_dim: elements of a head of values; 0 for those of keys.
     """
 
     ranks: int
@@ -76,6 +77,7 @@ class Run:
     per_node: int = 0
     kinds: tuple[AttentionKind, ...] = ()
     record: bool = False
+    value_dim: int = 0
 
 
 def _simulated_order(backward, **layers):
@@ -135,7 +137,7 @@ def _run_rank(run):
     hidden, weight, starts = _documents(lengths)
     rows = [_rows_of(layout, rank, starts) for layout in layouts]
     inputs = [torch.cat((hidden[r], hidden.new_zeros(padding, WIDTH))).requires_grad_() for r in rows]
-    layers = toy_layers(**SHAPE, kinds=kinds)
+    layers = toy_layers(**SHAPE, kinds=kinds, value_dim=run.value_dim)
     recomputed = (
         (lambda function, *tensors: checkpoint(function, *tensors, use_reentrant=True)) if run.recompute else None
     )
@@ -198,7 +200,7 @@ def _check(run, results):
     """Hold what the ranks computed against whole documents; how many routes took a second hop."""
     hidden, weight, _ = _documents(run.lengths)
     hidden.requires_grad_()
-    layers = toy_layers(**SHAPE, kinds=run.kinds)
+    layers = toy_layers(**SHAPE, kinds=run.kinds, value_dim=run.value_dim)
     expected = hidden
     for layer in layers:
         expected = layer.whole(expected, list(run.lengths))
@@ -238,6 +240,7 @@ def _runs():
         for ranks, halves in product((1, 2, 4), (1, 2)):
             run = Run(ranks, odd, halves, backward, recompute=True, seed=ranks)
             runs[f"{ranks} ranks, {halves} halves, {backward}"] = run
+        runs[f"narrow values, {backward}"] = Run(3, odd, backward=backward, padding=2, value_dim=4)
         for name, kinds in KINDS.items():
             how = {"backward": backward, "seed": len(name), "kinds": kinds}
             again = len(name) % 2 == 0
