@@ -38,10 +38,12 @@ from megatron_patches.experts.balance import ExpertLoad, LayerLoad
 from megatron_patches.experts.layer import take_halves
 from megatron_patches.layers.block import block_spec, disaggregate_block, refuse_other_schedule
 from megatron_patches.layers.full_recompute import recompute_layers
+from megatron_patches.layers.latent import use_row_angles
 from megatron_patches.layers.layer import SplitTransformerLayer, keep_outputs_of
 from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.layers.rotations import LayerRotary
 from megatron_patches.layers.self_check import check_layers
+from megatron_patches.model.latent import is_latent
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
 from megatron_patches.patches.gpt_forward import (
@@ -66,6 +68,7 @@ from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
 from megatron_patches.support.experts import warn_of_gpus
 from megatron_patches.support.hybrid import check_hybrid, warn_of_recurrent_layers
+from megatron_patches.support.latent import check_latent
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.support.model_options import check_model_options, check_own_rotary
 from megatron_patches.support.process_groups import check_groups
@@ -116,6 +119,7 @@ class CAD:
         check_hybrid(config, given.hybrid_layer_pattern, given.model_options, given.disaggregate, given.offload)
         check_model_options(given.model_options, config)
         given.check()
+        check_latent(config, given)
         check_same_on_ranks(config, given.alike)
         self.config, self._given = config, given
         self._recompute_all = given.recompute == "all"
@@ -124,6 +128,7 @@ class CAD:
             or bool(given.hybrid_layer_pattern)
             or given.model_options.own_layers
             or bool(config.num_moe_experts)
+            or is_latent(config)
         )
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -243,7 +248,9 @@ class CAD:
                 "plans by them: set them before CAD is made, and do not change them."
             )
         own = use_position_rotary(model)
-        if self._own_layers:
+        if is_latent(self.config):
+            use_row_angles(model)
+        elif self._own_layers:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
             model.position_embedding_type = "rope"  # with which a HybridModel asks for the rotations, if of no layer

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from distca.models.shape import ModelShape
 from megatron_patches.model.gpt import transformer_config
@@ -99,7 +99,7 @@ class ParityCase:
     def apart(self) -> bool:
         """The reference computes each document by itself."""
         kinds = self.config.get("moe_router_load_balancing_type", ())
-        own_sequences = {"window_size", "experimental_attention_variant"} & self.config.keys()
+        own_sequences = {"window_size", "experimental_attention_variant", "multi_latent_attention"} & self.config.keys()
         return bool(own_sequences) or "seq_aux_loss" in kinds or bool(self.pattern)
 
 
@@ -130,4 +130,7 @@ def config_of(case: ParityCase, dtype: torch.dtype) -> TransformerConfig:
     if config.recompute_modules and case.config.get("num_moe_experts"):
         config.recompute_modules = ["mlp", "moe"]
     experts = {"expert_model_parallel_size": case.ep} if case.ep > 1 else {}
+    if case.config.get("multi_latent_attention"):
+        given = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
+        return MLATransformerConfig(**{**given, **case.config})
     return replace(config, **case.config, **experts) if case.config else config

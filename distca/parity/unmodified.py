@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from distca.data.batch import rank_batch
 from distca.parity import hybrid
 from distca.parity.cases import ParityCase, case_documents, config_of
+from distca.parity.latent import latent_layer
 from distca.parity.outcome import Outcome, sums_per_document
 from distca.parity.plain_model import PlainModel
 from distca.plan import lay_out
@@ -83,7 +84,8 @@ def unmodified_outcome(
         each = [slice(stop - length, stop) for stop, length in zip(np.cumsum(lengths), lengths, strict=True)]
         losses = torch.zeros(len(ids), device=device)
         for part in each if case.apart else [slice(len(ids))]:
-            model.rotary_pos_emb.set_positions(positions[part])
+            if not model.config.multi_latent_attention:  # which counts from 0 by itself, as documents are apart
+                model.rotary_pos_emb.set_positions(positions[part])
             hidden = hidden_scores(lengths, rows.positions, part).to(device)
             found = model(ids[None, part], None, hidden, labels=labels[None, part]).flatten() * mask[part]
             found.sum().backward()
@@ -109,6 +111,8 @@ def unmodified_model(case: ParityCase, dtype: torch.dtype) -> GPTModel:
         spec = block_spec(config, options=case.options)
     else:
         layer = partial(get_gpt_layer_local_spec, normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+        if config.multi_latent_attention:
+            layer = partial(latent_layer, config)
         experts = layer(num_experts=config.num_moe_experts, moe_grouped_gemm=False) if config.num_moe_experts else None
         layers = [experts if each else layer() for each in has_experts(config)]
         if has_recurrent_layers(config):

@@ -112,8 +112,13 @@ def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Pri
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
     # Forward and backward often share a plan.
     rows_of: dict[Plan, Traffic] = {}
-    directions: tuple[tuple[Direction, int], ...] = (("forward", 1), ("backward", 3 if resend else 1))
-    for way, (direction, q_out) in enumerate(directions):
+    q, o = shape.q_bytes, shape.o_bytes
+    # Bytes of a query row that go out, and that come back.
+    directions: tuple[tuple[Direction, int, int], ...] = (
+        ("forward", q, o),
+        ("backward", q + 2 * o if resend else o, q),
+    )
+    for way, (direction, out, back) in enumerate(directions):
         plans = [half[way] for half in halves]
         slowest = [float(server_seconds(plan, cost, direction).max()) for plan in plans]
         attention += sum(slowest)
@@ -123,7 +128,7 @@ def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Pri
                 rows_of[plan] = traffic(plan, links)
             rows, node = rows_of[plan], links.nodes(plan.layout.ranks)
             moved += rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
-            one_way = (q_out * shape.q_bytes, shape.q_bytes, shape.kv_bytes)
+            one_way = (out, back, shape.kv_bytes)
             far = rows.between(node).busiest(*one_way)
             travel = (rows.busiest(*one_way) + (links.network_price - 1) * far) / _NVLINK
             exposed += max(float(travel.max()) - (sum(slowest) - own), 0.0)

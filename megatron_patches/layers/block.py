@@ -25,11 +25,13 @@ from distca.runtime import AttentionPool, run_layers
 from megatron_patches.experts.spec import with_experts
 from megatron_patches.layers.full_recompute import differentiable
 from megatron_patches.layers.hybrid_layers import GatedAttentionLayer
+from megatron_patches.layers.latent import LatentLayer
 from megatron_patches.layers.layer import SplitLayerParts, SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.layers.rotations import RowRotations
 from megatron_patches.layers.units import bound_units
+from megatron_patches.model.latent import is_latent
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.model.recurrences import has_output_gate, has_recurrent_layers, is_recurrent
 from megatron_patches.patches.norms import KeyWidthNorm, QueryWidthNorm, norm_class
@@ -182,8 +184,16 @@ def layer_spec(
     te: bool = False,
 ) -> ModuleSpec:
     """The spec of a layer with attention and an MLP; arguments and what it raises as of :func:`block_spec`."""
-    local = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    local = get_gpt_layer_local_spec(
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
     layer = layer or local
+    if is_latent(config):
+        if layer is not local:
+            raise SupportError("With multi_latent_attention the layer spec is Megatron's local one: leave `layer` out.")
+        return _latent_spec(config, deepcopy(local), options)
     check_layer_spec(layer)
     layer = deepcopy(layer)
     if disaggregate or options.own_layers or config.num_moe_experts:
@@ -205,6 +215,17 @@ def layer_spec(
     attention.linear_qkv = column
     attention.linear_proj = with_bias(row) if options.attention_output_bias else row
     mlp.linear_fc1, mlp.linear_fc2 = (with_bias(each) if options.mlp_bias else each for each in (column, row))
+    return layer
+
+
+def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOptions) -> ModuleSpec:
+    norm, parts = norm_class(config, options.norm_bias), layer.submodules
+    layer.module, layer.params = LatentLayer, {**layer.params, "options": options}
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.kv_layernorm = norm
     return layer
 
 

@@ -9,7 +9,9 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.ops.rotary import Rotation
 from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel, choose_recurrent_kernel
+from megatron_patches.layers.latent import LatentLayer
 from megatron_patches.layers.layer import Branch, SplitTransformerLayer
+from megatron_patches.model.latent import is_latent
 from megatron_patches.model.recurrences import has_output_gate, is_recurrent, recurrence_of
 
 
@@ -79,4 +81,6 @@ def layer_class(config: TransformerConfig, layer_number: int) -> type[SplitTrans
     """The class of a layer; Megatron's layer numbers begin with 1."""
     if is_recurrent(config, layer_number):
         return SplitRecurrentLayer
+    if is_latent(config):
+        return LatentLayer
     return GatedAttentionLayer if has_output_gate(config) else SplitTransformerLayer

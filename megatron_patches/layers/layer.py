@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.ops.discard_output import forget_until_backward
 from distca.ops.rotary import Rotation, split_and_rotate
+from distca.runtime.server import keys_and_values
 from megatron_patches.experts.balance import Half
 from megatron_patches.experts.layer import HalvesLayer
 from megatron_patches.layers.rotations import RowRotations
@@ -48,7 +49,7 @@ class SplitLayerParts:
 
     def _projected(self, hidden: torch.Tensor, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """``hidden`` for the residual, and the [rows of all shares, ...] outputs of the mixer's projection."""
-        hidden, normed = _beside(self.input_layernorm, hidden)
+        hidden, normed = beside(self.input_layernorm, hidden)
         mixed, _ = linear(normed)
         if keeps_inputs(linear):
             self._forget_norm(self.input_layernorm, hidden, normed, mixed)
@@ -177,7 +178,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
         """The input of the MLP's norm, the residual, the norm's output and the norm."""
         if branch is None:
-            hidden, normed = _beside(self.pre_mlp_layernorm, hidden)
+            hidden, normed = beside(self.pre_mlp_layernorm, hidden)
             return hidden, hidden, normed, self.pre_mlp_layernorm
         if self.options.parallel_mlp:
             added = self._add(branch, hidden, self.self_attn_bda, self.post_attention_layernorm)
@@ -187,7 +188,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
             added, normed = norm.beside(hidden, branch[0])
         else:
             added = self._add(branch, hidden, self.self_attn_bda, self.post_attention_layernorm)
-            added, normed = _beside(norm, added)
+            added, normed = beside(norm, added)
         return added, added, normed, norm
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
@@ -233,13 +234,13 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
             The layer's output, and no context of cross attention.
         """
         hidden, q_NHD, kv_N2GD = self.pre(hidden_states, rotary_pos_emb.of(self.layer_number))
-        q, k, v = (x[:, None] for x in (q_NHD, *kv_N2GD.unbind(1)))
+        q, k, v = (x[:, None] for x in (q_NHD, *keys_and_values(kv_N2GD, q_NHD.shape[2])))
         o = self.self_attention.core_attention(q, k, v, attention_mask)
         balance = attention_mask.balance
         return self.post(o, hidden, half=None if balance is None else balance.half(0)), None
 
 
-def _beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``hidden`` and its norm."""
     return norm.beside(hidden) if isinstance(norm, RMSNorm) else (hidden, norm(hidden))
 

@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from distca.plan.kinds import AttentionKind, by_stage, numbered, usual_scale
 from distca.recurrent import Recurrence
+from megatron_patches.model.latent import is_latent, latent_scale
 from megatron_patches.model.pattern import ATTENTION, DELTA_NET, MAMBA, RECURRENT, units_of
 from megatron_patches.model.recurrences import mamba_recurrence, recurrence_of
 
@@ -64,7 +65,9 @@ def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float =
         SupportError: a window or a list of layers that is none.
     """
     scale = config.softmax_scale
-    if scale is None:
+    if is_latent(config):
+        scale = latent_scale(config)
+    elif scale is None:
         assert config.kv_channels is not None
         scale = usual_scale(config.kv_channels)
     sink = config.softmax_type == "learnable"

@@ -112,6 +112,12 @@ class PatchedGPT(PatchedForward, GPTModel):
         output: torch.Tensor = super(PatchedForward, self).forward(*args, **kwargs)
         return output
 
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._preprocess(*args, **kwargs)
+        if not self.config.multi_latent_attention:
+            return made
+        return made[0], self.rotary_pos_emb(), *made[2:]  # of which Megatron's layers would have their own
+
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._returns or not self.post_process:
             return super()._postprocess(hidden_states, *args, **kwargs)

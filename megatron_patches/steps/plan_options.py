@@ -24,6 +24,7 @@ from distca.plan.cost.table_file import find_table, open_table
 from distca.sizes.fp8_shapes import rows_multiple
 from megatron_patches.arguments import CadArguments, How
 from megatron_patches.experts.weights import mlp_weights
+from megatron_patches.model.latent import is_latent, latent_dims
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.te.quantization import fp8_of
@@ -109,9 +110,9 @@ def attention_shape(config: TransformerConfig) -> AttentionShape:
     tp = parallel_state.get_tensor_model_parallel_world_size()
     assert config.num_query_groups is not None and config.kv_channels is not None
     dtype: torch.dtype = config.params_dtype
-    return AttentionShape(
-        config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels, dtype.itemsize
-    )
+    key_dim, value_dim = latent_dims(config) if is_latent(config) else (config.kv_channels, 0)
+    heads, kv_heads = config.num_attention_heads // tp, config.num_query_groups // tp
+    return AttentionShape(heads, kv_heads, key_dim, dtype.itemsize, value_dim)
 
 
 def cost_model(
@@ -125,6 +126,8 @@ def cost_model(
     """
     shape = attention_shape(config)
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
+    if shape.value_dim:  # which nobody has measured
+        return replace(area_cost(value_bytes=shape.value_bytes), shape=shape)
     table = _first_ranks(
         lambda: open_table(cost_table, *heads) if cost_table else find_table(_name(device), kernel.name, *heads)
     )

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
@@ -17,6 +18,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -26,6 +28,7 @@ from megatron_patches.layers.hybrid_layers import SplitRecurrentLayer, layer_cla
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
+from megatron_patches.model.latent import is_latent
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.patches.gpt_forward import PatchedForward
 from megatron_patches.patches.norms import KeyWidthNorm, QueryWidthNorm, norm_class
@@ -100,7 +103,7 @@ def check_model(
     for name, limit in ARGUMENTS.items():
         check_limit(name, argument_of(model, name), limit)
     check_model_groups(model)
-    if not isinstance(model.rotary_pos_emb, PositionRotary):
+    if not is_latent(model.config) and not isinstance(model.rotary_pos_emb, PositionRotary):
         expect("rotary_pos_emb", type(model.rotary_pos_emb), RotaryEmbedding)
     expect("decoder", type(model.decoder), TransformerBlock)
     if model.decoder.final_layernorm is not None:
@@ -152,10 +155,16 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
         "pre_mlp_layernorm": IdentityOp if options.norms == "post" or options.parallel_mlp else norm,
     }
     recurrent = isinstance(layer, SplitRecurrentLayer)
-    column, row = linears_like(attention.in_proj if recurrent else attention.linear_qkv)
+    latent = is_latent(config)
+    column, row = linears_like(
+        attention.in_proj if recurrent else attention.linear_kv_up_proj if latent else attention.linear_qkv
+    )
     projection = with_bias(row) if options.attention_output_bias else row
     if recurrent:
         mixer = {"in_proj": column, "out_norm": norm, "out_proj": row}
+    elif latent:
+        expected["self_attention"] = MLASelfAttention
+        mixer = _latent_parts(config, column, row, norm)
     else:
         expected["self_attention"] = SelfAttention
         mixer = {"core_attention": PackedAttention, "linear_qkv": column, "linear_proj": projection}
@@ -170,7 +179,7 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
         expected |= {"mlp": MLP, "mlp.linear_fc1": column, "mlp.linear_fc2": row}
     for name, served in expected.items():
         expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
-    if not recurrent:
+    if not recurrent and not latent:
         check_head_norms(path, attention, config, options)
     if isinstance(layer, SplitTransformerLayer) and layer.options != options:
         raise SupportError(
@@ -181,6 +190,22 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
     check_limit(f"{path}.hidden_dropout", layer.hidden_dropout, LIMITS["hidden_dropout"])
     if any(part.config is not config for part in (layer, attention, mlp)):
         raise SupportError(f"{path} has a configuration of its own, but {LIMITS['heterogeneous_block_specs'].because}.")
+
+
+def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, Any]:
+    """The classes of the parts of latent attention, by name."""
+    queries = ("linear_q_proj",) if config.q_lora_rank is None else ("linear_q_down_proj", "linear_q_up_proj")
+    positions = RotaryEmbedding if config.rope_type == "rope" else YarnRotaryEmbedding
+    norm = norm if config.qk_layernorm else IdentityOp
+    norms = {"kv_layernorm": norm} if config.q_lora_rank is None else {"q_layernorm": norm, "kv_layernorm": norm}
+    linears = dict.fromkeys((*queries, "linear_kv_down_proj", "linear_kv_up_proj"), column)
+    return {
+        **linears,
+        **norms,
+        "core_attention": PackedAttention,
+        "linear_proj": row,
+        "rotary_pos_emb": positions,
+    }
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:

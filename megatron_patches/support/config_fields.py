@@ -27,6 +27,10 @@ _SERVED_BY = {
     "our layers and the core-attention servers": """
         softmax_scale window_size window_attn_skip_freq qk_layernorm layernorm_epsilon layernorm_zero_centered_gamma
         no_rope_freq rotary_interleaved attention_output_gate""",
+    "megatron's latent attention, in which angles go by position, or nobody without it": """
+        multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base
+        rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale
+        mscale_all_dim""",
     "the cores of recurrent layers, or nobody where there are none": """
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads""",
@@ -73,9 +77,8 @@ LIMITS = {
         "the largest score is not known where it would be clipped", (False,), "qk_clip_alpha qk_clip_threshold"
     ),
     "log_max_attention_logit": Limit("the largest score is not known outside of the servers", (False,)),
-    "multi_latent_attention": Limit(
-        "only self attention with query groups is served", (False,), "mla_down_proj_fusion cache_mla_latents"
-    ),
+    "mla_down_proj_fusion": Limit("latent attention has a projection of its own for queries", (False,)),
+    "cache_mla_latents": Limit("latent rows are kept for inference alone", (False,)),
     "experimental_attention_variant": Limit(
         "only softmax attention and gated delta nets are served",
         (None, "gated_delta_net"),

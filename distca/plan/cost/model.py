@@ -23,12 +23,21 @@ Direction = Literal["forward", "backward", "both"]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of one attention layer on one rank (after tensor parallelism) and the bytes of one value."""
+    """Heads of one attention layer on one rank (after tensor parallelism) and the bytes of one number.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: numbers of a query or key head.
+        value_bytes: bytes of one number.
+        value_dim: numbers of a value head, where they are fewer; 0 for ``head_dim``.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     value_bytes: int = 2
+    value_dim: int = 0
 
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim, self.value_bytes) < 1 or self.heads % self.kv_heads:
@@ -36,16 +45,23 @@ class AttentionShape:
                 f"{self.heads} query heads cannot share {self.kv_heads} key/value heads of size {self.head_dim}: "
                 "heads must be a positive multiple of kv_heads."
             )
+        if not 0 <= self.value_dim <= self.head_dim:
+            raise PlanError(f"Values of size {self.value_dim} must not be wider than keys of size {self.head_dim}.")
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of one row of q, o, dO or dQ."""
+        """Bytes of one row of q or dQ."""
         return self.heads * self.head_dim * self.value_bytes
+
+    @property
+    def o_bytes(self) -> int:
+        """Bytes of one row of o or dO."""
+        return self.heads * (self.value_dim or self.head_dim) * self.value_bytes
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of one row of k and v together, or of dK and dV."""
-        return 2 * self.kv_heads * self.head_dim * self.value_bytes
+        return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim)) * self.value_bytes
 
     def moved_bytes(self, direction: Direction, resend: bool = False, sinks: bool = False) -> tuple[int, int]:
         """Bytes that travel for one query row and for one key/value row computed away from home.
@@ -55,8 +71,9 @@ class AttentionShape:
         added at home, lse comes back in forward and goes out in backward with keep too.
         """
         lse = 4 * self.heads if resend or sinks else 0
-        forward = (2 * self.q_bytes + lse, self.kv_bytes)
-        backward = (4 * self.q_bytes + lse, 2 * self.kv_bytes) if resend else (2 * self.q_bytes + lse, self.kv_bytes)
+        both = self.q_bytes + self.o_bytes
+        forward = (both + lse, self.kv_bytes)
+        backward = (2 * both + lse, 2 * self.kv_bytes) if resend else (both + lse, self.kv_bytes)
         if direction == "both":
             return forward[0] + backward[0], forward[1] + backward[1]
         return forward if direction == "forward" else backward

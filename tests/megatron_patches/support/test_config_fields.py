@@ -17,7 +17,6 @@ from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.errors import SupportError
@@ -103,7 +102,6 @@ def test_defaults_of_limited_fields_are_served_where_a_llama_has_them():
         ("heterogeneous_block_specs", True),
         ("virtual_pipeline_model_parallel_size", 2),
         ("recompute_granularity", "full"),
-        ("multi_latent_attention", True),
         ("experimental_attention_variant", "dsa"),
     ],
 )
@@ -152,11 +150,6 @@ def test_a_block_is_not_disaggregated_with_what_is_refused():
         block = SimpleNamespace(config=_changed(**fields))
         with pytest.raises(SupportError):
             disaggregate_block(block, None, recompute_segments=True)
-
-
-def test_latent_attention_is_refused():
-    values = {**LLAMA, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
-    assert refusal(check_config, MLATransformerConfig(**values)).startswith("multi_latent_attention is True, but")
 
 
 @dataclasses.dataclass

@@ -193,5 +193,9 @@ def test_moved_bytes() -> None:
     # resend: o and lse come home in forward; q, o, dO, lse go out again and dQ comes back.
     assert shape.moved_bytes("forward", resend=True) == (16384 + 128, 4096)
     assert shape.moved_bytes("backward", resend=True) == (32768 + 128, 8192)
+    narrow = AttentionShape(32, 32, 192, value_dim=128)
+    q, o, kv = 32 * 192 * 2, 32 * 128 * 2, 32 * (192 + 128) * 2
+    assert narrow.moved_bytes("forward") == narrow.moved_bytes("backward") == (q + o, kv)
+    assert narrow.moved_bytes("backward", resend=True) == (2 * (q + o) + 128, 2 * kv)
     with pytest.raises(PlanError, match="multiple of kv_heads"):
         AttentionShape(30, 8, 128)

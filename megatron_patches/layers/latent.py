@@ -1,0 +1,95 @@
+"""A layer with Megatron's multi-head latent attention, cut at its core, and the positions of its rows.
+
+What the latent rows become, expanded keys and values of every head, travels to the servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distca.runtime.server import together
+from megatron_patches.layers.layer import SplitTransformerLayer, beside
+from megatron_patches.patches.position_rotary import PositionRotary
+from megatron_patches.steps.batch_context import gather_nano_rows
+
+
+@dataclass(frozen=True)
+class RowAngles:
+    """The angles of the same rows, which all layers have in common: [rows, 1, 1, qk_pos_emb_head_dim]."""
+
+    angles: torch.Tensor
+
+    def of(self, layer_number: int) -> torch.Tensor:
+        """The angles of a layer."""
+        return self.angles
+
+    def halves(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
+        """One for each nano-batch; arguments as of :func:`gather_nano_rows`."""
+        return [RowAngles(half) for half in gather_nano_rows(self.angles, nano_rows, chunks)]
+
+
+class LatentRotary(PositionRotary):
+    """Stands in for the rotary embedding that a GPTModel with latent attention lacks, and hands layers
+    :class:`RowAngles`."""
+
+    def forward(self, *_: Any, **__: Any) -> RowAngles:  # type: ignore[override]
+        """The angles of the rows whose positions were set."""
+        return RowAngles(super().forward())
+
+
+class GivenAngles(torch.nn.Module):
+    """Stands in for the rotary embedding of Megatron's attention, and returns the angles that were set last.
+
+    Args:
+        factor: of YaRN on cosines and sines; None for an embedding that returns angles alone.
+    """
+
+    def __init__(self, factor: float | None) -> None:
+        super().__init__()
+        self._factor = factor
+        self.angles: torch.Tensor | None = None
+
+    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
+        """Asked by the attention before it calls this module; the angles do not depend on it."""
+        return 0
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """The angles, with the factor where there is one, as Megatron's embeddings return them."""
+        assert self.angles is not None, "no angles were set for these rows"
+        return self.angles if self._factor is None else (self.angles, self._factor)
+
+
+class LatentLayer(SplitTransformerLayer):
+    """A layer whose keys and values are expanded from latent rows. What the first norm puts out is kept for backward:
+    two projections read it."""
+
+    def pre(self, hidden: torch.Tensor, rotation: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Norm and Megatron's projections, with the angles of these rows.
+
+        Args:
+            hidden: [rows, 1, hidden].
+            rotation: [rows, 1, 1, qk_pos_emb_head_dim] angles.
+
+        Returns:
+            ``hidden`` for :meth:`post`; q_NHD; and [rows, heads, key and value] keys and values.
+        """
+        attention = self.self_attention
+        hidden, normed = beside(self.input_layernorm, hidden)
+        attention.rotary_pos_emb.angles = rotation  # in here, so that recomputation has the same rows' again
+        q, k, v, *_ = attention.get_query_key_value_tensors(normed)
+        return hidden, q.squeeze(1), together(k.squeeze(1), v.squeeze(1))
+
+
+def use_row_angles(model: Any) -> None:
+    """Let an attached model's latent attention take the positions of its rows from :class:`LatentRotary`, by the
+    frequencies and the factor of Megatron's own embedding."""
+    for layer in model.decoder.layers:
+        made = layer.self_attention.rotary_pos_emb(2)
+        angles, factor = made if isinstance(made, tuple) else (made, None)
+        frequencies = angles[1, 0, 0, : angles.shape[-1] // 2]  # at position 1
+        layer.self_attention.rotary_pos_emb = GivenAngles(factor)
+    model.rotary_pos_emb = LatentRotary(frequencies)

@@ -1,0 +1,71 @@
+"""Refusals of what multi-head latent attention is not served with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+from megatron_patches.arguments import CadArguments
+from megatron_patches.model.latent import is_latent, latent_dims
+from megatron_patches.model.model_options import MEGATRONS
+from megatron_patches.versions import has_gated_delta_net, installed_version
+
+
+def check_latent(config: TransformerConfig, given: CadArguments) -> None:
+    """Refuse to run latent attention where nothing holds it against Megatron-Core.
+
+    Args:
+        config: Megatron's.
+        given: the arguments of CAD.
+
+    Raises:
+        SupportError: the first of what is not served with it.
+    """
+    if not is_latent(config):
+        return
+    for what, found in _refused(config, given).items():
+        if found:
+            raise SupportError(
+                f"multi_latent_attention is True, which is not served where {what}, or do without latent attention."
+            )
+
+
+def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
+    """Returns what to say of each value that is not served, with what to set, and whether it is there."""
+    heads, tp, pp = config.num_attention_heads, config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    if not hasattr(config, "v_head_dim"):
+        return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}
+    key_dim, value_dim = latent_dims(config)
+    return {
+        "a model runs on GPUs, whose kernels were not shown with values narrower than keys: run on CPU ranks": (
+            torch.cuda.is_available()
+        ),
+        # The gated delta net came with the same version.
+        f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
+        f"tensor_model_parallel_size is {tp}, as the down-projections are split then: set it to 1": tp > 1,
+        f"pipeline_model_parallel_size is {pp}: set it to 1": pp > 1,
+        f"`servers` is {given.servers}: set it to 0": bool(given.servers),
+        "`model_options` are not the defaults: leave them out": given.model_options != MEGATRONS,
+        f"hybrid_layer_pattern is {given.hybrid_layer_pattern!r}: leave it out": bool(given.hybrid_layer_pattern),
+        "`cost_table` is set, and no table has such heads: leave it out": given.cost_table is not None,
+        f"num_query_groups is {config.num_query_groups}: set it to num_attention_heads, {heads}": (
+            config.num_query_groups != heads
+        ),
+        f"v_head_dim is {value_dim}: set it to at most qk_head_dim + qk_pos_emb_head_dim, {key_dim}": (
+            value_dim > key_dim
+        ),
+        f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts),
+        "qk_layernorm is True and q_lora_rank is None, which needs Transformer Engine's layers: set q_lora_rank": (
+            config.qk_layernorm and config.q_lora_rank is None
+        ),
+        "experimental_attention_variant is set: set it to None": config.experimental_attention_variant is not None,
+        "window_size is set: set it to None": config.window_size is not None,
+        "softmax_type is 'learnable': set it to 'vanilla'": config.softmax_type == "learnable",
+        "softmax_scale is set, which Megatron does not read then: set it to None": config.softmax_scale is not None,
+        "no_rope_freq is set, which Megatron does not read then: set it to None": bool(config.no_rope_freq),
+        "apply_rope_fusion is True: set it to False": config.apply_rope_fusion,
+        f"rope_type is {config.rope_type!r}: set it to 'rope' or 'yarn'": config.rope_type not in ("rope", "yarn"),
+    }

@@ -1,0 +1,90 @@
+"""Latent attention is refused wherever nothing holds it against Megatron-Core."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_patches.arguments import CadArguments
+from megatron_patches.model.model_options import ModelOptions
+from megatron_patches.support.config_fields import check_config
+from megatron_patches.support.latent import check_latent
+from tests.megatron_patches.support.cases import LLAMA, refusal
+
+SIZES = {"q_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+
+
+@pytest.fixture(autouse=True)
+def _cpu_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("megatron_patches.support.latent.has_gated_delta_net", lambda: True)
+
+
+def _config(**fields: Any) -> MLATransformerConfig:
+    config = MLATransformerConfig(**{**LLAMA, **SIZES})
+    config.num_query_groups = config.num_attention_heads
+    for name, value in fields.items():  # which Megatron would refuse in part, when it makes one
+        setattr(config, name, value)
+    return config
+
+
+def _said(config: TransformerConfig, **arguments: Any) -> str | None:
+    return refusal(check_latent, config, CadArguments(tokens_per_rank=8, **arguments))
+
+
+@pytest.mark.parametrize("fields", [{}, {"rope_type": "rope"}, {"q_lora_rank": None}, {"qk_layernorm": True}])
+def test_what_is_served(fields: dict[str, Any]) -> None:
+    assert refusal(check_config, _config(**fields)) is None
+    assert _said(_config(**fields)) is None
+    assert _said(_config(), offload=True, disaggregate=False) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tensor_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {"num_query_groups": 1},
+        {"v_head_dim": 13},
+        {"num_moe_experts": 4},
+        {"qk_layernorm": True, "q_lora_rank": None},
+        {"experimental_attention_variant": "gated_delta_net"},
+        {"window_size": (6, 0)},
+        {"softmax_type": "learnable"},
+        {"softmax_scale": 0.1},
+        {"no_rope_freq": [1, 0]},
+        {"apply_rope_fusion": True},
+        {"rope_type": "none"},
+    ],
+)
+def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
+    said = _said(_config(**fields))
+    assert said is not None and next(iter(fields)) in said and "or do without" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"servers": 1},
+        {"model_options": replace(ModelOptions(), norms="post")},
+        {"hybrid_layer_pattern": "*-"},
+        {"cost_table": "table.json"},
+    ],
+)
+def test_arguments_that_are_refused(arguments: dict[str, Any]) -> None:
+    said = _said(_config(), **arguments)
+    assert said is not None and next(iter(arguments)) in said
+
+
+def test_gpus_and_other_configurations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = TransformerConfig(**LLAMA)
+    assert _said(plain) is None
+    plain.multi_latent_attention = True
+    assert "make an MLATransformerConfig" in str(_said(plain))
+    assert str(refusal(check_config, _config(cache_mla_latents=True))).startswith("cache_mla_latents is True, but")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "run on CPU ranks" in str(_said(_config()))
