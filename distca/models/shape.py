@@ -166,7 +166,7 @@ class ModelShape:
     @property
     def mlp_weights(self) -> int:
         """Weights of a layer's MLP that a token is multiplied by, in the mean over layers."""
-        return self.layer_weights - sum(self.attention_weights)
+        return sum(kind.mlp.weights(self.hidden) for kind in self.layer_kinds) // self.layers
 
     @property
     def layer_weights(self) -> int:
