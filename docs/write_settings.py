@@ -56,8 +56,8 @@ TP_SIZE=2 STEPS=20 bash pretrain_llama.sh
 
 {markdown()}
 
-A variable that a script does not take, a misspelling (`TP`, `NUM_NODES`) and anything else that starts with `DISTCA_`
-or `EXPERIMENT_` is refused with what to do instead.
+A variable that a script does not take is refused with what to do instead. So is a misspelling (`TP`, `NUM_NODES`), and
+anything else that starts with `DISTCA_` or `EXPERIMENT_`.
 """
 
 

@@ -17,6 +17,10 @@ from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 Recompute = Literal["none", "mlp", "all"]
 
 
+LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
+"""Tokens of the documents of two micro-batches, which most cases train on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParityShape(ModelShape):
     """A small LLaMA with grouped queries; a case's configuration may say otherwise.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from distca.parity.cases import ParityCase, ParityShape, case_documents
+from distca.parity.cases import LENGTHS, ParityCase, ParityShape, case_documents
 from distca.parity.disaggregated import attached, outcome_of
 from distca.parity.outcome import Outcome, difference
 from distca.parity.unmodified import computed_once, unmodified_model, unmodified_outcome
@@ -19,7 +19,6 @@ from megatron_patches.ranks.groups import initialize_model_parallel
 from megatron_patches.steps.step_documents import StepDocuments
 from megatron_patches.training.training_step import summed_loss_step
 
-LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
 LAYERS = 2
 """Layers of a case; of two stages each has one, and the first one's may be dense."""
 Numbers = dict[int, torch.Tensor]

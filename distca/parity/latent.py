@@ -12,9 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from distca.parity.cases import ParityCase, ParityShape
-
-_LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
+from distca.parity.cases import LENGTHS, ParityCase, ParityShape
 
 
 class NarrowValues(DotProductAttention):
@@ -57,4 +55,4 @@ def latent_cases() -> list[ParityCase]:
         {"config": {**whole, **rope, **alike}, "recompute": "all", "scheduler": "random"},
         {"config": {**low, **yarn}, "backward": "resend", "recompute": "all", "offload": True},
     ]
-    return [ParityCase(micro_batches=_LENGTHS, shape=ParityShape(kv_heads=4), **case) for case in cases]
+    return [ParityCase(micro_batches=LENGTHS, shape=ParityShape(kv_heads=4), **case) for case in cases]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from distca.parity import block, disaggregated, outcome, unmodified
-from distca.parity.cases import ParityCase, ParityShape, Recompute
+from distca.parity.cases import LENGTHS, ParityCase, ParityShape, Recompute
 
 # Relative norms. Float32: the whole training path, loss and every parameter's gradient. Float64: the transformer block,
 # output, input gradient, every weight gradient. bfloat16: our distance from float64 over unmodified Megatron-Core's.
@@ -22,7 +22,6 @@ FLOAT32_TOLERANCE = 1e-5
 FLOAT64_TOLERANCE = 1e-12
 BFLOAT16_RATIO = 1.1
 
-LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
 EDGES: dict[str, tuple[tuple[int, ...], ...]] = {
     "odd lengths, several micro-batches": ((3, 5, 7, 11, 31), (17, 19), (23,)),
     "length 1": ((1, 1, 2, 1, 1),),

@@ -10,10 +10,9 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import gelu
 
 from distca.models.rope import RopeScaling
-from distca.parity.cases import ParityCase, ParityShape, Recompute
+from distca.parity.cases import LENGTHS, ParityCase, ParityShape, Recompute
 from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rotary
 
-_LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
 _GELU = {"activation_func": partial(gelu, approximate="tanh"), "bias_activation_fusion": False}
 _ALTERNATE = {"window_size": (6, 0), "window_attn_skip_freq": 2}
 _YARN = RopeScaling(kind="yarn", factor=4.0, original_length=16)
@@ -102,7 +101,7 @@ def _cases(models: list[dict[str, Any]], tp: int, pp: int) -> list[ParityCase]:
     return [
         ParityCase(
             **{
-                "micro_batches": _LENGTHS,
+                "micro_batches": LENGTHS,
                 "tp": tp,
                 "pp": pp,
                 "backward": "resend" if pp > 1 or number % 2 else "keep",

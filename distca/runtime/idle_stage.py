@@ -96,10 +96,9 @@ class EmptyRecurrentLayer:
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> RecurrentCall:
         """Its call of one half, which begins with its backward; ``before`` is the call of the half before."""
-        what, kernel = self.recurrence, self.core_kernel
-        return RecurrentCall.for_backward(
-            pool, routes, what, kernel, layer, nano, before, self._rows, self.core_parameters
-        )
+        call = RecurrentCall(pool, routes, self.recurrence, self.core_kernel, layer, nano, before)
+        call.begin_backward(self._rows, self.core_parameters)
+        return call
 
     @property
     def _rows(self) -> tuple[torch.Tensor, ...]:

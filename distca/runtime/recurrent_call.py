@@ -83,28 +83,16 @@ class RecurrentCall(LayerCall):
         self._inner = [n for n, each in enumerate(pairs) if each == (False, False)]
         self._last = [n for n, each in enumerate(pairs) if each == (False, True)]
 
-    @classmethod
-    def for_backward(
-        cls,
-        pool: AttentionPool,
-        routes: RecurrentRoutes,
-        what: Recurrence,
-        kernel: RecurrentKernel,
-        layer: int,
-        nano: int,
-        before: RecurrentCall | None,
-        rows: tuple[torch.Tensor, ...],
-        parameters: CoreParameters,
-    ) -> RecurrentCall:
-        """A call without rows that begins with its backward; other arguments as of the class.
+    # For a rank without tokens, which takes part in a backward phase without a forward.
+
+    def begin_backward(self, rows: tuple[torch.Tensor, ...], parameters: CoreParameters) -> None:
+        """Stand where forward would have ended.
 
         Args:
             rows: mixed_NC, g and beta_NH of no rows, in the shapes of the layer's.
             parameters: the core's weights, without gradients.
         """
-        call = cls(pool, routes, what, kernel, layer, nano, before)
-        call._rows, call._parameters, call._halo = rows, parameters, rows[0]
-        return call
+        self._rows, self._parameters, self._halo = rows, parameters, rows[0]
 
     def backward_launch_do(self, do_NHV: torch.Tensor) -> None:
         """Start sending gradients of states."""

@@ -49,9 +49,11 @@ others waiting for longer."""
 _UNLIKE = (0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3)
 """Tolerances that are tried where servers are not alike."""
 _NEAR = 1.1
-"""A plan this close to a tolerance of these is taken, and a tolerance this close to the best plan is not tried."""
+"""The search ends at a plan whose slowest server is above the mean by at most this factor times the tolerance. A
+tolerance is not tried either if a found plan is that close to it."""
 _SAME_GROWTH = 5e-4
-"""Part of the mean by which it must have changed for a tolerance to be tried again: else the same plan comes out."""
+"""The same tolerance is tried again only if cuts made the mean work of servers grow by another amount than the try
+before expected, by at least this fraction. Otherwise the same plan would come out."""
 _LEAST_SLACK = 0.0003
 """A limit so little above what forward and backward disagree about is not tried: a thousand moves would miss it."""
 
