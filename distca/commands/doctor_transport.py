@@ -60,8 +60,9 @@ def _nvshmem() -> str:
 def _driver() -> str:
     path = Path("/proc/driver/nvidia/version")
     version = re.search(r"\s(\d+\.\d+[.\d]*)\s", path.read_text()) if path.is_file() else None
-    number: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    supported = (number // 1000, number % 1000 // 10)
+    found = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+    supported = (found.value // 1000, found.value % 1000 // 10)
     text = f"{version.group(1) if version else 'version unknown'}, up to CUDA {supported[0]}.{supported[1]}"
     needed = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     if supported < needed:

@@ -22,7 +22,8 @@ _WHOLE, _BLOCK = 1.5, 6.0
 """How far off a right kernel may be, in units of the dtype's spacing of numbers at 1 (2^-7 in bfloat16): a tensor as a
 whole, and the part of it that belongs to a piece and head."""
 _LEAST = 0.5
-"""A part counts as at least so large, by the root mean square of its tensor."""
+"""A part counts as at least so large, by the root mean square of its piece and by that of its tensor: in few rows a
+head's gradient can be a small difference of large numbers."""
 
 
 def check(
@@ -130,7 +131,7 @@ def _excess(actual: torch.Tensor, expected: torch.Tensor, spans: list[Span], spa
     else:
         parts = list(zip(off[:, None], size[:, None], strict=True))
     for part_off, part_size in parts:
-        least = _LEAST**2 * size.mean() * part_size[:, 0].numel()
+        least = _LEAST**2 * torch.maximum(size.mean(), part_size.mean()) * part_size[:, 0].numel()
         by_head = [_by_head(each) for each in (part_off, part_size)]
         excess = torch.maximum(
             excess, (by_head[0] / by_head[1].clamp(min=least.item())).sqrt().max() / (_BLOCK * spacing)
