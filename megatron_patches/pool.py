@@ -71,4 +71,5 @@ def attention_spec(
         device,
         kinds=layer_kinds.kinds,
         deterministic=given.deterministic,
+        value_dim=shape.value_dim,
     )

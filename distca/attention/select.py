@@ -120,7 +120,7 @@ def why_not(name: str, spec: AttentionSpec) -> str | None:
         return "its backward is not deterministic"
     if name == "torch" and any(kind.softcap for kind in spec.kinds):
         return "it has no softcap of scores"
-    return unserved_by(name, spec.head_dim)
+    return unserved_by(name, spec.head_dim, spec.value_dim)
 
 
 def _installed(module: str) -> bool:

@@ -45,13 +45,14 @@ class AttentionSpec:
     Attributes:
         heads: query heads of this rank.
         kv_heads: key/value heads of this rank.
-        head_dim: elements per head.
+        head_dim: elements per head of queries and keys.
         dtype: of q, k, v and o.
         device: where they live.
         causal: False where all query rows see all keys of their task.
         kinds: of the model's layers, each of which is checked; none is one without a window, with 1/sqrt(head_dim) as
             the factor on scores.
         deterministic: backward has to give the same bits every time.
+        value_dim: elements per head of values and outputs, where they are fewer; 0 for ``head_dim``.
     """
 
     heads: int
@@ -62,6 +63,7 @@ class AttentionSpec:
     causal: bool = True
     kinds: tuple[AttentionKind, ...] = ()
     deterministic: bool = False
+    value_dim: int = 0
 
     @property
     def asked(self) -> tuple[AttentionKind, ...]:
@@ -174,9 +176,12 @@ def _inputs(spec: AttentionSpec, seed: int) -> list[torch.Tensor]:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(spec.device, spec.dtype)
 
-    kv = draw(keys, 2, spec.kv_heads, spec.head_dim)
-    q, do = (draw(rows, spec.heads, spec.head_dim) for _ in range(2))
-    return [q, kv[:, 0], kv[:, 1], do]
+    width = spec.value_dim or spec.head_dim
+    if width == spec.head_dim:
+        k, v = draw(keys, 2, spec.kv_heads, width).unbind(1)
+    else:
+        k, v = draw(keys, spec.kv_heads, spec.head_dim + width).split((spec.head_dim, width), dim=-1)
+    return [draw(rows, spec.heads, spec.head_dim), k, v, draw(rows, spec.heads, width)]
 
 
 def _run(kernel: Kernel, batch: TaskBatch, inputs: list[torch.Tensor], kind: AttentionKind) -> dict[str, torch.Tensor]:

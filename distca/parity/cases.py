@@ -136,5 +136,5 @@ def config_of(case: ParityCase, dtype: torch.dtype) -> TransformerConfig:
     experts = {"expert_model_parallel_size": case.ep} if case.ep > 1 else {}
     if case.config.get("multi_latent_attention"):
         given = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
-        return MLATransformerConfig(**{**given, **case.config})
+        return MLATransformerConfig(**{**given, **case.config, **experts})
     return replace(config, **case.config, **experts) if case.config else config

@@ -1,7 +1,8 @@
-"""Multi-head latent attention: Megatron-Core's layer on a CPU, and cases that compare with it.
+"""Megatron-Core's layer with multi-head latent attention on a CPU.
 
 Megatron-Core's local spec names a DotProductAttention that does not take the widths of keys and values, which its
-latent attention gives it; what it computes takes any.
+latent attention gives it; what it computes takes any. It builds no norm of latent rows without Transformer Engine where
+queries have none.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-from distca.parity.cases import LENGTHS, ParityCase, ParityShape
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 
 class NarrowValues(DotProductAttention):
@@ -26,33 +28,21 @@ class NarrowValues(DotProductAttention):
         self.hidden_size_per_partition = config.num_attention_heads * v_channels
 
 
-def latent_layer(config: TransformerConfig) -> ModuleSpec:
-    """Megatron's local spec of a layer with latent attention."""
+class NormedLatentRows(MLASelfAttention):
+    """Megatron's, in which queries have no latent rows, with the norm that it has in Transformer Engine's layers."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        linears = dict.fromkeys(("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"), ColumnParallelLinear)
+        return {**linears, "kv_layernorm": WrappedTorchNorm}
+
+
+def latent_layer(config: TransformerConfig, **experts: Any) -> ModuleSpec:
+    """Megatron's local spec of a layer with latent attention; ``experts``: what it asks of one with experts."""
     layer = get_gpt_layer_local_spec(
-        normalization=config.normalization, qk_layernorm=config.qk_layernorm, multi_latent_attention=True
+        normalization=config.normalization, qk_layernorm=config.qk_layernorm, multi_latent_attention=True, **experts
     )
-    layer.submodules.self_attention.submodules.core_attention = NarrowValues
+    attention = layer.submodules.self_attention
+    attention.submodules.core_attention = NarrowValues
+    if config.qk_layernorm and config.q_lora_rank is None:  # type: ignore[attr-defined]
+        attention.module = NormedLatentRows
     return layer
-
-
-def latent_cases() -> list[ParityCase]:
-    """Low-rank queries and whole ones, norms of latent rows and none, RoPE and YaRN, in all modes."""
-    sizes = {"kv_lora_rank": 20, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
-    low, whole = ({"multi_latent_attention": True, **sizes, "q_lora_rank": rank} for rank in (12, None))
-    rope = {"rope_type": "rope", "rotary_base": 100.0}
-    yarn = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16}
-    yarn |= {"mscale": 0.7, "mscale_all_dim": 1.0}
-    alike = {"qk_head_dim": 6, "qk_pos_emb_head_dim": 2, "v_head_dim": 8}
-    cases: list[dict[str, Any]] = [
-        {"config": {**low, **rope, "qk_layernorm": True}},
-        {"config": {**whole, **yarn}, "backward": "resend", "recompute": "all"},
-        {
-            "config": {**low, **yarn, "qk_layernorm": True},
-            "backward": "resend",
-            "recompute": "mlp",
-            "ping_pong": False,
-        },
-        {"config": {**whole, **rope, **alike}, "recompute": "all", "scheduler": "random"},
-        {"config": {**low, **yarn}, "backward": "resend", "recompute": "all", "offload": True},
-    ]
-    return [ParityCase(micro_batches=LENGTHS, shape=ParityShape(kv_heads=4), **case) for case in cases]

@@ -14,7 +14,7 @@ from distca.runtime.device_routes import LayerRoutes
 from distca.runtime.kept_rows import HomeRows
 from distca.runtime.ping_pong import run_layers
 from distca.runtime.recurrent_call import RecurrentCall
-from distca.runtime.server import AttentionPool
+from distca.runtime.server import AttentionPool, together
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class EmptyLayer:
     Attributes:
         heads: query heads of this tensor-parallel rank.
         kv_heads: key/value heads of this tensor-parallel rank.
-        head_dim: elements per head.
+        head_dim: elements per head of queries and keys.
         dtype: of the rows.
         device: where the server computes.
+        value_dim: elements per head of values, where they are fewer; 0 for ``head_dim``.
     """
 
     sink = None
@@ -36,13 +37,11 @@ class EmptyLayer:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    value_dim: int = 0
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return (
-            hidden,
-            torch.empty(0, self.heads, self.head_dim, dtype=self.dtype, device=self.device),
-            torch.empty(0, 2, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device),
-        )
+        k, v = self._no_rows(self.kv_heads, self.head_dim), self._no_rows(self.kv_heads, self._width)
+        return hidden, self._no_rows(self.heads, self.head_dim), together(k, v)
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
         (hidden,) = residual
@@ -51,7 +50,14 @@ class EmptyLayer:
     @property
     def output(self) -> torch.Tensor:
         """o_NHD of no rows."""
-        return torch.empty(0, self.heads, self.head_dim, dtype=self.dtype, device=self.device)
+        return self._no_rows(self.heads, self._width)
+
+    @property
+    def _width(self) -> int:
+        return self.value_dim or self.head_dim
+
+    def _no_rows(self, heads: int, width: int) -> torch.Tensor:
+        return torch.empty(0, heads, width, dtype=self.dtype, device=self.device)
 
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
@@ -59,7 +65,7 @@ class EmptyLayer:
         """Its call of one half, which begins with its backward."""
         _, q, kv = self.pre(torch.empty(0), nano)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        return AttentionCall.for_backward(pool, routes, layer, nano, HomeRows(q, kv, None, q, lse))
+        return AttentionCall.for_backward(pool, routes, layer, nano, HomeRows(q, kv, None, self.output, lse))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megatron_patches.experts.spec import with_experts
 from megatron_patches.layers.full_recompute import differentiable
 from megatron_patches.layers.hybrid_layers import GatedAttentionLayer
 from megatron_patches.layers.latent import LatentLayer
+from megatron_patches.layers.latent_attention import LatentAttention, ReplicatedLinear
 from megatron_patches.layers.layer import SplitLayerParts, SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
@@ -193,7 +194,7 @@ def layer_spec(
     if is_latent(config):
         if layer is not local:
             raise SupportError("With multi_latent_attention the layer spec is Megatron's local one: leave `layer` out.")
-        return _latent_spec(config, deepcopy(local), options)
+        return _latent_spec(config, deepcopy(local), options, te)
     check_layer_spec(layer)
     layer = deepcopy(layer)
     if disaggregate or options.own_layers or config.num_moe_experts:
@@ -218,14 +219,18 @@ def layer_spec(
     return layer
 
 
-def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOptions) -> ModuleSpec:
+def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOptions, te: bool) -> ModuleSpec:
     norm, parts = norm_class(config, options.norm_bias), layer.submodules
     layer.module, layer.params = LatentLayer, {**layer.params, "options": options}
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
-    attention = parts.self_attention.submodules
+    parts.self_attention.module = LatentAttention
+    attention, mlp = parts.self_attention.submodules, mlp_submodules(parts.mlp)
+    column, row = linear_classes(te)
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.kv_layernorm = norm
+    attention.q_layernorm = attention.kv_layernorm = norm if config.qk_layernorm else IdentityOp
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
+    attention.linear_q_proj = attention.linear_q_up_proj = attention.linear_kv_up_proj = column
+    attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2 = row, column, row
     return layer
 
 

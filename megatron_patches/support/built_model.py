@@ -18,13 +18,13 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.errors import SupportError
 from megatron_patches.experts.spec import DrawnExperts, has_experts
 from megatron_patches.layers.hybrid_layers import SplitRecurrentLayer, layer_class
+from megatron_patches.layers.latent_attention import LatentAttention, ReplicatedLinear
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
@@ -163,7 +163,7 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
     if recurrent:
         mixer = {"in_proj": column, "out_norm": norm, "out_proj": row}
     elif latent:
-        expected["self_attention"] = MLASelfAttention
+        expected["self_attention"] = LatentAttention
         mixer = _latent_parts(config, column, row, norm)
     else:
         expected["self_attention"] = SelfAttention
@@ -194,18 +194,18 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
 
 def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, Any]:
     """The classes of the parts of latent attention, by name."""
-    queries = ("linear_q_proj",) if config.q_lora_rank is None else ("linear_q_down_proj", "linear_q_up_proj")
-    positions = RotaryEmbedding if config.rope_type == "rope" else YarnRotaryEmbedding
     norm = norm if config.qk_layernorm else IdentityOp
-    norms = {"kv_layernorm": norm} if config.q_lora_rank is None else {"q_layernorm": norm, "kv_layernorm": norm}
-    linears = dict.fromkeys((*queries, "linear_kv_down_proj", "linear_kv_up_proj"), column)
-    return {
-        **linears,
-        **norms,
+    parts = {
+        "linear_kv_down_proj": ReplicatedLinear,
+        "kv_layernorm": norm,
+        "linear_kv_up_proj": column,
         "core_attention": PackedAttention,
         "linear_proj": row,
-        "rotary_pos_emb": positions,
+        "rotary_pos_emb": RotaryEmbedding if config.rope_type == "rope" else YarnRotaryEmbedding,
     }
+    if config.q_lora_rank is None:
+        return {**parts, "linear_q_proj": column}
+    return {**parts, "linear_q_down_proj": ReplicatedLinear, "q_layernorm": norm, "linear_q_up_proj": column}
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:

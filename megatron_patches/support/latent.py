@@ -35,7 +35,7 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
 
 def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
     """Returns what to say of each value that is not served, with what to set, and whether it is there."""
-    heads, tp, pp = config.num_attention_heads, config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    heads, tp = config.num_attention_heads, config.tensor_model_parallel_size
     if not hasattr(config, "v_head_dim"):
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}
     key_dim, value_dim = latent_dims(config)
@@ -45,8 +45,9 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
         ),
         # The gated delta net came with the same version.
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
-        f"tensor_model_parallel_size is {tp}, as the down-projections are split then: set it to 1": tp > 1,
-        f"pipeline_model_parallel_size is {pp}: set it to 1": pp > 1,
+        f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
+            tp > 1 and not config.sequence_parallel
+        ),
         f"`servers` is {given.servers}: set it to 0": bool(given.servers),
         "`model_options` are not the defaults: leave them out": given.model_options != MEGATRONS,
         f"hybrid_layer_pattern is {given.hybrid_layer_pattern!r}: leave it out": bool(given.hybrid_layer_pattern),
@@ -56,10 +57,6 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
         ),
         f"v_head_dim is {value_dim}: set it to at most qk_head_dim + qk_pos_emb_head_dim, {key_dim}": (
             value_dim > key_dim
-        ),
-        f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts),
-        "qk_layernorm is True and q_lora_rank is None, which needs Transformer Engine's layers: set q_lora_rank": (
-            config.qk_layernorm and config.q_lora_rank is None
         ),
         "experimental_attention_variant is set: set it to None": config.experimental_attention_variant is not None,
         "window_size is set: set it to None": config.window_size is not None,

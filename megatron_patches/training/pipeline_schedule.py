@@ -38,6 +38,7 @@ from distca.runtime.idle_stage import (
     serve_forward,
 )
 from megatron_patches.layers.units import units_in
+from megatron_patches.steps.plan_options import attention_shape
 from megatron_patches.steps.step import Batch
 from megatron_patches.training.training_step import ForwardStep
 
@@ -216,11 +217,8 @@ def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) ->
         bias, skip = (each if each is None else each.detach() for each in (given.bias, given.skip))
         parameters = CoreParameters(given.kernel.detach(), bias, skip)
         return EmptyRecurrentLayer(mixer.recurrence, mixer.core_kernel, parameters, config.params_dtype, device)
-    tp = config.tensor_model_parallel_size
-    assert config.num_query_groups is not None and config.kv_channels is not None
-    return EmptyLayer(
-        config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels, config.params_dtype, device
-    )
+    shape = attention_shape(config)
+    return EmptyLayer(shape.heads, shape.kv_heads, shape.head_dim, config.params_dtype, device, shape.value_dim)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ class RoundedKernel:
     name = "rounded"
 
     def forward(self, q, k, v, batch: TaskBatch, kind: AttentionKind):
-        o, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        o = q.new_empty(*q.shape[:2], v.shape[2])
         for rows, keys, first in _blocks(batch, kind.window):
             scores = _scores(_by_group(q[rows], k.shape[1]), _heads_first(k[keys]), first, kind)
             most = scores.amax(-1, keepdim=True)

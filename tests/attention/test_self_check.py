@@ -35,6 +35,8 @@ def test_right_kernels_are_never_refused(kernel, dtype) -> None:
         found = check(kernel, AttentionSpec(*heads, dtype, CPU), seed=seed)
         assert found.objection is None
         assert found.furthest is not None and found.furthest.excess < 0.5
+    narrow = check(kernel, AttentionSpec(2, 2, 24, dtype, CPU, value_dim=16))
+    assert narrow.objection is None and narrow.furthest is not None and narrow.furthest.excess < 0.5
 
 
 @pytest.mark.parametrize("how", WRONG)

@@ -20,6 +20,13 @@ BATCHES = {
 }
 
 
+def task_batch(case):
+    """The borders of one of BATCHES."""
+    q_rows, kv_rows = (np.array(rows) for rows in zip(*BATCHES[case], strict=True))
+    borders = [np.concatenate(([0], np.cumsum(rows))).astype(np.int32) for rows in (q_rows, kv_rows)]
+    return TaskBatch.of(*borders, "cuda")
+
+
 @pytest.mark.parametrize("kernel", ["flash4", "torch"])
 @pytest.mark.parametrize("heads,groups,dim", [(8, 2, 128), (4, 4, 64)])
 @pytest.mark.parametrize("case", BATCHES)
@@ -28,15 +35,12 @@ def test_forward_and_backward(kernel, heads, groups, dim, case):
         chosen = choose_kernel(kernel, AttentionSpec(heads, groups, dim, torch.bfloat16, torch.device("cuda")))
     except KernelError as error:
         pytest.skip(str(error))
-    q_rows, kv_rows = (np.array(rows) for rows in zip(*BATCHES[case], strict=True))
-    borders = [np.concatenate(([0], np.cumsum(rows))).astype(np.int32) for rows in (q_rows, kv_rows)]
-    batch, kind = TaskBatch.of(*borders, "cuda"), AttentionKind(dim**-0.5)
+    batch, kind = task_batch(case), AttentionKind(dim**-0.5)
+    rows, keys = (int(borders[-1]) for borders in (batch.borders_q, batch.borders_kv))
     generator = torch.Generator("cuda").manual_seed(1)
-    q, do = (
-        torch.randn(int(q_rows.sum()), heads, dim, device="cuda", generator=generator).bfloat16() for _ in range(2)
-    )
+    q, do = (torch.randn(rows, heads, dim, device="cuda", generator=generator).bfloat16() for _ in range(2))
     # k and v as the server holds them: interleaved, so each is strided.
-    kv = torch.randn(int(kv_rows.sum()), 2, groups, dim, device="cuda", generator=generator).bfloat16()
+    kv = torch.randn(keys, 2, groups, dim, device="cuda", generator=generator).bfloat16()
     k, v = kv[:, 0], kv[:, 1]
     o, lse = chosen.forward(q, k, v, batch, kind)
     gradients = chosen.backward(do, q, k, v, o, lse, batch, kind)

@@ -1,5 +1,5 @@
 """Multi-head latent attention, whose values are narrower than its keys, against unmodified megatron-core on one
-document at a time."""
+document at a time and without tensor parallelism."""
 
 import pytest
 import torch
@@ -12,18 +12,30 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not has_gated_delta_net(), reason="Latent attention is served with Megatron-Core 0.19"),
 ]
+CPU = torch.device("cpu")
 
 
-def _loss_and_gradients(first):
+def _loss_and_gradients(dense, mixed):
+    """Of cases (tensor-parallel ranks, stages, numbers), and with experts (and expert-parallel ranks in between)."""
     suite = _suite()
-    from distca.parity.latent import latent_cases
+    from distca.parity.experts import expert_differences
+    from distca.parity.latent_cases import latent_cases, latent_expert_cases
 
-    cases = latent_cases()[first::2]
-    differences = suite.float32_differences(cases, torch.device("cpu"))
-    return [(case, found, suite.FLOAT32_TOLERANCE) for case, found in zip(cases, differences, strict=True)]
+    cases = [latent_cases(tp, pp)[number] for tp, pp, numbers in dense for number in numbers]
+    found = list(zip(cases, suite.float32_differences(cases, CPU), strict=True))
+    cases = [latent_expert_cases(tp, pp, ep)[number] for tp, pp, ep, numbers in mixed for number in numbers]
+    found += zip(cases, expert_differences(cases, CPU), strict=True)
+    return [(case, figures, suite.FLOAT32_TOLERANCE) for case, figures in found]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_loss_and_every_gradient(ranks):
-    """Each half of the cases has keep and resend, RoPE and YaRN."""
-    _check(run_ranks(ranks, _loss_and_gradients, ranks // 4)[0])
+@pytest.mark.parametrize(
+    "ranks,dense,mixed",
+    [
+        (2, [(1, 1, (1, 2, 3, 4)), (2, 1, (0, 5))], [(1, 1, 2, (0,))]),
+        (4, [(2, 2, (2, 3))], [(1, 2, 2, (0,)), (2, 2, 2, (1,))]),
+    ],
+)
+def test_loss_and_every_gradient(ranks, dense, mixed):
+    """Queries of low rank and whole ones, norms and none, RoPE and YaRN, with experts, stages and tensor
+    parallelism."""
+    _check(run_ranks(ranks, _loss_and_gradients, dense, mixed)[0])

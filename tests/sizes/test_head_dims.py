@@ -23,6 +23,14 @@ def test_torchs_kernel_and_the_reference() -> None:
     assert all(unserved_by("reference", dim) is None for dim in (2, 10, 300))
 
 
+def test_values_narrower_than_keys() -> None:
+    assert unserved_by("flash4", 192, 128) is None and unserved_by("reference", 12, 6) is None
+    assert unserved_by("flash4", 128, 128) is None
+    for kernel, key_dim, value_dim in (("flash4", 128, 64), ("torch", 192, 128)):
+        objection = f"it was not proved for keys of {key_dim} and values of {value_dim}"
+        assert unserved_by(kernel, key_dim, value_dim) == objection
+
+
 @pytest.mark.parametrize("head_dim", [1, 7, 65])
 def test_commands_and_settings_refuse_the_same(head_dim) -> None:
     assert unserved(head_dim) == f"{head_dim}, but rotary positions need an even one"

@@ -36,7 +36,15 @@ def _said(config: TransformerConfig, **arguments: Any) -> str | None:
     return refusal(check_latent, config, CadArguments(tokens_per_rank=8, **arguments))
 
 
-@pytest.mark.parametrize("fields", [{}, {"rope_type": "rope"}, {"q_lora_rank": None}, {"qk_layernorm": True}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"rope_type": "rope"},
+        {"q_lora_rank": None, "qk_layernorm": True},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ],
+)
 def test_what_is_served(fields: dict[str, Any]) -> None:
     assert refusal(check_config, _config(**fields)) is None
     assert _said(_config(**fields)) is None
@@ -46,12 +54,8 @@ def test_what_is_served(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tensor_model_parallel_size": 2},
-        {"pipeline_model_parallel_size": 2},
         {"num_query_groups": 1},
         {"v_head_dim": 13},
-        {"num_moe_experts": 4},
-        {"qk_layernorm": True, "q_lora_rank": None},
         {"experimental_attention_variant": "gated_delta_net"},
         {"window_size": (6, 0)},
         {"softmax_type": "learnable"},
@@ -78,6 +82,11 @@ def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
 def test_arguments_that_are_refused(arguments: dict[str, Any]) -> None:
     said = _said(_config(), **arguments)
     assert said is not None and next(iter(arguments)) in said
+
+
+def test_tensor_parallel_ranks_share_rows() -> None:
+    said = _said(_config(tensor_model_parallel_size=2))
+    assert said is not None and "sequence_parallel is False with tensor_model_parallel_size 2: set" in said
 
 
 def test_gpus_and_other_configurations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,95 @@
+"""Megatron's multi-head latent attention with down-projections that every tensor-parallel rank has as a whole.
+
+Megatron's local spec splits them by outputs. Each rank then rotates the part of the keys that heads share, but its
+gradient stays that of the rank's own heads: weights of the down-projection were 8 % off with two ranks. Here each rank
+projects its share of the rows, as Megatron does with Transformer Engine, and backward adds up that gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A linear layer without bias that every tensor-parallel rank has as a whole, for its own share of the rows.
+
+    Its mark lets Megatron add up the weight's gradients over these ranks. They are added to what micro-batches before
+    left in float32, as those of Megatron's linear layers are.
+    """
+
+    def __init__(self, inputs: int, outputs: int, config: Any) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+        if config.perform_initialization:
+            config.init_method(self.weight)  # from the state that is the same on all tensor-parallel ranks
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._adds_up = config.gradient_accumulation_fusion
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[..., outputs] of [..., inputs], and no bias, as Megatron's linear layers return them."""
+        trained = self.weight.requires_grad
+        linear = linear_with_grad_accumulation_and_async_allreduce if trained else linear_with_frozen_weight
+        return linear(rows, self.weight, None, self._adds_up, allreduce_dgrad=False, sequence_parallel=False), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention, whose linear layers and norms are those of the spec.
+
+    Megatron's own builds no norm of latent rows without Transformer Engine where queries have no latent rows.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        pg_collection: ProcessGroupCollection | None = None,
+        **named: Any,
+    ) -> None:
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        super(MLASelfAttention, self).__init__(
+            config=config,
+            submodules=submodules,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            pg_collection=groups,
+            **named,
+        )
+        hidden, rank, epsilon = config.hidden_size, config.q_lora_rank, config.layernorm_epsilon
+        if rank is None:
+            self.linear_q_proj = self._of_heads(submodules.linear_q_proj, hidden, self.q_head_dim)
+        else:
+            self.linear_q_down_proj = submodules.linear_q_down_proj(hidden, rank, config)
+            self.q_layernorm = submodules.q_layernorm(config=config, hidden_size=rank, eps=epsilon)
+            self.linear_q_up_proj = self._of_heads(submodules.linear_q_up_proj, rank, self.q_head_dim)
+        rank, both = config.kv_lora_rank, config.qk_head_dim + config.v_head_dim
+        self.linear_kv_down_proj = submodules.linear_kv_down_proj(hidden, rank + config.qk_pos_emb_head_dim, config)
+        self.kv_layernorm = submodules.kv_layernorm(config=config, hidden_size=rank, eps=epsilon)
+        self.linear_kv_up_proj = self._of_heads(submodules.linear_kv_up_proj, rank, both)
+
+    def _of_heads(self, linear: Any, inputs: int, head_dim: int) -> Any:
+        """A linear layer that puts out ``head_dim`` numbers for each head, of which ranks have their own."""
+        config: Any = self.config
+        return linear(
+            inputs,
+            config.num_attention_heads * head_dim,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
