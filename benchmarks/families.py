@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks import family_models
+from distca.models.description import describe_folder
 from distca.models.stored import plain_name
+from distca.models.weight_map import ExpertMap, WeightMap
 from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
 from distca.train.config.schema import OptimizerConfig
@@ -81,7 +83,8 @@ def compare(names: Sequence[str]) -> dict[str, Errors]:
     """The errors of some of :data:`benchmarks.family_models.CASES`, by name."""
     with tempfile.TemporaryDirectory(prefix="distca-families-") as root:
         folders = {name: Path(root) / str(number) for number, name in enumerate(names)}
-        theirs = {name: _theirs(family_models.write_folder(name, folder)) for name, folder in folders.items()}
+        models = {name: family_models.write_folder(name, folder) for name, folder in folders.items()}
+        theirs = {name: _theirs(model, describe_folder(folders[name]).weights) for name, model in models.items()}
         ours, *_ = run_ranks(RANKS, _all_ours, list(folders.values()), timeout=600.0)
     return {name: _errors(own, theirs[name]) for name, own in zip(names, ours, strict=True)}
 
@@ -109,8 +112,8 @@ def _steps() -> Iterator[list[list[list[int]]]]:
         yield [family_models.documents(step * _MICRO_BATCHES + number) for number in range(_MICRO_BATCHES)]
 
 
-def _theirs(model: Any) -> Trained:
-    """What transformers and torch make of a model, one document at a time."""
+def _theirs(model: Any, names: WeightMap) -> Trained:
+    """What transformers and torch make of a model, one document at a time; tensors have a folder's names."""
     model = model.eval()  # without dropout
     weights = {plain_name(name): weight for name, weight in model.named_parameters()}
     adam, gradients, losses = None, Tensors(), []
@@ -131,24 +134,22 @@ def _theirs(model: Any) -> Trained:
         torch.nn.utils.clip_grad_norm_(weights.values(), _ADAM.clip_grad)
         adam.step()
     trained = {name: weight.detach() for name, weight in weights.items()}
-    return Trained(_apart(gradients, model.config), losses, _apart(trained, model.config))
+    return Trained(_apart(gradients, names.experts), losses, _apart(trained, names.experts))
 
 
-def _apart(tensors: Tensors, config: Any) -> Tensors:
-    """Tensors as folders have them: one for each expert, where transformers holds those of a layer in one."""
-    from distca.models.families import FAMILIES
-
-    family, found = FAMILIES.get(config.model_type), Tensors()
+def _apart(tensors: Tensors, experts: ExpertMap) -> Tensors:
+    """Tensors by a folder's names: one for each expert, where transformers holds those of a layer in one."""
+    found = Tensors()
     for name, tensor in tensors.items():
-        if family is None or ".mlp.experts." not in name:
-            found[name.replace(".mlp.gate.", f".{family.weights.experts.router}.") if family else name] = tensor
+        if ".mlp.experts." not in name:
+            found[name.replace(".mlp.gate.", f".{experts.router}.")] = tensor
             continue
         layer, part = name.split("mlp.experts.")
-        experts, bias = family.weights.experts, part.endswith("_bias")
         names = experts.gate_up if part.startswith("gate_up_proj") else (experts.down,)
+        kind = "bias" if part.endswith("_bias") else "weight"
         for number, own in enumerate(tensor):
             parts = zip(names, own.chunk(len(names)), strict=True)
-            found |= {layer + experts.of(number, name, "bias" if bias else "weight"): each for name, each in parts}
+            found |= {layer + experts.of(number, name, kind): each for name, each in parts}
     return found
 
 
@@ -179,7 +180,6 @@ def _all_ours(folders: Sequence[Path]) -> list[Trained]:
 
 def _ours(folder: Path) -> Trained:
     """What CAD makes of a folder, packed over all ranks."""
-    from distca.models.description import describe_folder
     from distca.models.tensors import TensorFiles
     from distca.train.config.initial import model_config
     from megatron_patches.api import CAD

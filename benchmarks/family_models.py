@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.dense_gpt_oss import without_experts
+
+Tensors = dict[str, torch.Tensor]
 
 ORIGINAL, LENGTHS, VOCABULARY = 16, (5, 23, 40, 61), 67
 """Documents go beyond the original context of every scaling, and the vocabulary is odd."""
@@ -163,6 +166,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+FUSED = {"mixtral, fused": "mixtral", "glm4_moe, fused": "glm4_moe"}
+"""Cases whose folders have all experts of a layer in one tensor, as version 5 has them in memory, and what they are."""
+PACKED = {"gpt_oss, mxfp4": "gpt_oss"}
+"""Cases whose experts are numbers of MXFP4, stored as such, and what they are."""
+CASES |= {name: CASES[case] for name, case in (FUSED | PACKED).items()}
 VISION = {
     "model_type": "pixtral",
     "hidden_size": 16,
@@ -195,27 +203,63 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
         model = getattr(transformers, f"{kind.removesuffix('Text')}For{head}")(config).eval()
     _fill_padding(model)
     disturb(model)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    packed = _pack(model) if name in PACKED else {}
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard, save_original_format=name not in FUSED)
+    if packed:
+        _rewrite(folder, lambda tensors: _replaced(tensors, packed))
+        _say_packed(folder)
     if kind == "Glm4Moe":
-        _add_further_layer(folder, made["num_hidden_layers"], dtype)
+        further = {f"model.layers.{made['num_hidden_layers']}.eh_proj.weight": torch.randn(4, 8).to(dtype)}
+        _rewrite(folder, lambda tensors: _as_published(tensors, further))
     return model
 
 
-def _add_further_layer(folder: Path, number: int, dtype: torch.dtype) -> None:
-    """Add what published folders have, and transformers does not write: a layer that predicts further tokens, and
-    biases of routers in float32."""
+def _as_published(tensors: Tensors, further: Tensors) -> Tensors:
+    """Tensors with what published folders of GLM-4.5 have, and transformers does not write: biases of routers in
+    float32, and beside the last norm the layer that predicts further tokens."""
+    biases = {name: each.float() for name, each in tensors.items() if name.endswith("e_score_correction_bias")}
+    return tensors | biases | (further if "model.norm.weight" in tensors else {})
+
+
+def _pack(model: Any) -> dict[str, Tensors]:
+    """Give all experts random numbers of MXFP4; returns, by the tensor that they stand for, how they are stored."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    packed = {}
+    for name, weight in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, columns, rows = weight.shape
+            blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 125, blocks.shape[:-1], dtype=torch.uint8)
+            packed[name] = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            with torch.no_grad():
+                weight.copy_(convert_moe_packed_tensors(blocks, scales))
+    return packed
+
+
+def _replaced(tensors: Tensors, packed: dict[str, Tensors]) -> Tensors:
+    kept = {name: tensor for name, tensor in tensors.items() if name not in packed}
+    return kept | {part: each for name in tensors for part, each in packed.get(name, {}).items()}
+
+
+def _say_packed(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    """Change the tensors of each of a folder's files, and its index."""
     from safetensors.torch import load_file, save_file
 
-    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    weights = index["weight_map"]
-    further = {f"model.layers.{number}.eh_proj.weight": torch.randn(4, 8).to(dtype)}
-    for file in sorted({*weights.values()}):
-        tensors = load_file(folder / file)
-        tensors |= {name: each.float() for name, each in tensors.items() if name.endswith("e_score_correction_bias")}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    save_file(further, folder / "further.safetensors", metadata={"format": "pt"})
-    weights |= dict.fromkeys(further, "further.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    file_of: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = change(load_file(file))
+        save_file(tensors, file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(tensors, file.name)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        index.write_text(json.dumps({"metadata": {}, "weight_map": file_of}), encoding="utf-8")
 
 
 def _fill_padding(model: Any) -> None:

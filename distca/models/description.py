@@ -22,7 +22,7 @@ from distca.models.rope_fields import Rope, read_rope, split_rope
 from distca.models.shape import LayerType, ModelShape
 from distca.models.stored import has_tensor, layer_prefix
 from distca.models.variant import Variant
-from distca.models.weight_map import WeightMap
+from distca.models.weight_map import FUSED, WeightMap
 from distca.models.window_fields import read_window
 from distca.sizes.head_dims import unserved
 
@@ -40,6 +40,7 @@ class ModelDescription(ModelShape):
         positions: max_position_embeddings.
         dtype: of the weights, as config.json has it; None where it does not say.
         quantised: kind of quantised weights in its files, mxfp4 or fp8; None where they are not.
+        fused_experts: all experts of a layer lie in one tensor, by the names of :data:`distca.models.weight_map.FUSED`.
         further_layers: layers behind the last one, which predict further tokens and are not trained.
         warnings: sentences on what config.json has and is left out.
     """
@@ -48,13 +49,15 @@ class ModelDescription(ModelShape):
     positions: int
     dtype: str | None = None
     quantised: str | None = None
+    fused_experts: bool = False
     further_layers: int = 0
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def weights(self) -> WeightMap:
         """Names of the tensors of its layers."""
-        return FAMILIES[text_family(self.family)].weights
+        weights = FAMILIES[text_family(self.family)].weights
+        return replace(weights, experts=FUSED) if self.fused_experts else weights
 
     @property
     def other_parts(self) -> tuple[str, ...]:
@@ -125,10 +128,18 @@ def describe_folder(folder: Path) -> ModelDescription:
     """
     config, where = read_config(folder), str(folder / CONFIG)
     described = describe(config, where)
+    described = replace(described, fused_experts=_has_fused_experts(folder, described))
     if config.get("model_type") in COMPOSITES and config.get("tie_word_embeddings") is None:
         # Its class ties by default, and does not where the files have an output layer of its own.
         return replace(described, tie_embeddings=not has_tensor(folder, _OUTPUT))
     return described
+
+
+def _has_fused_experts(folder: Path, model: ModelDescription) -> bool:
+    """Whether a folder has all experts of the first layer that has some in one tensor, which its family has not."""
+    if not model.experts.count or model.weights.experts.stacked:
+        return False
+    return has_tensor(folder, f"{layer_prefix(model.experts.dense_layers)}{FUSED.experts}.{FUSED.down}")
 
 
 def describe(config: Mapping[str, Any], where: str) -> ModelDescription:

@@ -242,6 +242,8 @@ def finish(folder: Path, file_of: Mapping[str, str], exported: ExportedModel) ->
         file_of: by tensor, its file.
         exported: what the folder is to be.
     """
+    whole = {exported.stored.get(name, name) for name in exported.sizes} | exported.others.keys()
+    assert file_of.keys() == whole, f"not written as the model has them: {sorted(file_of.keys() ^ whole)}"
     partial, names = folder / PARTIAL, sorted(set(file_of.values()))
     if names != [SINGLE]:
         index = {

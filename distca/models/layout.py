@@ -63,14 +63,15 @@ def _experts(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     if experts.bias:
         shapes[names.choice_bias] = (experts.count,)
     if experts.shared_ffn:
-        shapes |= {f"{names.shared}.{part}.weight": (experts.shared_ffn, model.hidden) for part in names.gate_up}
-        shapes[f"{names.shared}.{names.down}.weight"] = (model.hidden, experts.shared_ffn)
+        shapes |= {f"{part}.weight": (experts.shared_ffn, model.hidden) for part in names.shared_gate_up}
+        shapes[f"{names.shared_down}.weight"] = (model.hidden, experts.shared_ffn)
     if names.stacked:
         (gate_up,), inner = names.gate_up, 2 * experts.ffn
-        for part, widths in ((gate_up, (model.hidden, inner)), (names.down, (experts.ffn, model.hidden))):
+        for part, rows, columns in ((gate_up, inner, model.hidden), (names.down, model.hidden, experts.ffn)):
+            widths = (columns, rows) if names.input_first else (rows, columns)
             shapes[f"{names.experts}.{part}"] = (experts.count, *widths)
             if experts.biases:
-                shapes[f"{names.experts}.{part}_bias"] = (experts.count, widths[1])
+                shapes[f"{names.experts}.{part}_bias"] = (experts.count, rows)
         return shapes
     for number in range(experts.count):
         for part in names.gate_up:

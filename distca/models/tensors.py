@@ -13,7 +13,15 @@ from distca.json_file import inside, open_regular, read_object
 from distca.models.description import ModelDescription
 from distca.models.layout import EMBEDDING, OUTPUT, expected_shapes
 from distca.models.pieces import tensor_and_piece
-from distca.models.quantised import BLOCKS, FACTORS, FP8_BLOCK, SCALES, fp8_values, mxfp4_shape, mxfp4_values
+from distca.models.quantised import (
+    BLOCKS,
+    FACTORS,
+    PARTS,
+    SCALES,
+    fp8_values,
+    mxfp4_values,
+    part_shapes,
+)
 from distca.models.stored import INDEX, SINGLE, plain_name, same_bytes
 from distca.words import count
 
@@ -64,6 +72,8 @@ class TensorFiles:
         self.stored = self._plain_names()
         packed = {name.removesuffix(BLOCKS) for name in self.stored if name.endswith(BLOCKS)}
         scaled = {name.removesuffix(FACTORS) for name in self.stored if name.endswith(FACTORS)}
+        for name in sorted(packed & self.stored.keys()):
+            raise ModelError(f"{self.folder} has {name} and {name}{BLOCKS}, which are the same tensor of the model.")
         self._quantised = dict.fromkeys(packed, "mxfp4") | dict.fromkeys(scaled, "fp8")
 
     def check(self, model: ModelDescription) -> None:
@@ -77,12 +87,10 @@ class TensorFiles:
             kind = self._quantised.get(name)
             if kind is not None and kind != model.quantised:
                 raise ModelError(f"{self.folder} has {name} in {kind}, but config.json does not say so.")
-            found = self._shape(name)
-            if found != shape:
-                raise ModelError(
-                    f"{self.folder} has {name} of shape {list(found)}, but by config.json it must be {list(shape)}."
-                )
-            self.dtype(name)
+            self._check(name, shape)
+        for name in self.of_other_parts(model):
+            if name in self._quantised:
+                self._check(name, tuple(self._slice(name).get_shape()))
         self._refuse_others(model)
         if model.tie_embeddings and OUTPUT in self.stored:
             self._check_tied()
@@ -103,30 +111,31 @@ class TensorFiles:
         return tuple(sorted(name for name in {*self._file_of} - scales if name.startswith(model.other_parts)))
 
     def size(self, name: str) -> int:
-        """Bytes of a tensor, by its name in the files."""
-        if name in self._quantised:
-            return math.prod(self._shape(name)) * _BYTES["BF16"]
+        """Bytes of a tensor as it is read, by its name in the files."""
         part = self._slice(name)
-        return math.prod(part.get_shape()) * _BYTES[part.get_dtype()]
+        return math.prod(part.get_shape()) * _BYTES["BF16" if name in self._quantised else part.get_dtype()]
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor as it is read.
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor that is missing, or of another shape or type, or whose scales are.
 
-        Raises:
-            ModelError: it is missing, or quantised and does not fit its scales.
+        Args:
+            name: of the tensor.
+            shape: that it must have as it is read.
         """
         kind = self._quantised.get(name)
-        found = tuple(self._slice(name + BLOCKS if kind == "mxfp4" else name).get_shape())
-        if kind is None:
-            return found
-        scales = name + (SCALES if kind == "mxfp4" else FACTORS)
-        needed = found[:-1] if kind == "mxfp4" else tuple(-(-size // FP8_BLOCK) for size in found)
-        if (given := tuple(self._slice(scales).get_shape())) != needed or (kind == "mxfp4" and found[-1:] != (16,)):
+        parts = part_shapes(kind, shape) if kind else {"": shape}
+        if parts is None:
             raise ModelError(
-                f"{self.folder} has {scales} of shape {list(given)}, but for {name} of {kind} it must be "
-                f"{list(needed)}."
+                f"{self.folder} has {name} in {kind}, but by config.json it is of shape {list(shape)}, and no tensor "
+                "of that shape is read so; use the folder that it was made from."
             )
-        return mxfp4_shape(found) if kind == "mxfp4" else found
+        for end, needed in parts.items():
+            if (found := tuple(self._slice(name + end).get_shape())) != needed:
+                raise ModelError(
+                    f"{self.folder} has {name + end} of shape {list(found)}, but by config.json it must be "
+                    f"{list(needed)}."
+                )
+        self.dtype(name)
 
     def _refuse_others(self, model: ModelDescription) -> None:
         """Refuse tensors that the model does not have, without which another one would be trained."""
@@ -154,16 +163,17 @@ class TensorFiles:
         Raises:
             ModelError: it is missing, or of a type that is not trained with.
         """
-        quantised = {"mxfp4": ("U8", name + BLOCKS), "fp8": ("F8_E4M3", name)}.get(self._quantised.get(name, ""))
-        kind = self._slice(quantised[1] if quantised else name).get_dtype()
-        if quantised is not None and kind == quantised[0]:
-            return "bfloat16"
-        if kind not in DTYPES:
-            raise ModelError(
-                f"{self.folder} has {name} of type {kind}, but quantised weights cannot be trained; use the folder "
-                "they were made from."
-            )
-        return DTYPES[kind]
+        kind = self._quantised.get(name)
+        for end, served in PARTS.get(kind or "", {"": tuple(DTYPES)}).items():
+            stored = self._slice(name + end).get_dtype()
+            if stored not in served:
+                raise ModelError(
+                    f"{self.folder} has {name + end} of type {stored}, but quantised weights cannot be trained; use "
+                    "the folder they were made from."
+                    if kind is None
+                    else f"{self.folder} has {name + end} of type {stored}, but of {kind} it must be {served[0]}."
+                )
+        return "bfloat16" if kind else DTYPES[stored]
 
     def read(self, name: str, *ranges: slice) -> torch.Tensor:
         """A part of a tensor, as it is in the file; in bfloat16 where it is quantised there.
@@ -177,12 +187,11 @@ class TensorFiles:
         """
         name, number = tensor_and_piece(name)
         kind = self._quantised.get(name)
-        piece = slice(None) if number is None else number
         if kind == "mxfp4":
-            packed = (self._slice(name + end)[piece] for end in (BLOCKS, SCALES))
+            packed = (self._slice(name + end)[number] for end in (BLOCKS, SCALES))
             return mxfp4_values(*packed)[ranges]
         if kind == "fp8":
-            return fp8_values(self._slice(name), self._slice(name + FACTORS), ranges)
+            return fp8_values(self._slice(name), self._slice(name + FACTORS), number, ranges)
         tensor: torch.Tensor = self._slice(name)[ranges or slice(None) if number is None else (number, *ranges)]
         return tensor
 

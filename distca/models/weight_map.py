@@ -14,27 +14,36 @@ class ExpertMap:
     Attributes:
         router: which experts a row goes to.
         choice_bias: what is added to its scores before the choice; the whole name.
-        shared: what the names of the shared expert begin with.
+        shared_gate_up: gate and up projections of the shared expert.
+        shared_down: its last projection.
         experts: what the names of experts begin with, before their number.
-        gate_up: an expert's gate and up projections, behind its number.
+        gate_up: an expert's gate and up projections, behind its number; a single name holds all rows of the gate, then
+            those of up.
         down: its last projection, behind its number.
-        stacked: the tensors of all experts of a layer lie in one (gpt-oss), rows by their input, gate and up in turn,
-            whose biases end with _bias.
+        stacked: the tensors of all experts of a layer lie in one, and have no number; biases end with _bias.
+        input_first: the first dimension of an expert's projection is its input's, with gate and up in turn (gpt-oss).
     """
 
     router: str = "mlp.gate"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
-    shared: str = "mlp.shared_experts"
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_down: str = "mlp.shared_experts.down_proj"
     experts: str = "mlp.experts"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     stacked: bool = False
+    input_first: bool = False
 
     def of(self, number: int, part: str, kind: str = "weight") -> str:
         """The name of the weight or of the bias of a part of an expert."""
         if self.stacked:
             return piece_name(f"{self.experts}.{part}{'' if kind == 'weight' else '_bias'}", number)
         return f"{self.experts}.{number}.{part}.{kind}"
+
+
+FUSED = ExpertMap(gate_up=("gate_up_proj",), stacked=True)
+"""The names of any family's experts as version 5 of transformers has them in memory. It writes them too, where it is
+told to save no original format, and so does what saves its state by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

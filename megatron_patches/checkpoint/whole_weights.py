@@ -38,6 +38,10 @@ _LAYER = (
     "mlp.linear_fc2.weight",
     "mlp.linear_fc2.bias",
     "mlp.router.weight",
+    "mlp.router.bias",
+    "mlp.router.expert_bias",
+    "mlp.shared_experts.linear_fc1.weight",
+    "mlp.shared_experts.linear_fc2.weight",
     "post_mlp_layernorm.weight",
 )
 _SAVED_AS = {
@@ -47,13 +51,15 @@ _SAVED_AS = {
 """megatron's checkpoints name these as Transformer Engine does."""
 
 
-_EXPERTS = ("mlp.experts.experts.linear_fc1.weight", "mlp.experts.experts.linear_fc2.weight")
-"""The names under which megatron's checkpoints stack the weights of a layer's experts."""
+_EXPERTS = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.weight", "linear_fc2.weight"))
+_EXPERT_BIASES = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.bias", "linear_fc2.bias"))
+"""The names under which megatron's checkpoints stack the weights and biases of a layer's experts."""
 
 
 def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
     """Whether a layer has a parameter of those of :data:`_LAYER`; ``mixture``: it has experts."""
-    variant = model.variant
+    variant, experts = model.variant, model.experts
+    shared = mixture and experts.shared_ffn > 0
     absent = {
         "self_attention.linear_qkv.bias": not model.qkv_bias,
         "self_attention.core_attention.softmax_offset": not model.sinks,
@@ -63,6 +69,10 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
         "mlp.linear_fc2.weight": mixture,
         "mlp.linear_fc2.bias": mixture or not variant.mlp_bias,
         "mlp.router.weight": not mixture,
+        "mlp.router.bias": not (mixture and experts.biases),
+        "mlp.router.expert_bias": not (mixture and experts.bias),
+        "mlp.shared_experts.linear_fc1.weight": not shared,
+        "mlp.shared_experts.linear_fc2.weight": not shared,
         "self_attention.q_layernorm.weight": not model.qk_norm,
         "self_attention.k_layernorm.weight": not model.qk_norm,
         "input_layernorm.weight": variant.norms == "post",
@@ -131,7 +141,7 @@ class SavedWeights:
                     slot = slot_of(f"decoder.layers.{layer}.{part}", layer, model)
                     yield f"{stack}.{_SAVED_AS.get(part, part)}", number, slot
             for expert in range(kind.mlp.experts.count):
-                for part in _EXPERTS:
+                for part in (*_EXPERTS, *(_EXPERT_BIASES if model.experts.biases else ())):
                     name = part.replace("experts.experts", f"experts.local_experts.{expert}")
                     yield f"{stack}.{part}", expert, slot_of(f"decoder.layers.{layer}.{name}", layer, model)
         for name in ("decoder.final_layernorm.weight", *(() if model.tie_embeddings else ("output_layer.weight",))):

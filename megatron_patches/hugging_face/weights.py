@@ -68,10 +68,9 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
     if name.startswith("mlp.shared_experts."):
         parts, shared = stored.experts, model.experts.shared_ffn
         if name == "mlp.shared_experts.linear_fc1.weight":
-            names = tuple(f"{place}{parts.shared}.{part}.weight" for part in parts.gate_up)
-            return GateUp(names, shared, gated=True)
+            return GateUp(tuple(f"{place}{part}.weight" for part in parts.shared_gate_up), shared, gated=True)
         assert name == "mlp.shared_experts.linear_fc2.weight", f"{parameter} is of no shared expert that is served"
-        return Columns((f"{place}{parts.shared}.{parts.down}.weight",), shared)
+        return Columns((f"{place}{parts.shared_down}.weight",), shared)
     if name.startswith("mlp.router."):
         return Whole((f"{place}{stored.experts.router}.{kind}",))
     if name.startswith("mlp.experts."):
@@ -92,7 +91,7 @@ def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> S
     linear, kind = name.split(".")[-2:]
     parts = stored.gate_up if linear == "linear_fc1" else (stored.down,)
     names = tuple(place + stored.of(number, part, kind) for part in parts)
-    if stored.stacked:
+    if stored.input_first:
         return InputFirst(names, in_turn=linear == "linear_fc1")
     assert kind == "weight", f"{name} is no parameter of an expert that is served"
     return GateUp(names, ffn, gated=True) if linear == "linear_fc1" else Columns(names, ffn)

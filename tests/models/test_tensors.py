@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from distca.models.folder import (
     finish,
 )
 from distca.models.layout import expected_shapes
+from distca.models.quantised import part_shapes
 from distca.models.tensors import INDEX, SINGLE, TensorFiles
 
 
@@ -36,6 +38,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "mixtral"
     write_folder("mixtral", folder, shard="5GB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "gpt_oss"
+    write_folder("gpt_oss, mxfp4", folder, shard="5GB")
     return folder
 
 
@@ -83,16 +92,75 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(256, (3, 10, 2, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(1, 250, (3, 10, 2), generator=generator, dtype=torch.uint8)
-    save_file(
-        {"x_blocks": blocks, "x_scales": scales, "y_blocks": blocks + 0, "y_scales": scales[:2] + 0}, tmp_path / SINGLE
-    )
+    save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / SINGLE)
     files, expected = TensorFiles(tmp_path), convert_moe_packed_tensors(blocks, scales)
-    assert (files.dtype("x"), files.size("x")) == ("bfloat16", 3 * 10 * 64 * 2)
+    assert files.dtype("x") == "bfloat16"
     for number, theirs in enumerate(expected):
         assert torch.equal(files.read(f"x#{number}"), theirs)
         assert torch.equal(files.read(f"x#{number}", slice(5, 9), slice(3)), theirs[5:9, :3])
-    with pytest.raises(ModelError, match=r"y_scales of shape \[2, 10, 2\], but .* must be \[3, 10, 2\]"):
-        files.size("y")
+
+
+PROJECTION = "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "said"),
+    [
+        ("blocks", lambda each: each[..., :15], r"_blocks of shape \[4, 32, 2, 15\], but .* must be \[4, 32, 2, 16\]"),
+        ("blocks", lambda each: each.flatten(2), r"_blocks of shape \[4, 32, 32\], but .* must be \[4, 32, 2, 16\]"),
+        ("blocks", lambda each: each[:3], r"_blocks of shape \[3, 32, 2, 16\], but .* must be \[4, 32, 2, 16\]"),
+        ("scales", lambda each: each[:, :, :1], r"_scales of shape \[4, 32, 1\], but .* must be \[4, 32, 2\]"),
+        ("scales", lambda each: each.float(), "_scales of type F32, but of mxfp4 it must be U8"),
+        ("scales", None, "has no tensor .*_scales, which a model of its config.json has"),
+        ("blocks", None, "has no tensor .*down_proj, which a model of its config.json has"),
+    ],
+)
+def test_mxfp4_of_another_shape_or_type(packed: Path, tmp_path: Path, part: str, change: Any, said: str) -> None:
+    stored = load_file(packed / SINGLE)
+    changed = stored.pop(f"{PROJECTION}_{part}")
+    if change is not None:
+        stored[f"{PROJECTION}_{part}"] = change(changed).contiguous()
+    (tmp_path / "config.json").write_bytes((packed / "config.json").read_bytes())
+    save_file(stored, tmp_path / SINGLE)
+    with pytest.raises(ModelError, match=said):
+        _check(tmp_path)
+
+
+def test_mxfp4_of_what_is_not_read_so_or_is_there_twice(packed: Path, tmp_path: Path) -> None:
+    _check(packed)
+    (tmp_path / "config.json").write_bytes((packed / "config.json").read_bytes())
+    stored, dense = load_file(packed / SINGLE), "model.layers.0.self_attn.o_proj.weight"
+    save_file(stored | {PROJECTION: torch.zeros(4, 64, 32)}, tmp_path / SINGLE)
+    with pytest.raises(ModelError, match=r"down_proj and .*down_proj_blocks, which are the same tensor of the model"):
+        _check(tmp_path)
+    del stored[dense]
+    blocks = {f"{dense}_blocks": torch.zeros(32, 2, 16).byte(), f"{dense}_scales": torch.zeros(32, 2).byte()}
+    save_file(stored | blocks, tmp_path / SINGLE)
+    with pytest.raises(ModelError, match=r"o_proj\.weight in mxfp4, but .* of shape \[32, 64\], and no tensor of that"):
+        _check(tmp_path)
+    assert part_shapes("mxfp4", (4, 48, 32)) is None and part_shapes("fp8", (48,)) is None
+
+
+def test_experts_in_one_tensor_by_version_5(tmp_path: Path) -> None:
+    """Projections are read expert by expert, in FP8 too; a layer that has its experts apart is a sentence."""
+    write_folder("mixtral, fused", tmp_path, shard="5GB")
+    _check(tmp_path)
+    stored, described = load_file(tmp_path / SINGLE), describe_folder(tmp_path)
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == expected_shapes(described)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    whole = stored.pop(name)
+    save_file(
+        stored | {f"model.layers.1.mlp.experts.{each}.w1.weight": whole[each] + 0 for each in range(4)},
+        tmp_path / SINGLE,
+    )
+    with pytest.raises(ModelError, match=f"has no tensor {name}, which a model of its config.json has"):
+        _check(tmp_path)
+    values, factors = torch.randn(3, 160, 260).to(torch.float8_e4m3fn), torch.rand(3, 2, 3)
+    save_file({"x": values, "x_scale_inv": factors}, tmp_path / SINGLE)
+    spread = factors.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :160, :260]
+    expected, files = (values.float() * spread).to(torch.bfloat16), TensorFiles(tmp_path)
+    assert torch.equal(files.read("x#1"), expected[1])
+    assert torch.equal(files.read("x#2", slice(100, 150), slice(200, 260)), expected[2, 100:150, 200:])
 
 
 def test_shapes_are_those_of_transformers(made: Path) -> None:

@@ -62,5 +62,7 @@ GPT_OSS: Final = Family(
     sinks=True,
     variant=lambda said: Variant(attention_output_bias=said["attention_bias"]),
     experts=_experts,
-    weights=WeightMap(experts=ExpertMap(router="mlp.router", gate_up=("gate_up_proj",), stacked=True)),
+    weights=WeightMap(
+        experts=ExpertMap(router="mlp.router", gate_up=("gate_up_proj",), stacked=True, input_first=True)
+    ),
 )

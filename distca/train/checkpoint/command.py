@@ -109,9 +109,10 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
         try:
             with _writing(target), _progress(f"writing {output}", model.model, model.dtype) as advance:
                 weights = SavedWeights(path, model.model)
-                writer = ShardWriter(target, 1, count_shards(model, weights.names(), others=True), model.stored)
+                files = count_shards(model, weights.names(), others=True)
+                writer = ShardWriter(target, 1, files, model.stored, model.model.experts.count)
                 for name, tensor in weights.tensors():
-                    tensor = tensor.to(getattr(torch, model.dtype))
+                    tensor = tensor.to(getattr(torch, model.dtype_of(name)))
                     writer.add(name, tensor)
                     advance(tensor.numel() * tensor.element_size())
                 writer.add_others(model)

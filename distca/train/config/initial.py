@@ -151,6 +151,8 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
         positions = scaling.original_length  # which is what this kind of scaling goes by
     values = {name: getattr(model, name) for name in _shared()}
     values |= {"vocabulary": vocabulary, "head_dim": model.resolved_head_dim}
+    if first is not None:
+        values |= {"fused_experts": first.fused_experts, "further_layers": first.further_layers}
     return ModelDescription(family=family, positions=positions, **values)
 
 

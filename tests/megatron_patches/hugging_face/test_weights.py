@@ -223,6 +223,7 @@ ROUND_TRIPS = (
     *("mistral3", "mistral, windows", "gemma2", "gemma3", "olmo3", "smollm3", "granite"),
     *("ministral3", "cohere2", "exaone4", "glm4", "ernie4_5", "hunyuan", "phi4_mini", "gemma3 with images"),
     *("gpt_oss, dense", "arcee, biases", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"),
+    *family_models.FUSED,
 )
 
 
@@ -230,7 +231,7 @@ ROUND_TRIPS = (
     "ranks,layouts,names",
     [
         (1, [(1, 1)], ROUND_TRIPS),
-        (2, [(1, 1)], ("gpt_oss", "glm4_moe")),
+        (2, [(1, 1)], ("gpt_oss", "glm4_moe", *family_models.FUSED)),
         pytest.param(4, [(2, 2)], [*CUT, "gemma3", "olmoe", "gpt_oss"], marks=pytest.mark.slow),
         pytest.param(4, [(2, 1)], ("mixtral", "gpt_oss", "glm4_moe"), marks=pytest.mark.slow),
     ],

@@ -21,6 +21,7 @@ from tests.train.checkpoint.test_folders import CONSTANT, NO_SHAPE, VOCABULARY, 
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
 pytestmark = pytest.mark.slow
+BF16 = torch.bfloat16
 
 
 def _line(root: Path, **settings: object) -> list[str]:
@@ -75,7 +76,7 @@ def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: P
 
 
 def test_sinks_biases_and_experts_go_through_a_checkpoint(tmp_path: Path) -> None:
-    names = ("gpt_oss, dense", "arcee, biases", "qwen3_moe")
+    names = ("gpt_oss, dense", "arcee, biases", "qwen3_moe", "gpt_oss", "glm4_moe", "glm4_moe, fused")
     commands = []
     for name in names:
         family_models.write_folder(name, tmp_path / name / "first")
@@ -86,25 +87,38 @@ def test_sinks_biases_and_experts_go_through_a_checkpoint(tmp_path: Path) -> Non
     for name in names:
         expected, got = _tensors(tmp_path / name / "first"), _tensors(tmp_path / name / "back")
         assert expected.keys() == got.keys() and all(torch.equal(expected[each], got[each]) for each in expected)
+        assert all(expected[each].dtype == got[each].dtype for each in expected)
 
 
-def test_a_mixture_trains_from_its_folder_and_is_exported(tmp_path: Path) -> None:
+def test_mixtures_train_from_their_folders_and_are_exported(tmp_path: Path) -> None:
+    """Experts in one tensor stay so, a layer that predicts further tokens comes along, and MXFP4 becomes bfloat16."""
     write_texts(tmp_path / "texts")
+    cases = {"glm": "glm4_moe, fused", "oss": "gpt_oss, mxfp4"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
-        family_models.write_folder("qwen3_moe", tmp_path / "first", torch.bfloat16)
-    run_ranks(2, _train_mixture, tmp_path)
-    losses = {}
-    for name in ("first", "exported"):
-        model = family_models.loaded(tmp_path / name)
-        text = torch.tensor([list((tmp_path / "texts" / "000.txt").read_bytes())])
-        losses[name] = model(text, labels=text).loss.item()
-    assert losses["exported"] < losses["first"] - 0.1
+        models = {name: family_models.write_folder(case, tmp_path / name, BF16) for name, case in cases.items()}
+    run_ranks(2, _train_mixtures, tmp_path, list(cases))
+    text = torch.tensor([list((tmp_path / "texts" / "000.txt").read_bytes())])
+    for name, model in models.items():
+        first, last = model.float(), family_models.loaded(tmp_path / f"{name} exported")
+        assert last(text, labels=text).loss.item() < first(text, labels=text).loss.item() - 0.1, name
+        distca(["checkpoint", "export", str(tmp_path / "runs" / name), "--output", str(tmp_path / f"{name} again")])
+        expected, got = (_tensors(tmp_path / f"{name} {each}") for each in ("exported", "again"))
+        assert expected.keys() == got.keys() and all(torch.equal(expected[each], got[each]) for each in expected)
+    began, got = _tensors(tmp_path / "glm"), _tensors(tmp_path / "glm exported")
+    assert began.keys() == got.keys() and torch.equal(began[FURTHER], got[FURTHER])
+    assert not torch.equal(began[EXPERTS], got[EXPERTS]) and got[EXPERTS].dtype == BF16
+    assert _tensors(tmp_path / "oss exported")[EXPERTS].dtype == BF16
 
 
-def _train_mixture(root: Path) -> None:
-    more = {"parallel__tp": 1, "parallel__ep": 2, "model__experts__balance": 0.01}
-    train_all([_line(root, name="whole", train__steps=2, checkpoint__export=root / "exported", **more)])
+FURTHER, EXPERTS = "model.layers.3.eh_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"
+
+
+def _train_mixtures(root: Path, names: list[str]) -> None:
+    more = {"parallel__tp": 1, "parallel__ep": 2, "model__experts__balance": 0.01, "train__steps": 2}
+    for name in names:
+        folders = {"checkpoint__init_from": root / name, "checkpoint__export": root / f"{name} exported"}
+        train_all([_line(root, name=name, **folders, **more)])
 
 
 def test_other_positions_of_a_gemma_3_are_written_by_kind_of_layer(tmp_path: Path) -> None:
