@@ -15,6 +15,7 @@ from distca.plan.metrics import server_seconds
 from distca.plan.options import PlanOptions
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler.scheduler import schedule, training_tolerance
+from distca.plan.scheduler.unlike import Growth
 from distca.plan.tasks import Tasks
 
 
@@ -123,6 +124,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
+    growth: Growth = {}  # what each plan learns for the next one; it begins anew with every step
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)
@@ -136,6 +138,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
             tolerance=tolerance,
             links=options.links,
             other_seconds=other,
+            growth=growth,
         )
 
     return scheduled

@@ -21,8 +21,8 @@ _TRIES = 3
 _FAILED = 64
 """Cuts that did not pay after which nobody is brought closer to the mean than the tolerance: only crumbs of room are
 left, and they would take longer than all moves before."""
-_FAILED_UNLIKE = 8
-"""The same where servers are not alike, and other limits are tried soon."""
+_FAILED_UNLIKE = 2
+"""The same where servers are not alike, and the limit rises soon."""
 _PARTNERS = 8
 """Receivers with which an exchange of pieces is tried."""
 _CRUMB = 64
@@ -48,12 +48,14 @@ class Balancer:
         self.unlike = state.work.slowness is not None
         self.patience = _FAILED_UNLIKE if self.unlike else _FAILED
 
-    def run(self, at_most: float, enough: float) -> None:
+    def run(self, at_most: float, enough: float) -> bool:
         """Moves work until no server is left to relieve.
 
         It ends before that where a server that nobody can relieve is more than ``at_most`` above its fair share. It
-        also ends where too many cuts did not pay and no server is more than ``enough`` above it."""
+        also ends where too many cuts did not pay and no server is more than ``enough`` above it. Returns whether none
+        is left above its limit."""
         state = self.state
+        self.stuck[:], self.failed = False, 0
         room = state.limit - state.load
         free = least_of(room / self.unit)
         sender = self._next(free, None)
@@ -62,13 +64,14 @@ class Balancer:
             if document is None:
                 self.stuck[sender] = True
                 if state.above_target(sender) > at_most + ENOUGH:
-                    return
+                    break
             else:
                 room = state.limit - state.load
                 free = least_of(room / self.unit)
             if self.failed > self.patience and (self.unlike or state.most_above_target() <= enough):
-                return
+                break
             sender = self._next(free, document)
+        return bool((free >= -ENOUGH).all())
 
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """The server furthest above its limit, of which [R] ``free`` is left; first among those that share

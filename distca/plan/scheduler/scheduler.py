@@ -24,6 +24,7 @@ from distca.plan.scheduler.balancer import ENOUGH, Balancer
 from distca.plan.scheduler.range_split import MOST_OVERHEAD, Timer
 from distca.plan.scheduler.state import SchedulerState
 from distca.plan.scheduler.target_load import TargetLoad
+from distca.plan.scheduler.unlike import Growth, schedule_unlike
 from distca.plan.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,6 @@ _MORE_OVERHEAD = 1.0
 """Share of the time it moves that a cut may add, tried before more tolerance. Where budgets are small a shard that pays
 for its cut is a quarter of a server's backward: shorter ones add work, but a server that nobody can relieve keeps all
 others waiting for longer."""
-_UNLIKE = (0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3)
-"""Tolerances that are tried where servers are not alike."""
-_NEAR = 1.1
-"""The search ends at a plan whose slowest server is above the mean by at most this factor times the tolerance. A
-tolerance is not tried either if a found plan is that close to it."""
-_SAME_GROWTH = 5e-4
-"""The same tolerance is tried again only if cuts made the mean work of servers grow by another amount than the try
-before expected, by at least this fraction. Otherwise the same plan would come out."""
 _LEAST_SLACK = 0.0003
 """A limit so little above what forward and backward disagree about is not tried: a thousand moves would miss it."""
 
@@ -76,6 +69,7 @@ def schedule(
     resend: bool = False,
     links: Links | None = None,
     other_seconds: Sequence[float] | np.ndarray | None = None,
+    growth: Growth | None = None,
 ) -> Plan:
     """Plan one nano-batch.
 
@@ -89,6 +83,7 @@ def schedule(
         links: prices of bytes between ranks; None prices all pairs alike.
         other_seconds: seconds of work other than attention on every server, [R] for one direction, [2, R] for both:
             a server with less of it gets more attention, so that all are done at the same time. None means all alike.
+        growth: that servers which are not alike had in the plan before; this plan's is noted in it. None knows nothing.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
@@ -104,10 +99,11 @@ def schedule(
     mean = work.on(home.tasks.server, rows, ends).sum(axis=1) / layout.ranks
     target = TargetLoad(layout.ranks, other_seconds, work.slowness, mean)
     least = _least_imbalance(home, cost, direction) if target.alike else 0.0
-    search = _Search(home, work, target, cost.shape.moved_bytes(direction, resend), links or Links())
+    moved_bytes, links = cost.shape.moved_bytes(direction, resend), links or Links()
     if work.slowness is not None:
-        search.run_unlike(tolerance)
-        return Plan(layout, search.best)
+        growth = {} if growth is None else growth
+        return Plan(layout, schedule_unlike(home, work, target, tolerance, moved_bytes, links, growth))
+    search = _Search(home, work, target, moved_bytes, links)
     while not search.run(tolerance, least) and tolerance > _FINEST_TOLERANCE:
         # One direction lost more than the other gained: a finer plan may be better for both.
         tolerance = max(tolerance / 2, _FINEST_TOLERANCE)
@@ -165,21 +161,6 @@ class _Search:
             logger.debug("A tolerance of %.3f was wanted; the plan found has %.3f.", tolerance, over)
             return True
         return self.best is not self.home.tasks or self.lowest <= 1 + tolerance
-
-    def run_unlike(self, tolerance: float) -> None:
-        """Try limits for servers that are not alike: much moves, so cuts may add much work, and a limit that leaves no
-        room for it is given up at once. So is one that promises no better plan than was found."""
-        best, before, tried = np.inf, 0.0, np.zeros(1)
-        for aim in (max(tolerance, least) for least in _UNLIKE):
-            if aim * _NEAR >= best:
-                break
-            expected, again = self.grown, aim == before
-            if again and expected is not None and np.allclose(expected, tried, rtol=_SAME_GROWTH, atol=0.0):
-                continue
-            before, tried = aim, np.zeros(1) if expected is None else expected
-            best = min(best, self._at_limit(aim, aim, np.inf, MOST_OVERHEAD, expected))
-            if best <= aim * _NEAR:
-                break
 
     def _at_limit(
         self, aim: float, tolerance: float, at_most: float, overhead: float, expected: np.ndarray | None

@@ -119,9 +119,9 @@ class SchedulerState:
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         self._seconds = work.on(tasks.server, tasks.stop - tasks.start, tasks.stop)
         self.load = np.stack([np.bincount(tasks.server, s, layout.ranks) for s in self._seconds])
-        self._tolerance = tolerance
+        self.tolerance = tolerance
         self.mean = self.load.sum(axis=1) / layout.ranks
-        self._expected = np.zeros_like(self.mean) if expected is None else expected
+        self.expected = np.zeros_like(self.mean) if expected is None else expected
         self.order = _canonical_order(tasks, self._bounds)
         self.node = links.nodes(layout.ranks)
         self._held = HeldRows(layout.kv, self.node)
@@ -150,8 +150,8 @@ class SchedulerState:
     @property
     def limit(self) -> np.ndarray:
         """[K, R] or [K, 1] the most each server may have, of the mean that is expected at last if it is larger."""
-        mean = np.maximum(self.mean, self._expected)
-        return self._target.of(mean) + self._target.work_in(self._target.tolerated(mean)[:, None] * self._tolerance)
+        mean = np.maximum(self.mean, self.expected)
+        return self._target.of(mean) + self._target.work_in(self._target.tolerated(mean)[:, None] * self.tolerance)
 
     @property
     def _above(self) -> np.ndarray:
@@ -159,30 +159,26 @@ class SchedulerState:
         return self._target.seconds_of(self.load - self.target)
 
     @property
-    def _tolerated(self) -> np.ndarray:
-        return np.maximum(self._target.tolerated(self.mean), 1e-300)
-
-    @property
     def over(self) -> float:
         """How far above the mean the slowest server is, as part of it, in the worse direction."""
-        if self.work.slowness is None:
-            return float((self.slowest / np.maximum(self.mean, 1e-300)).max()) - 1
-        return float(((self.slowest - self.mean) / self._tolerated).max())
+        return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
-        """The number that plans are compared by, over the [K] ``unit``: the worse direction; both together where
-        servers are not alike, as these trade one for the other."""
-        if self.work.slowness is None:
-            return float((self.slowest / unit).max())
-        return float(self.slowest.sum() / unit.sum())
+        """The number that plans for servers alike are compared by: the slowest over the [K] ``unit``, in the worse
+        direction."""
+        return float((self.slowest / unit).max())
 
     def above_target(self, rank: int) -> float:
         """How far above its target ``rank`` is, as part of the mean, in its worse direction."""
-        return float((self._above[:, rank] / self._tolerated).max())
+        return float((self._above[:, rank] / self._mean).max())
 
     def most_above_target(self) -> float:
         """The same of the server that is furthest above."""
-        return float((self._above / self._tolerated[:, None]).max())
+        return float((self._above / self._mean[:, None]).max())
+
+    @property
+    def _mean(self) -> np.ndarray:
+        return np.maximum(self.mean, 1e-300)
 
     def pieces_of(self, rank: int) -> Pieces:
         """Returns the pieces of its home rows that ``rank`` still computes."""
