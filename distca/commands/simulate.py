@@ -60,8 +60,8 @@ def simulate(
             training data as text:PATH, jsonl:PATH, parquet:PATH, arrow:PATH, blend:PATH (a byte is a token) or
             indexed:PATH, cut where it exceeds a context.
         gpus: of the cluster; several as [64,128,256].
-        model: 8b, 34b, gemma-3-like, olmo-3-like, gpt-oss-like, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, or a
-            configuration file with a model (YAML).
+        model: 8b, 34b, gemma-3-like, olmo-3-like, gpt-oss-like, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b,
+            moonlight-16b-a3b, deepseek-v3, or a configuration file with a model (YAML).
         modes: comma-separated: distca, packed, packed-dealt, variable, cpN, cpN-keep, ringN, ulyssesN for groups of N
             ranks, each with -hidden behind it if what it sends is to travel beside computation; best-cp and
             best-cp-hidden take the fastest degree. With -halo (cp4-halo, best-cp-halo-hidden) layers with a window

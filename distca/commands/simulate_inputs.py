@@ -10,6 +10,7 @@ from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.data.mixes import MIX_NAMES, sample_mix
 from distca.errors import OptionError
 from distca.models.experts import Experts
+from distca.models.latent import Latent
 from distca.models.shape import ModelShape
 from distca.plan import CostModel, analytic_cost
 from distca.plan.cost.table_file import find_table, open_table
@@ -37,7 +38,7 @@ def read_model(name: str) -> ModelShape:
         sizes = {key: content[key] for key in wanted}
         sizes |= {key: content[key] for key in ("head_dim", "vocabulary") if content.get(key)}
         more = {key: content.get(key, unset) for key, unset in _MORE.items()}
-        experts = dict(content.get("experts") or {})
+        experts, latent = (dict(content.get(group) or {}) for group in ("experts", "latent"))
         hybrid = bool(content.get("hybrid"))
     except OSError:
         raise OptionError(
@@ -53,35 +54,41 @@ def read_model(name: str) -> ModelShape:
     for key in ("tie_embeddings", "sinks"):
         if not isinstance(more[key], bool):
             raise OptionError(f"--model {name} has {key} {more[key]!r}; it must be true or false.")
-    if "head_dim" not in sizes and sizes["hidden"] % sizes["heads"]:
+    if not latent and "head_dim" not in sizes and sizes["hidden"] % sizes["heads"]:
         raise OptionError(
             f"--model {name} has hidden {sizes['hidden']}, which is not divisible by heads {sizes['heads']}; change "
             "one or give head_dim."
         )
-    head_dim = {"head_dim": sizes["hidden"] // sizes["heads"]}
+    head_dim = {"head_dim": 0 if latent else sizes["hidden"] // sizes["heads"]}
     _check_windows(name, more["layer_types"], more["window"])
-    return dense(**head_dim | sizes, **more, experts=_experts(name, experts, sizes["layers"]))
+    _check_fields(name, "experts", experts, asdict(Experts()))
+    _check_fields(name, "latent", latent, asdict(Latent()))
+    own, attention = Experts(**experts), Latent(**latent)
+    wrong = [f"experts that cannot be: {each}" for each in own.problems(sizes["layers"])]
+    wrong += [f"latent attention that cannot be: {each}" for each in attention.problems()]
+    if latent and sizes["kv_heads"] != sizes["heads"]:
+        wrong.append(
+            f"latent attention and kv_heads {sizes['kv_heads']}, but every head has keys; set it to {sizes['heads']}."
+        )
+    if wrong:
+        raise OptionError(f"--model {name} has {wrong[0]}")
+    return dense(**head_dim | sizes, **more, experts=own, latent=attention)
 
 
-def _experts(name: str, given: dict[Any, Any], layers: int) -> Experts:
-    """The experts of a model's file.
+def _check_fields(name: str, group: str, given: dict[Any, Any], usual: dict[str, Any]) -> None:
+    """Refuse fields of a group in a model's file that a run's settings do not have, or of a wrong type.
 
     Raises:
-        OptionError: they have a field that none has, or one of a wrong type, or cannot be.
+        OptionError: naming the first one.
     """
-    usual = asdict(Experts())
     for key, value in given.items():
         if key not in usual:
-            raise OptionError(f"--model {name} has experts with {key!r}; known are {', '.join(usual)}.")
+            raise OptionError(f"--model {name} has {group} with {key!r}; known are {', '.join(usual)}.")
         kinds = (int, float) if isinstance(usual[key], float) else (type(usual[key]),)
         if type(value) not in kinds or (isinstance(value, int | float) and not 0 <= value <= _MOST_SIZE):
             raise OptionError(
-                f"--model {name} has experts with {key} {value!r}; it must be such as {usual[key]!r}, and not negative."
+                f"--model {name} has {group} with {key} {value!r}; it must be such as {usual[key]!r}, and not negative."
             )
-    experts = Experts(**given)
-    if wrong := experts.problems(layers):
-        raise OptionError(f"--model {name} has experts that cannot be: {wrong[0]}")
-    return experts
 
 
 def _check_windows(name: str, types: Any, window: Any) -> None:
@@ -109,16 +116,20 @@ def read_costs(shape: ModelShape, tp: int, cost_table: str | None, tflops: float
         tflops: rate of a long document's forward that they are scaled to; None leaves them.
 
     Raises:
+        OptionError: a table for values that are narrower than keys.
         SimulationError: ``tp`` does not divide the heads, or the rate is not above 0.
         PlanError: the table is unusable, or one of other heads.
     """
     part = heads_of_rank(shape, tp)
     heads = (part.heads, part.kv_heads, part.head_dim)
     cost: CostModel | None
+    if part.value_dim and cost_table is not None:
+        raise OptionError(f"--cost_table is {cost_table}, but no table has values narrower than keys; leave it out.")
     if cost_table is not None:
         cost = open_table(cost_table, *heads)
     else:
-        cost = find_table("NVIDIA H200", "flash4", *heads) or analytic_cost(*heads)
+        found = None if part.value_dim else find_table("NVIDIA H200", "flash4", *heads)
+        cost = found or analytic_cost(*heads, value_dim=part.value_dim)
     return cost if tflops is None else at_rate(cost, tflops)
 
 

@@ -70,13 +70,18 @@ class LayerBytes:
 
     @cached_property
     def q(self) -> int:
-        """Bytes of queries, or of o."""
+        """Queries."""
         return self.shape.heads * self.shape.resolved_head_dim // self.tp
 
     @cached_property
+    def o(self) -> int:
+        """Outputs of attention."""
+        return self.shape.heads * self.shape.value_dim // self.tp
+
+    @cached_property
     def kv(self) -> int:
-        """Bytes of keys and values together."""
-        return 2 * self.shape.kv_heads * self.shape.resolved_head_dim // self.tp
+        """Keys and values together."""
+        return self.shape.kv_heads * (self.shape.resolved_head_dim + self.shape.value_dim) // self.tp
 
     @cached_property
     def lse(self) -> int:
@@ -87,7 +92,9 @@ class LayerBytes:
     def weights(self) -> int:
         """Parameters of the layer's linear layers on this rank, but for those of experts."""
         mlp, hidden = self.kind.mlp, self.shape.hidden
-        return (self.shape.mixer_weights(self.kind) + mlp.dense(hidden)) // self.tp + mlp.router(hidden)
+        replicated = self.shape.latent.replicated_weights(hidden)
+        shared = self.shape.mixer_weights(self.kind) - replicated + mlp.dense(hidden)
+        return shared // self.tp + replicated + mlp.router(hidden)
 
     @property
     def _has_mlp(self) -> bool:
@@ -96,14 +103,14 @@ class LayerBytes:
     @cached_property
     def _mixed(self) -> int:
         """Elements of what the mixer's core puts out."""
-        return self.shape.hybrid.values // self.tp if self.kind.recurrent else self.q
+        return self.shape.hybrid.values // self.tp if self.kind.recurrent else self.o
 
     def kept_by_core(self) -> int:
         """Bytes that a recurrent core and the gated norm behind it keep at home: the rows before the convolution, its
         gates, o and its gate. Of attention nothing: where its tensors are is the caller's to say."""
         hybrid = self.shape.hybrid
         if not self.kind.recurrent:
-            return self.value * self.q if hybrid.output_gate else 0
+            return self.value * self.o if hybrid.output_gate else 0
         return (self.value * (hybrid.channels + 2 * hybrid.values) + 8 * hybrid.value_heads) // self.tp
 
     @cached_property
@@ -134,7 +141,8 @@ class LayerBytes:
     @property
     def _megatrons(self) -> bool:
         """Megatron's own layers run: attention is at home, and no variant needs ours."""
-        own = self.shape.variant.own_layers or self.shape.experts.count or self.shape.hybrid.pattern
+        shape = self.shape
+        own = shape.variant.own_layers or shape.experts.count or shape.hybrid.pattern or shape.latent.kv_rank
         return not self.disaggregated and not own
 
     # Bytes that are kept of one token until its backward.
@@ -147,7 +155,8 @@ class LayerBytes:
         if self.recompute == "all":
             # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
             return self.value * (self.hidden + o) + self.kept_by_core() + self.kept_by_experts()
-        kept = self.segment() + self._head_norms() - self.recomputed_mlp() + self.kept_by_experts()
+        kept = self.segment() + self._head_norms() + self._latent_rows()
+        kept += self.kept_by_experts() - self.recomputed_mlp()
         return kept + self.kept_by_core()
 
     def segment(self) -> int:
@@ -162,7 +171,7 @@ class LayerBytes:
         elements, copies = kept * self.hidden + self.projected, 0
         if self.fp8 != "none":
             # Linear layers keep FP8 copies of what they are given, but of o only where scales come from earlier steps.
-            copies = 2 * self.hidden + self.ffn + (self.q if self.fp8 == "delayed" else 0)
+            copies = 2 * self.hidden + self.ffn + (self.o if self.fp8 == "delayed" else 0)
         elif self._megatrons:
             elements += 2 * self.hidden
         if self.keep_outputs:
@@ -183,7 +192,8 @@ class LayerBytes:
         """Norms' outputs that matrix products are given, where only ``keep_outputs`` has them kept."""
         if self._megatrons or self.shape.variant.norms == "post":
             return 0
-        return self.hidden * (1 if self._mixes else 2)  # experts keep what they read in any case
+        # Experts and latent attention keep what they read in any case.
+        return self.hidden * (2 - self._mixes - bool(self.shape.latent.kv_rank))
 
     def _head_norms(self) -> int:
         """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
@@ -197,6 +207,16 @@ class LayerBytes:
         if self._megatrons:
             elements = 2 * self.q + self.kv // 2 + 4 * head_dim
         return self.value * elements + 4 * (self.q + self.kv // 2) // head_dim
+
+    def _latent_rows(self) -> int:
+        """Bytes of the first norm's output, which two projections read; latent rows before and behind their norms, with the
+        number that multiplied each; and cosines and sines of queries and of keys."""
+        latent = self.shape.latent
+        if not latent.kv_rank:
+            return 0
+        rows = self.shape.hidden + 2 * (latent.q_rank + latent.kv_rank) + latent.rotary_dim
+        shared = self.tp if self.sequence_parallel else 1
+        return (self.value * rows + 4 * (1 + (latent.q_rank > 0))) // shared + 4 * self.value * latent.rotary_dim
 
     def recomputed_mlp(self) -> int:
         """Bytes inside the MLP that are not kept where it is recomputed: SwiGLU's input, and FP8 copies."""
@@ -217,7 +237,7 @@ class LayerBytes:
         as a whole keeps meanwhile is not in it."""
         if self._mixes:
             return self._experts_at_work()
-        normed = self.hidden if self.disaggregated and self.fp8 == "none" else 0
+        normed = self.hidden if not self._megatrons and self.fp8 == "none" else 0
         # SwiGLU's kept output has made room for its gradient.
         elements = self.projected + (0 if self.keep_outputs else self.ffn + normed)
         if self.recompute != "none" and not self.recomputed_whole:
@@ -225,6 +245,17 @@ class LayerBytes:
         if self.recompute == "all" and self.disaggregated:
             elements += self.hidden  # the residual stream between attention and MLP
         return self.value * elements
+
+    def latent_at_work(self) -> int:
+        """Bytes of a token while a recomputed segment's expanded keys and values get their gradients: all that its
+        backward reads, q, k and v once more with their gradients, and the widest of two projections' gradients. 0
+        where no segment is recomputed."""
+        latent = self.shape.latent
+        if not latent.kv_rank or self.recompute != "all" or not self.disaggregated:
+            return 0
+        projected = self.shape.heads * (latent.key_dim + latent.value_dim) // self.tp
+        elements = 4 * self.hidden + self.projected + self.ffn + 2 * (self.q + self.kv) + max(self.q, projected)
+        return self.value * elements + self._latent_rows() + (self._experts.again() if self._mixes else 0)
 
     def _experts_at_work(self) -> int:
         """The same of a layer with experts, whose gradients take more than those of the shared one."""
@@ -240,12 +271,13 @@ class LayerBytes:
         """Bytes of a token that the backward of the layer's MLP frees; of a recomputed segment its residual stream."""
         if self.recompute == "all":
             return self.value * self.hidden
-        outputs = self.ffn + self._normed_inputs // 2 if self.keep_outputs else 0
+        normed = self._normed_inputs if self.shape.latent.kv_rank else self._normed_inputs // 2
+        outputs = self.ffn + normed if self.keep_outputs else 0
         return self.value * (self.hidden + self.projected + outputs) - self.recomputed_mlp() + self.kept_by_experts()
 
     def around_work(self, rows: int) -> int:
         """The angles and the gradient of the layer's output, of all ``rows`` of a micro-batch."""
-        return (4 * self.shape.resolved_head_dim + self.value * self.hidden) * rows
+        return (4 * self.shape.rotary_dim + self.value * self.hidden) * rows
 
     def copies_at_work(self) -> int:
         """FP8 copies of weights that are there for a product, of which the MLP's first is the largest, or for a
@@ -275,9 +307,10 @@ def parameters_of_rank(
         last: it has the output layer, which is the embedding where it is tied and the stage has both.
     """
     tables = 1 if first and last and shape.tie_embeddings else first + last
-    norms = sum(layer.norms for layer in stage_layers) + last
+    norms = (sum(layer.norms for layer in stage_layers) + last) * shape.hidden
+    norms += len(stage_layers) * shape.latent.norm_weights()
     weights = sum(layer.weights for layer in stage_layers)
-    return weights + norms * shape.hidden + tables * (vocabulary * shape.hidden // stage_layers[0].tp)
+    return weights + norms + tables * (vocabulary * shape.hidden // stage_layers[0].tp)
 
 
 def expert_parameters_of_rank(stage_layers: list[LayerBytes]) -> int:

@@ -12,8 +12,9 @@ from typing import Literal
 
 from distca.models.experts import Experts
 from distca.models.hybrid import ATTENTION, EXPERTS, MLP, RECURRENT, Hybrid
+from distca.models.latent import Latent
 from distca.models.mlp import Mlp
-from distca.models.rope import RopeScaling
+from distca.models.rope import RopeScaling, yarn_magnitude
 from distca.models.variant import Variant
 from distca.plan.cost.linear import layer_weights
 from distca.plan.cost.model import AttentionShape
@@ -63,6 +64,7 @@ class ModelShape:
         variant: what its layers do differently from LLaMA's.
         experts: that layers have in place of the MLP.
         hybrid: recurrent layers beside those with attention.
+        latent: keys and values that are expanded from narrow rows.
     """
 
     layers: int
@@ -84,6 +86,7 @@ class ModelShape:
     variant: Variant = field(default_factory=Variant)
     experts: Experts = field(default_factory=Experts)
     hybrid: Hybrid = field(default_factory=Hybrid)
+    latent: Latent = field(default_factory=Latent)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -127,24 +130,42 @@ class ModelShape:
 
     @property
     def resolved_head_dim(self) -> int:
-        """head_dim, or hidden // heads where it is 0."""
+        """Width of a head of queries and keys: head_dim, or hidden // heads where it is 0."""
+        if self.latent.kv_rank:
+            return self.latent.head_dim
         return self.head_dim or self.hidden // max(self.heads, 1)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head of values and of what attention puts out."""
+        return self.latent.value_dim if self.latent.kv_rank else self.resolved_head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the part of each head that positions may turn."""
+        return self.latent.rotary_dim if self.latent.kv_rank else self.resolved_head_dim
 
     @property
     def softmax_scale(self) -> float:
         """Factor on the products of queries and keys. An attention factor on queries and on keys is its square on
         scores, unless each layer turns by itself, with the factor in its angles."""
+        if self.latent.kv_rank:
+            magnitude = yarn_magnitude(self.rope_scaling.factor, self.latent.score_magnitude)
+            return magnitude**2 * usual_scale(self.resolved_head_dim)
         factor = self.rope_scaling.resolved_attention_factor if self.variant.turns_alike else 1.0
         return factor**2 * (self.variant.score_scale or usual_scale(self.resolved_head_dim))
 
     def attention_shape(self, tp: int = 1, value_bytes: int = 2) -> AttentionShape:
         """Attention heads of one of ``tp`` tensor-parallel ranks, which must divide them."""
-        return AttentionShape(self.heads // tp, self.kv_heads // tp, self.resolved_head_dim, value_bytes)
+        narrow = self.latent.value_dim if self.latent.kv_rank else 0
+        return AttentionShape(self.heads // tp, self.kv_heads // tp, self.resolved_head_dim, value_bytes, narrow)
 
     @property
     def attention_weights(self) -> tuple[int, int]:
         """Weights of a layer's product before core attention (q, k, v) and of the one behind it (output)."""
-        output = self.hidden * self.heads * self.resolved_head_dim
+        output = self.hidden * self.heads * self.value_dim
+        if self.latent.kv_rank:
+            return self.latent.inner_weights(self.hidden, self.heads), output
         inner = layer_weights(self.hidden, 0, self.heads, self.kv_heads, self.resolved_head_dim) - output
         return inner + output * self.hybrid.output_gate, output
 

@@ -161,7 +161,7 @@ def _exchanging(job: Job, degree: int, alone: Dealt) -> Dealt:
         alone,
         copies=job.copied(2 * rows * (shape.q_bytes + shape.kv_bytes)),
         before=_everyone(job, degree, rows * (shape.q_bytes + shape.kv_bytes) / degree),
-        behind=_everyone(job, degree, rows * shape.q_bytes / degree),
+        behind=_everyone(job, degree, rows * shape.o_bytes / degree),
     )
 
 
@@ -173,7 +173,7 @@ def _in_a_ring(job: Job, degree: int, alone: Dealt) -> Dealt:
     size = _of_the_fullest(alone.rows, degree) * shape.kv_bytes
     return replace(
         alone,
-        copies=job.copied(3 * degree * alone.rows * shape.q_bytes),
+        copies=job.copied(3 * degree * alone.rows * shape.o_bytes),
         hop=job.stage_fabric.exchange(ranks, following, size),
     )
 

@@ -158,13 +158,14 @@ class Cad:
             self._traffic[id(plan)] = traffic(plan, job.links)
         found = self._traffic[id(plan)]
         # Sinks are added at home, so that log-sum-exp travels with keep too.
-        q, kv, lse = shape.q_bytes, shape.kv_bytes, job.lse_bytes if self._resend or job.model.sinks else 0
+        q, o, kv = shape.q_bytes, shape.o_bytes, shape.kv_bytes
+        lse = job.lse_bytes if self._resend or job.model.sinks else 0
         if direction == "forward":
-            out, home = (q, kv), (q + lse, 0)
+            out, home = (q, kv), (o + lse, 0)
         elif self._resend:
-            out, home = (3 * q + lse, kv), (q, kv)
+            out, home = (q + 2 * o + lse, kv), (q, kv)
         else:
-            out, home = (q + lse, 0), (q, kv)
+            out, home = (o + lse, 0), (q, kv)
         tasks, ranks = plan.tasks, job.servers
         q_rows = np.bincount(tasks.server, tasks.stop - tasks.start, ranks)
         kept, copied = context_rows(plan)

@@ -16,7 +16,7 @@ def forward_tflops(cost: CostModel) -> float:
     shape: AttentionShape = cost.shape
     pairs = _LONG * (_LONG + 1) / 2
     seconds = float(cost.forward(np.array([_LONG]), np.array([_LONG]))[0])
-    return 4 * shape.heads * shape.head_dim * pairs / seconds / 1e12
+    return 2 * shape.heads * (shape.head_dim + (shape.value_dim or shape.head_dim)) * pairs / seconds / 1e12
 
 
 def at_rate(cost: CostModel, tflops: float) -> CostModel:

@@ -70,7 +70,7 @@ def at_home(
     core attention is too, and only a layer's input is kept."""
     layers = _layers(job, disaggregated=False)
     widest, shape = max(layers, key=LayerBytes.mlp_at_work), job.shape
-    attention = rows * (2 * shape.q_bytes + widest.lse) + kv_rows * shape.kv_bytes
+    attention = rows * (shape.q_bytes + shape.o_bytes + widest.lse) + kv_rows * shape.kv_bytes
     kept = rows * sum(layer.kept_beside_attention() for layer in layers)
     again: np.ndarray | int = 0
     if widest.recomputed_whole:
@@ -102,7 +102,7 @@ def with_servers(
     # Where servers keep rows, o is also at home, among what is kept beside attention.
     attention = q_rows * (shape.q_bytes + widest.lse) + kv_rows * shape.kv_bytes
     if job.resend:
-        attention = attention + rows * shape.q_bytes
+        attention = attention + rows * shape.o_bytes
     elif job.model.sinks:
         attention = attention + rows * widest.lse  # with sinks, at home
     kept = rows * sum(layer.kept_beside_attention() for layer in layers) + job.layers * attention

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distca.models.experts import Experts
+from distca.models.latent import Latent
 from distca.models.shape import ModelShape
 from distca.plan import AttentionShape
 from distca.simulate.errors import SimulationError
@@ -79,7 +80,17 @@ MODELS = {
     "qwen3-30b-a3b": dense(48, 2048, 6144, 32, 4, 128, 151_936, qk_norm=True, **_experts(128, 8, 768)),
     "qwen3-235b-a22b": dense(94, 4096, 12288, 64, 4, 128, 151_936, qk_norm=True, **_experts(128, 8, 1536)),
     "mixtral-8x7b": dense(32, 4096, 14336, 32, 8, 128, 32_000, **_experts(8, 2, 14336)),
+    "moonlight-16b-a3b": dense(
+        *(27, 2048, 11264, 16, 16, 0, 163_840),
+        latent=Latent(kv_rank=512),
+        **_experts(64, 6, 1408, dense_layers=1, shared_ffn=2816, score="sigmoid", bias=True, scale=2.446),
+    ),
+    "deepseek-v3": dense(
+        *(61, 7168, 18432, 128, 128, 0, 129_280),
+        latent=Latent(kv_rank=512, q_rank=1536),
+        **_experts(256, 8, 2048, dense_layers=3, shared_ffn=2048, score="sigmoid", bias=True, scale=2.5),
+    ),
     "olmo-3-like": dense(64, 5120, 27648, 40, 8, 128, 100_352, **_windowed(4096, 3)),
 }
-"""Shapes by name, those of ``configs/``; olmo-3-like is OLMo 3 32B's. Qwen3's and Mixtral's are those of their public
-folders, with fields of transformers' configuration classes."""
+"""Shapes by name, those of ``configs/``; olmo-3-like is OLMo 3 32B's. Those of Qwen3, Mixtral, Moonlight and
+DeepSeek-V3 are those of their public folders, with fields of transformers' configuration classes."""

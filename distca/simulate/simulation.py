@@ -93,8 +93,9 @@ def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
                 q_rows, kv_rows = q_rows + share * q, kv_rows + share * kept
                 kv = np.maximum(kept, copied)
                 # Of all rows gradients in float32 and rounded, dO, copies; with resend also the rows themselves.
-                sent = q * (2 * shape.q_bytes + shape.kv_bytes) if resend else 0
-                received = np.maximum(received, q * 4 * shape.q_bytes + (kv * 3 + copied) * shape.kv_bytes + sent)
+                sent = q * (shape.q_bytes + shape.o_bytes + shape.kv_bytes) if resend else 0
+                wide = 3 * shape.q_bytes + shape.o_bytes
+                received = np.maximum(received, q * wide + (kv * 3 + copied) * shape.kv_bytes + sent)
         if resend:
             q_rows = kv_rows = rows
         peak = np.maximum(peak, memory.with_servers(job, rows, q_rows, kv_rows, received, flight))

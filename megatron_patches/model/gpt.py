@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from distca.errors import SupportError
@@ -15,6 +15,7 @@ from distca.models.shape import ModelShape
 from distca.sizes.fp8_shapes import Fp8
 from megatron_patches.model.expert_fields import expert_fields
 from megatron_patches.model.hybrid_fields import hybrid_fields
+from megatron_patches.model.latent import latent_fields
 from megatron_patches.model.model_variant import variant_fields
 from megatron_patches.patches.gpt_forward import leave_out_padding
 from megatron_patches.patches.position_rotary import PositionRotary
@@ -46,8 +47,10 @@ def transformer_config(
         fp8_weights: their weights are held as FP8 numbers alone.
         init_std: standard deviation of the weights at the start.
     """
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    return TransformerConfig(
+    tp, latent = parallel_state.get_tensor_model_parallel_world_size(), latent_fields(shape)
+    made = MLATransformerConfig if latent else TransformerConfig
+    fields = {**variant_fields(shape), **expert_fields(shape), **hybrid_fields(shape), **latent}
+    return made(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -57,7 +60,6 @@ def transformer_config(
         layernorm_epsilon=shape.norm_epsilon,
         init_method_std=init_std,
         add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
         **_windows(shape),
         softmax_type="learnable" if shape.sinks else "vanilla",
         hidden_dropout=0.0,
@@ -80,7 +82,7 @@ def transformer_config(
         recompute_granularity="selective" if recompute_mlp else None,
         # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
         recompute_modules=(["mlp", "moe"] if shape.experts.count else ["mlp"]) if recompute_mlp else None,
-        **{"add_bias_linear": False, **variant_fields(shape), **expert_fields(shape), **hybrid_fields(shape)},
+        **{"add_bias_linear": False, "qk_layernorm": shape.qk_norm, **fields},
         **config_fields(fp8, fp8_weights),
     )
 
@@ -127,7 +129,7 @@ def build_gpt(
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
     )
-    if alike and shape.rope_scaling.kind != "none":
+    if alike and shape.rope_scaling.kind != "none" and not shape.latent.kv_rank:
         dims = int(shape.resolved_head_dim * rotary_percent)
         model.rotary_pos_emb = PositionRotary.of(
             dims, shape.rope_base, shape.rope_scaling, interleaved=config.rotary_interleaved

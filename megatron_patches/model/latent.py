@@ -1,4 +1,5 @@
-"""Multi-head latent attention: Megatron's MLATransformerConfig, whose values are narrower than its keys."""
+"""Multi-head latent attention: Megatron's MLATransformerConfig, whose values are narrower than its keys, and its fields
+from a model's shape."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ from typing import Any
 
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_mscale
 from megatron.core.transformer import TransformerConfig
+
+from distca.models.latent import Latent
+from distca.models.rope import RopeScaling, yarn_magnitude
+from distca.models.shape import ModelShape
 
 
 def is_latent(config: TransformerConfig) -> bool:
@@ -23,3 +28,47 @@ def latent_scale(config: Any) -> float:
     """The factor on scores, as Megatron's MultiLatentAttention computes it for both types of positions."""
     factor = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
     return float(factor * factor / math.sqrt(latent_dims(config)[0]))
+
+
+def latent_of(config: Any) -> Latent:
+    """The widths of a configuration's latent attention."""
+    return Latent(
+        kv_rank=config.kv_lora_rank,
+        q_rank=config.q_lora_rank or 0,
+        key_dim=config.qk_head_dim,
+        rotary_dim=config.qk_pos_emb_head_dim,
+        value_dim=config.v_head_dim,
+    )
+
+
+def latent_fields(shape: ModelShape) -> dict[str, Any]:
+    """The fields of MLATransformerConfig beside those of other models; empty without latent attention."""
+    latent, scaling = shape.latent, shape.rope_scaling
+    if not latent.kv_rank:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "kv_lora_rank": latent.kv_rank,
+        "q_lora_rank": latent.q_rank or None,
+        "qk_head_dim": latent.key_dim,
+        "qk_pos_emb_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "qk_layernorm": True,
+        "softmax_scale": None,  # Megatron's attention has its own
+        "rotary_base": shape.rope_base,
+        "rope_type": "yarn" if scaling.kind == "yarn" else "rope",
+        "rotary_scaling_factor": scaling.factor if scaling.kind == "yarn" else 1.0,
+        "mscale_all_dim": latent.score_magnitude,
+        **(_yarn(scaling, latent.score_magnitude) if scaling.kind == "yarn" else {}),
+    }
+
+
+def _yarn(scaling: RopeScaling, score_magnitude: float) -> dict[str, Any]:
+    """Megatron has two weights of YaRN's magnitude, of which the ratio is on cosines and sines."""
+    magnitude = scaling.resolved_attention_factor * yarn_magnitude(scaling.factor, score_magnitude)
+    return {
+        "original_max_position_embeddings": scaling.original_length,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "mscale": (magnitude - 1) / (0.1 * math.log(scaling.factor)) if scaling.factor > 1 else 1.0,
+    }

@@ -24,7 +24,7 @@ from distca.plan.cost.table_file import find_table, open_table
 from distca.sizes.fp8_shapes import rows_multiple
 from megatron_patches.arguments import CadArguments, How
 from megatron_patches.experts.weights import mlp_weights
-from megatron_patches.model.latent import is_latent, latent_dims
+from megatron_patches.model.latent import is_latent, latent_dims, latent_of
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.te.quantization import fp8_of
@@ -126,15 +126,14 @@ def cost_model(
     """
     shape = attention_shape(config)
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
-    if shape.value_dim:  # which nobody has measured
-        return replace(area_cost(value_bytes=shape.value_bytes), shape=shape)
-    table = _first_ranks(
-        lambda: open_table(cost_table, *heads) if cost_table else find_table(_name(device), kernel.name, *heads)
-    )
-    if table is not None:
-        return table
+    if not shape.value_dim:  # with which nobody has measured any
+        table = _first_ranks(
+            lambda: open_table(cost_table, *heads) if cost_table else find_table(_name(device), kernel.name, *heads)
+        )
+        if table is not None:
+            return table
     count = area_cost if kernel.name == "reference" else analytic_cost
-    return count(*heads, value_bytes=shape.value_bytes)
+    return count(*heads, value_bytes=shape.value_bytes, value_dim=shape.value_dim)
 
 
 def _name(device: torch.device) -> str:
@@ -196,9 +195,17 @@ def _non_attention(
             "FP8 (%s); `distca profile` measures it.",
             fp8,
         )
-    assert config.num_query_groups is not None and config.kv_channels is not None
     layers, mlp = config.num_layers // stages, mlp_weights(config)
-    heads = config.num_attention_heads, config.num_query_groups, config.kv_channels
-    weights = layer_weights(config.hidden_size, 0, *heads) + mlp
+    weights = _attention_weights(config) + mlp
     recomputed = weights if recompute_segments else mlp if config.recompute_granularity else 0
     return between_attentions(in_fp8 or rate, weights, recomputed, layers, tp)
+
+
+def _attention_weights(config: TransformerConfig) -> int:
+    """Weights of the products before and behind a layer's attention."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if is_latent(config):
+        latent = latent_of(config)
+        return latent.inner_weights(hidden, heads) + hidden * heads * latent.value_dim
+    assert config.num_query_groups is not None and config.kv_channels is not None
+    return layer_weights(hidden, 0, heads, config.num_query_groups, config.kv_channels)

@@ -30,6 +30,9 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
         (f"model: {{{sizes.format(2, 2)}, layer_types: [full, chunk]}}", "it must be a list of full and window"),
         (f"model: {{{sizes.format(2, 2)}, layer_types: [window]}}", "has window 0 with layer_types"),
         (f"model: {{{sizes.format(2, 2)}, window: 3}}", "has window 3 with layer_types"),
+        (f"model: {{{sizes.format(2, 2)}, latent: {{rank: 3}}}}", "has latent with 'rank'; known are kv_rank"),
+        (f"model: {{{sizes.format(2, 2)}, latent: {{kv_rank: 1.5}}}}", "has latent with kv_rank 1.5"),
+        (f"model: {{{sizes.format(2, 2)}, latent: {{kv_rank: 8}}}}", "every head has keys; set it to 2"),
         (f"model: {{{sizes.format(2, 3)}}}", "has hidden 64, which is not divisible by heads 3; change one or give"),
     ):
         (tmp_path / "none.yaml").write_text(content)

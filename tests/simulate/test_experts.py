@@ -95,13 +95,15 @@ def test_a_dense_model_has_no_expert_ranks() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "mlp", "all"])
-def test_memory_is_what_the_trainer_predicts(recompute: str) -> None:
-    line = ["--config", "configs/qwen3-30b-a3b-cut.yaml", "--cad.enabled", "false", "--train.recompute", recompute]
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-cut", "moonlight-16b-a3b-like"])
+def test_memory_is_what_the_trainer_predicts(name: str, recompute: str) -> None:
+    line = ["--config", f"configs/{name}.yaml", "--cad.enabled", "false", "--train.recompute", recompute]
     config = parse_run_config(line)
-    [stage] = predict_memory(config, 8, 32_000)
+    [stage] = predict_memory(config, 8, config.model.vocabulary)
     cost = pair_cost(heads=32, kv_heads=4)
     cost = replace(cost, shape=config.model.attention_shape())
-    job = Job(config.model, Cluster(8), cost, ep=2, tokens_per_rank=65_536, recompute=recompute)  # type: ignore[arg-type]
+    tokens, ep = config.data.tokens_per_rank, config.parallel.ep
+    job = Job(config.model, Cluster(8), cost, ep=ep, tokens_per_rank=tokens, recompute=recompute)  # type: ignore[arg-type]
     assert static_bytes(job) == pytest.approx(stage.model.held, rel=1e-3)
-    rows = np.array([65_536])
+    rows = np.array([tokens])
     assert at_home(job, rows, rows, np.zeros(1), 1)[0] == pytest.approx(stage.total, rel=0.03)

@@ -53,7 +53,7 @@ class LeanKernel:
     name = "reference"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, kind: Any) -> Any:
-        return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32)
+        return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(q.shape[:2], dtype=torch.float32)
 
     def backward(self, do: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:
         wide = [torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v)]

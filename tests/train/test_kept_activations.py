@@ -31,7 +31,8 @@ def _config(attention, recompute, layers, qk_norm, variant):
         "train.keep_outputs": "all" if recompute == OUTPUTS else "none",
         "train.precision": "bf16",
     }
-    settings |= {f"model.variant.{name}": value for name, value in variant.items()}
+    groups = {name: "model" if name in LATENT or "." in name else "model.variant" for name in variant}
+    settings |= {f"{groups[name]}.{name}": value for name, value in variant.items()}
     settings |= {"data.tokens_per_rank": ROWS, "cad.ping_pong": "false"}
     settings |= {
         "packed": {"cad.enabled": "false"},
@@ -81,6 +82,8 @@ def _counted(cases, layers, qk_norm, variant):
     return found
 
 
+LATENT = {"latent.kv_rank": 64, "latent.key_dim": 12, "latent.rotary_dim": 6, "latent.value_dim": 10}
+LATENT |= {"head_dim": 0, "kv_heads": 32}
 VARIANTS = (
     (False, {}),
     (True, {}),
@@ -88,6 +91,8 @@ VARIANTS = (
     (True, {"norms": "post", "query_key_norm": "width"}),
     (False, {"parallel_mlp": "true", "rotary_percent": 0.5}),
     (False, {"activation": "relu2", "gated": "false", "mlp_bias": "true"}),
+    (False, LATENT | {"latent.q_rank": 96}),
+    (False, LATENT),
 )
 
 

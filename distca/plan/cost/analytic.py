@@ -88,31 +88,35 @@ class AnalyticCost(CostModel):
         return [[a * pair + b * q + c * kv for pair, q, kv in each] for a, b, c in self._terms[direction].tolist()]
 
 
-def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128) -> AnalyticCost:
+def analytic_cost(
+    heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128, value_dim: int = 0
+) -> AnalyticCost:
     """The cost model without a measured table: least squares over flash-attn-4's times on one H200.
 
     The fit reproduces the ten measured rates (32 heads, 8 k,v heads, d 128, causal) within 9 % forward, 6.5 % backward
     (benchmarks/results/planner.md).
-    Other shapes scale every term with heads x head_dim. Only ratios matter to a schedule.
+    Other shapes scale every term with heads x head_dim. Only ratios matter to a schedule. Narrower values count in one
+    of two products forward, and in two of five backward.
     """
-    shape = AttentionShape(heads, kv_heads, head_dim, value_bytes)
-    width = heads * head_dim
-    share = width / 4096
+    shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
+    values = value_dim or head_dim
+    width, width_backward = heads * (head_dim + values) / 2, heads * (3 * head_dim + 2 * values) / 5
+    share, share_backward = width / 4096, width_backward / 4096
     return AnalyticCost(
         shape,
         block,
         forward_terms=(4 * width / 677e12, 13.9e-9 * share, 0.2e-9 * share),
-        backward_terms=(10 * width / 594e12, 17.9e-9 * share, 18.6e-9 * share),
+        backward_terms=(10 * width_backward / 594e12, 17.9e-9 * share_backward, 18.6e-9 * share_backward),
         linear=LinearRate(2 / 718e12, 4 / 686e12),
     )
 
 
 def area_cost(
-    heads: int = 1, kv_heads: int = 1, head_dim: int = 1, *, value_bytes: int = 2, block: int = 1
+    heads: int = 1, kv_heads: int = 1, head_dim: int = 1, *, value_bytes: int = 2, block: int = 1, value_dim: int = 0
 ) -> AnalyticCost:
     """Pure FLOP counting: seconds are query-key pairs. For tests, tiny models and CPU runs, where tiles mean
     nothing."""
-    shape = AttentionShape(heads, kv_heads, head_dim, value_bytes)
+    shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     return AnalyticCost(shape, block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))
 
 

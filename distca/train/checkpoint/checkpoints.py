@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distca.data.sampler import Sampler
 from distca.errors import ConfigError, DamagedCheckpointError, DistcaError
 from distca.json_file import read_object
+from distca.models.latent import Latent
 from distca.models.rope import RopeScaling
 from distca.models.variant import Variant
 from distca.train.checkpoint.integrity import check_contents, damaged
@@ -38,6 +39,7 @@ _EARLIER = {
     "model.sinks": False,
     "model.rope_scaling": asdict(RopeScaling()),
     "model.variant": asdict(Variant()),
+    "model.latent": asdict(Latent()),
 }
 """The values of these settings in checkpoints of earlier versions, which did not write them down."""
 

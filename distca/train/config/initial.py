@@ -18,7 +18,7 @@ _LOSSES = tuple(f"model.experts.{name}" for name in ("balance", "document_balanc
 _MAY_DIFFER = ("model.rope_base", "model.rope_scaling.", "data.", *_LOSSES)
 """Positions are stretched for longer contexts, data may come with a tokenizer of their own, and how experts are
 balanced is a matter of training."""
-_GROUPS = ("rope_scaling", "variant", "experts", "hybrid")
+_GROUPS = ("rope_scaling", "variant", "experts", "hybrid", "latent")
 """Settings of the model that have settings of their own."""
 
 
@@ -121,10 +121,11 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
             "No model of transformers that is served has both model.qkv_bias and model.qk_norm, so this one cannot be "
             "exported; set one of them to false, or leave out checkpoint.export."
         )
-    if first is None and (any(model.windows) or model.sinks or model.variant != Variant() or model.experts.count):
+    own = any(model.windows) or model.sinks or model.variant != Variant() or model.experts.count or model.latent.kv_rank
+    if first is None and own:
         raise ModelError(
-            "The model has windows, sinks, experts or a variant, and no folder of a family that has them, so it cannot "
-            "be exported; begin with a folder, or leave out checkpoint.export."
+            "The model has windows, sinks, experts, latent attention or a variant, and no folder of a family that has "
+            "them, so it cannot be exported; begin with a folder, or leave out checkpoint.export."
         )
     if first is not None and scaling.kind != "none" and scaling.kind not in scalings(family):
         raise ModelError(

@@ -18,6 +18,7 @@ from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
 from distca.train.config.validate_data import data_problems
 from distca.train.config.validate_experts import expert_problems, expert_ranks_problems
 from distca.train.config.validate_hybrid import hybrid_problems
+from distca.train.config.validate_latent import latent_problems
 from distca.train.config.validate_servers import servers_problems
 from distca.words import count
 
@@ -77,6 +78,7 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None, 
             + _model(config, vocabulary)
             + expert_problems(config)
             + hybrid_problems(config)
+            + latent_problems(config)
             + _kernel(config)
             + _fp8(config)
             + _fewer_bytes(config)
@@ -163,7 +165,9 @@ def _remedy_of_folder(config: RunConfig) -> str:
 
 
 def _heads(model: ModelConfig) -> list[str]:
-    problems = []
+    problems: list[str] = []
+    if model.latent.kv_rank:  # which has widths of its own
+        return problems
     if model.head_dim == 0 and model.hidden % model.heads:
         problems.append(
             f"model.hidden {model.hidden} is not divisible by model.heads {model.heads}; "

@@ -65,7 +65,7 @@ def model_flops(model: ModelShape, vocabulary: int, lengths: Sequence[int] | np.
         linear=6 * model.matmul_weights * tokens,
         logits=6 * model.hidden * vocabulary * tokens,
         # QKᵀ and PV: 2 operations per pair and element each; the backward pass does twice the work of the forward pass.
-        attention=3 * 4 * model.heads * model.resolved_head_dim * seen,
+        attention=3 * 2 * model.heads * (model.resolved_head_dim + model.value_dim) * seen,
         recurrent=3
         * sum(model.hybrid.operations(kind.recurrent) for kind in model.layer_kinds if kind.recurrent)
         * tokens,

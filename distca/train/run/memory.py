@@ -125,10 +125,10 @@ class _Stage:
         # Widths are those of all layers; where MLPs differ, the widest is the one at work when most is needed.
         self._layer = layer = max(each.values(), key=LayerBytes.mlp_at_work)
         self._value, self._hidden = layer.value, layer.hidden
-        self._q, self._kv, self._lse = layer.q, layer.kv, layer.lse
+        self._q, self._o, self._kv, self._lse = layer.q, layer.o, layer.kv, layer.lse
         self._rows = config.data.tokens_per_rank
         self._half = -(-self._rows // 2) if config.cad.enabled and config.cad.ping_pong else self._rows
-        self._head_dim = model.resolved_head_dim
+        self._turned = model.rotary_dim
         self._vocabulary = vocabulary
         alone = self._data_parallel * parallel.pp == 1
         self._server_q = self._half * (1.0 if alone else BUSY_SERVER_Q)
@@ -206,7 +206,7 @@ class _Stage:
         if keep and window:
             o, contexts = 0.0, self._keys_at_home(window)
         lse = self._lse * (2 if keep and self._config.model.sinks else 1)
-        return self._value * int((1 + o) * self._q + contexts * self._kv) + lse
+        return self._value * int(self._q + o * self._o + contexts * self._kv) + lse
 
     def _keys_at_home(self, window: int) -> float:
         """Rows of keys of a layer with a window over a half's home rows: these, and those before a few shards."""
@@ -214,19 +214,21 @@ class _Stage:
 
     def _rotation(self) -> int:
         """Bytes of one token's float32 cosines and sines, for all layers together; twice as many where layers turn in
-        two ways."""
-        return 4 * self._head_dim * (1 if self._config.model.variant.turns_alike else 2)
+        two ways. Layers with latent attention have their own, and only the angles of halves in common."""
+        model = self._config.model
+        ways = self._halves - 1 if model.latent.kv_rank else 1 if model.variant.turns_alike else 2
+        return 4 * self._turned * ways
 
     def _angles_in_flight(self, in_flight: int) -> int:
         """Bytes of one token's angles in all micro-batches in flight but the newest, whose angles are there in any
         case. Only layers that are recomputed as a whole are given angles."""
-        return 4 * self._head_dim * (in_flight - 1) if self._layer.recomputed_whole else 0
+        return 4 * self._turned * (in_flight - 1) if self._layer.recomputed_whole else 0
 
     # What exists only for a moment.
 
     def _layer_at_work(self) -> int:
         """At one of the moments of the top layer's backward, when nearly all is still kept."""
-        moments = [self._half * self._mlp_at_work()]
+        moments = [self._half * self._mlp_at_work(), self._half * self._layer.latent_at_work()]
         if self._config.cad.enabled:
             if self._halves == 2:
                 moments.append(self._second_mlp_at_work())
@@ -247,7 +249,7 @@ class _Stage:
     def _second_mlp_at_work(self) -> int:
         """The same of the half that comes second. The first one's attention is already on its way, with dO and the
         gradient of the residual stream. Its MLP's kept rows are free."""
-        first = self._value * (self._q + self._hidden) - self._layer.freed_by_mlp()
+        first = self._value * (self._o + self._hidden) - self._layer.freed_by_mlp()
         return self._half * (self._mlp_at_work() + first) + self._sent_to_server()
 
     def _server_at_work(self) -> int:
@@ -258,7 +260,7 @@ class _Stage:
         home = (
             self._value * (self._half * self._q + self._rows * self._hidden) - self._rows * self._layer.freed_by_mlp()
         )
-        o = self._value * self._server_q * self._q if self._config.resolved_backward == "keep" else 0
+        o = self._value * self._server_q * self._o if self._config.resolved_backward == "keep" else 0
         o += self._value * self._copied_kv * self._kv
         return self._halves * self._sent_to_server() + int((4 + self._value) * gradients + o) + home
 
@@ -266,8 +268,8 @@ class _Stage:
         """A server's rows of one half: dO, with sinks log-sum-exp; with resend also q, k, v, o and log-sum-exp."""
         if self._config.resolved_backward == "keep":
             lse = self._lse if self._config.model.sinks else 0
-            return int(self._server_q * (self._value * self._q + lse))
-        q, kv = self._value * 3 * self._q + self._lse, self._value * self._kv
+            return int(self._server_q * (self._value * self._o + lse))
+        q, kv = self._value * (self._q + 2 * self._o) + self._lse, self._value * self._kv
         return int(self._server_q * q + self._server_kv * kv)
 
     def _loss_at_work(self) -> int:

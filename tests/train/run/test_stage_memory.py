@@ -60,6 +60,10 @@ MIXTURES = [
     SHARED | {"train.recompute": "none"},
     SHARED | {"train.recompute": "mlp", "model.experts.dense_layers": "1"},
 ]
+LATENT = {"model.kv_heads": 4, "model.latent.kv_rank": 48, "model.latent.key_dim": 24, "model.latent.rotary_dim": "8"}
+LATENT |= {"model.latent.value_dim": 24}
+OF_LATENT = [LATENT | AT_HOME | {"train.recompute": "none"}, LATENT | {"train.recompute": "mlp"}]
+OF_LATENT += [LATENT | {"train.recompute": "all", "model.latent.q_rank": 32}]
 
 
 def _config(stages: int, layers: int, case: dict[str, str]) -> RunConfig:
@@ -117,24 +121,25 @@ def _take_servers_of(routes: StepRoutes) -> None:
 
 @pytest.mark.parametrize(
     "stages, cases",
-    [(1, [OFFLOAD, MIXED, OUTPUTS, *MIXTURES]), (2, [*CASES, MIXED, OUTPUTS | AT_HOME]), (3, CASES[1:2])],
+    [(1, [OFFLOAD, MIXED, OUTPUTS, *MIXTURES, *OF_LATENT]), (2, [*CASES, MIXED, OUTPUTS | AT_HOME]), (3, CASES[1:2])],
 )
 def test_live_bytes(stages: int, cases: list[dict[str, str]]) -> None:
     by_rank = run_ranks(stages, _live, stages, 2 * stages, cases)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         for rank in ranks:
             predicted, where = rank["predicted"], (case, rank["stage"])
-            between = _between_layers(rank["stage"], stages, case.get("cad.enabled") != "false")
+            turned = int(case.get("model.latent.rotary_dim", 32))
+            between = _between_layers(rank["stage"], stages, case.get("cad.enabled") != "false", turned)
             assert rank["starts"] == pytest.approx(predicted.activations + between, rel=0.005), where
             # Rounded rows and halves that differ: exact where attention is at home.
             most = 0.04 if case.get("cad.enabled") != "false" else 0.001
             assert rank["peak"] == pytest.approx(predicted.activations + predicted.working, rel=most), where
 
 
-def _between_layers(stage: int, stages: int, ticks: bool) -> int:
+def _between_layers(stage: int, stages: int, ticks: bool, turned: int) -> int:
     """Bytes outside of layers when a backward begins."""
     last, first = stage == stages - 1, stage == 0
-    angles = 4 * TOKENS * 32
+    angles = 4 * TOKENS * turned
     # The loss keeps two gradients until its backward, the final norm its input.
     loss = 2 * HIDDEN + 4 * 64 * 128 if last else 0
     gradient_and_sent = (0 if last else HIDDEN) * (2 if ticks else 1)
