@@ -209,8 +209,8 @@ class LayerBytes:
         return self.value * elements + 4 * (self.q + self.kv // 2) // head_dim
 
     def _latent_rows(self) -> int:
-        """Bytes of the first norm's output, which two projections read; latent rows before and behind their norms, with the
-        number that multiplied each; and cosines and sines of queries and of keys."""
+        """Bytes of the first norm's output, which two projections read; latent rows before and behind their norms, with
+        the number that multiplied each; and cosines and sines of queries and of keys."""
         latent = self.shape.latent
         if not latent.kv_rank:
             return 0
