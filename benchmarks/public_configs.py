@@ -482,6 +482,17 @@ PUBLIC: dict[str, Public] = {
             **{"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "use_qk_norm": False, "rope_scaling": None},
         )
     ),
+    "GLM-4.5": Public(
+        _of(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            _sizes(5120, 92, 12288, 96, 8, 151552, 131072, 1e6),
+            **{"attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "partial_rotary_factor": 0.5},
+            **{"moe_intermediate_size": 1536, "n_group": 1, "topk_group": 1, "n_routed_experts": 160},
+            **{"n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+            **{"first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "use_qk_norm": True, "rope_scaling": None},
+        )
+    ),
     "Qwen3-30B-A3B": Public(
         _of(
             "qwen3_moe",
@@ -543,6 +554,8 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     small = dict(fields) | _SMALL | {"num_key_value_heads": 4 // groups, "initializer_range": 0.3}
     if "head_dim" in fields:
         small["head_dim"] = 16
+    if "first_k_dense_replace" in fields:
+        small["first_k_dense_replace"] = 1
     for name in ("layer_types", "no_rope_layers"):
         if name in fields:
             small[name] = fields[name][-_SMALL["num_hidden_layers"] :]

@@ -136,7 +136,11 @@ def test_the_window_of_layers_that_have_one() -> None:
             "weight_block_size [64, 64], but quantised weights are read as fp8 only, FP8 in blocks of 128",
         ),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
-        (QWEN3, {"num_experts": 8}, "has num_experts 8, but mixtures of experts"),
+        (
+            QWEN3,
+            {"num_experts": 8},
+            "has num_experts 8, but the class of this model type in transformers has no such experts",
+        ),
         (LLAMA, {"kv_lora_rank": 512}, "multi-head latent attention is not served"),
         (LLAMA, {"hidden_act": "gelu"}, "has hidden_act 'gelu', but only silu"),
         (QWEN2, {"mlp_bias": True}, "has mlp_bias, but the class of this model type in transformers has no such"),

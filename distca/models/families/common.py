@@ -120,7 +120,7 @@ COMMON: Final[dict[str, Field]] = {
 """The fields that every configuration class of transformers has, of any version; a family's own table goes before."""
 
 _BIASES = Only(OFF, "the class of this model type in transformers has no such biases")
-_EXPERTS = Only(OFF, "mixtures of experts are not served")
+_EXPERTS = Only(OFF, "the class of this model type in transformers has no such experts")
 _LATENT = Only(OFF, "multi-head latent attention is not served")
 _SOFTCAP = Only(OFF, "scores and logits are not capped")
 _NO_ROPE = Only(OFF, "positions turn in all layers here")
@@ -167,7 +167,9 @@ ELSEWHERE: Final[dict[str, Field]] = {
     "use_qk_norm": Only(OFF, "of these models only Qwen3 has norms of queries and keys"),
     "qk_layernorm": Only(OFF, "of these models only Qwen3 has norms of queries and keys"),
     "use_bidirectional_attention": Only(OFF, "every token attends to those before it only"),
-    "num_nextn_predict_layers": Only(OFF, "layers that predict several tokens are not served"),
+    "num_nextn_predict_layers": Only(
+        OFF, "the class of this model type in transformers has no layers that predict further tokens"
+    ),
     "sliding_window": Only(OFF, "the class of this model type in transformers knows no windows"),
     "layer_types": Only(OFF, "the class of this model type in transformers knows no kinds of layers"),
     "activation": Only((None, "silu", "swish", "swiglu"), "only silu is served"),

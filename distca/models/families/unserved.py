@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-_EXPERTS = "mixtures of experts"
+_EXPERTS = "its own names and fields of experts"
 _LATENT = "multi-head latent attention and mixtures of experts"
 _MULTIPLIERS = "multipliers of embeddings, residuals and logits"
 _RECURRENT = "layers that are no attention"

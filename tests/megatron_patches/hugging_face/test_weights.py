@@ -1,6 +1,7 @@
 """Weights of Hugging Face folders in GPTModels: the same logits as transformers in every layout, and back again."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -341,3 +342,27 @@ def test_a_folder_that_cannot_be_written_is_a_sentence_on_every_rank(tmp_path):
     (tmp_path / "file").write_text("")
     said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "file"))
     assert len(set(said)) == 1 and said[0].startswith(f"{tmp_path / 'file'} could not be written (rank 0: ")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral, fused", "gpt_oss, mxfp4"])
+def test_a_rank_reads_its_own_experts_alone(root, name):
+    from distca.models.description import describe_folder
+    from distca.models.tensors import TensorFiles
+    from megatron_patches.hugging_face.weights import slot_of
+
+    described, ranks, read = describe_folder(root / name), 2, []
+
+    class Recorded(TensorFiles):
+        def read(self, name, *ranges):
+            read.append(name)
+            return super().read(name, *ranges)
+
+    own, files = described.experts.count // ranks, Recorded(root / name)
+    for rank in range(ranks):
+        read.clear()
+        for local in range(own):
+            for linear in ("linear_fc1", "linear_fc2"):
+                parameter = f"decoder.layers.1.mlp.experts.local_experts.{local}.{linear}.weight"
+                slot_of(parameter, 1, described, ranks).share(files, rank, ranks)
+        numbers = {int(re.search(r"(?:experts\.|#)(\d+)", each)[1]) for each in read}
+        assert numbers == set(range(rank * own, (rank + 1) * own)), numbers
