@@ -45,6 +45,7 @@ class CadOptions:
             them by nccl or gloo. SERVERS of pretrain_llama.sh or `distca.serve` starts them.
         speeds: each server's speed over that of its cost table. Homes come first, stage by stage, then servers without
             a model; empty where all are alike.
+        server_gb_s: GB/s of a server without a model over the network, which plans count; 0 = 51, as homes are counted.
     """
 
     ping_pong: bool = True
@@ -60,6 +61,7 @@ class CadOptions:
     nvshmem_buffer_gb: float = 0.0
     servers: int = 0
     speeds: tuple[float, ...] = ()
+    server_gb_s: float = 0.0
 
     @property
     def shared(self) -> dict[str, Any]:

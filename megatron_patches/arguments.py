@@ -22,7 +22,7 @@ How = Literal["keep", "resend"]
 
 _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
 _WHOLE = {"tokens_per_rank", "servers"}
-_LEAST = {"tokens_per_rank": 1, "servers": 0, "tolerance": 0, "nvshmem_buffer_gb": 0}
+_LEAST = {"tokens_per_rank": 1, "servers": 0, "tolerance": 0, "nvshmem_buffer_gb": 0, "server_gb_s": 0}
 _MAY_DIFFER = {
     "transport",
     "kernel",
@@ -107,6 +107,8 @@ class CadArguments(CadOptions):
             raise SupportError(
                 f"servers is {self.servers}, but disaggregate is False, and attention stays at home: set servers to 0."
             )
+        if self.server_gb_s and not self.servers:
+            raise SupportError(f"server_gb_s is {self.server_gb_s}, but servers is 0: leave server_gb_s out.")
         if self.offload:
             check_offload(self.disaggregate, self.recompute, found, stages)
         return found

@@ -23,8 +23,6 @@ from distca.plan.plan import Plan
 
 _WORTH = 0.01
 """Least part of the time for which documents get rows in both halves: a carried row's gradient is rounded twice."""
-_NVLINK = 360e9
-"""Bytes per second and direction inside a node (benchmarks/results/planner.md)."""
 
 
 class Scheduler(Protocol):
@@ -130,6 +128,6 @@ def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Pri
             moved += rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
             one_way = (out, back, shape.kv_bytes)
             far = rows.between(node).busiest(*one_way)
-            travel = (rows.busiest(*one_way) + (links.network_price - 1) * far) / _NVLINK
+            travel = (rows.busiest(*one_way) + (links.network_price - 1) * far) / links.bytes_per_s(far=False)
             exposed += max(float(travel.max()) - (sum(slowest) - own), 0.0)
     return Price(attention, exposed, moved)

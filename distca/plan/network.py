@@ -19,6 +19,9 @@ from distca.plan.layout import Shards, overlaps
 from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
+_NVLINK = 360e9
+"""Bytes per second and direction inside a node (benchmarks/results/planner.md)."""
+
 
 @dataclass(frozen=True)
 class Links:
@@ -42,6 +45,10 @@ class Links:
     def nodes(self, ranks: int) -> np.ndarray:
         """[R] node of every rank."""
         return np.arange(ranks) // (self.ranks_per_node or ranks)
+
+    def bytes_per_s(self, *, far: bool) -> float:
+        """Bytes per second that a rank sends, and gets, inside a node, or ``far`` between nodes."""
+        return _NVLINK / (self.network_price if far else 1.0)
 
     def may_relay(self, ranks: int) -> bool:
         """Whether rows may take two hops: there are several nodes, of several ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -36,12 +37,13 @@ class PlanOptions:
         costs: seconds per CA-task by kind; none where ``cost`` is that of all.
         layer_kinds: by stage, the number of each of its layers' kind; none where all layers have the first.
         non_attention: levels a phase's linear layers and attention together; None levels attention alone.
+        server_gb_s: GB/s of a server without a model over the network; 0 for what ``links`` says.
         scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
 
     Raises:
-        PlanError: on sizes below 1, servers that attention cannot go to, tables or factors that are not one for each
-            server or home, several stages whose servers keep rows for backward, stages of unequal layers,
-            costs of other kinds than ``kinds``, or layers of a kind that is not there.
+        PlanError: on sizes below 1, servers that attention cannot go to, a rate of theirs below 0, tables or factors
+            that are not one for each server or home, several stages whose servers keep rows for backward, stages of
+            unequal layers, costs of other kinds than ``kinds``, or layers of a kind that is not there.
     """
 
     ranks: int
@@ -60,6 +62,7 @@ class PlanOptions:
     non_attention: NonAttention | None = None
     scheduler: Scheduler | None = None
     servers: int = 0
+    server_gb_s: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.stages) < 1:
@@ -85,6 +88,8 @@ class PlanOptions:
     def _check_servers(self) -> None:
         if self.servers < 0 or (self.servers and not self.disaggregate):
             raise PlanError(f"`servers` is {self.servers}; it must be 0 or more, and 0 where attention stays at home.")
+        if not 0 <= self.server_gb_s < math.inf:
+            raise PlanError(f"`server_gb_s` is {self.server_gb_s}; it must be 0 or more.")
         for cost in (self.cost, *self.costs):
             if isinstance(cost, PoolCost) and len(cost.of_server) != self.pool_ranks:
                 raise PlanError(f"{len(cost.of_server)} servers have a cost table, and there are {self.pool_ranks}.")
@@ -151,6 +156,14 @@ class PlanOptions:
     def pool_ranks(self) -> int:
         """Servers of the pool, homes first."""
         return self.homes + self.servers
+
+    @property
+    def network_bytes_per_s(self) -> np.ndarray:
+        """[R] bytes per second of every server of the pool over the network."""
+        found = np.full(self.pool_ranks, self.links.bytes_per_s(far=True))
+        if self.server_gb_s:
+            found[self.homes :] = self.server_gb_s * 1e9
+        return found
 
     @property
     def keeps(self) -> bool:

@@ -9,7 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 from distca.plan.choice import Scheduler
-from distca.plan.cost.model import Direction
+from distca.plan.cost.model import CostModel, Direction
+from distca.plan.cost.pool import PoolCost
+from distca.plan.cost.travelling import with_travel
 from distca.plan.layout import Layout, Shards
 from distca.plan.metrics import server_seconds
 from distca.plan.options import PlanOptions
@@ -132,7 +134,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
             other = beside if other is None else beside + other
         return schedule(
             layout,
-            cost=options.server_cost,
+            cost=_with_travel(options, layout),
             direction=direction,
             resend=options.resend,
             tolerance=tolerance,
@@ -142,6 +144,18 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
         )
 
     return scheduled
+
+
+def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
+    """Seconds per CA-task by server. Where time is levelled and servers are not alike, those without rows wait for the
+    ones that they get."""
+    cost, has_rows = options.server_cost, layout.q_rows > 0
+    if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
+        return cost
+    node = options.links.nodes(options.pool_ranks)
+    far = np.isin(node, node[has_rows], invert=True)
+    rate = np.where(far, options.network_bytes_per_s, options.links.bytes_per_s(far=False))
+    return with_travel(cost, has_rows, rate, resend=options.resend, sinks=options.sinks)
 
 
 def _joined(parts: Sequence[Layout | None], options: PlanOptions, some: Sequence[bool] | None = None) -> Layout:

@@ -28,8 +28,9 @@ from distca.plan.options import PlanOptions
 from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"
-_FORMAT = 3
-"""Format 1 knew one cost and no kinds of layers, format 2 no servers but home ranks, all alike."""
+_FORMAT = 4
+"""Format 1 knew one cost and no kinds of layers, format 2 no servers but home ranks, all alike, format 3 no network of
+their own."""
 _NOT_WRITTEN = {"scheduler"}
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
 _FACTORS = ("forward_factor", "backward_factor")

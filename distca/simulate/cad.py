@@ -78,6 +78,7 @@ def planned(job: Job, workload: Workload) -> StepPlan:
         links=job.links,
         non_attention=job.non_attention,
         servers=job.extra_servers,
+        server_gb_s=job.cluster.slow_network_gb_s if job.cluster.slow_gpus else 0.0,
     )
     homes = [each.rank_of for each in workload.micro_batches] if workload.whole else None
     room = None

@@ -90,6 +90,7 @@ def plan_options(
         links=pool_links(tp, given.ranks_per_node, machines),
         non_attention=non_attention,
         servers=len(machines),
+        server_gb_s=given.server_gb_s,
     )
 
 

@@ -116,6 +116,8 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
         RemoteServers(2, 2, "nvshmem", CPU)
     with pytest.raises(SupportError, match="Server 1 has device cpu, and the homes compute on cuda"):
         check_device("cuda", "cpu", 1)
+    with pytest.raises(SupportError, match="server_gb_s is 25, but servers is 0"):
+        CadArguments(tokens_per_rank=1, server_gb_s=25).how(1)
     with pytest.raises(SupportError, match="speeds are given, but disaggregate is False"):
         CadArguments(tokens_per_rank=1, speeds=(1.0,), disaggregate=False).how(1)
     dense, mixture = SimpleNamespace(num_moe_experts=None), SimpleNamespace(num_moe_experts=4)

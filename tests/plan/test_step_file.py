@@ -136,7 +136,7 @@ def test_a_steps_file_of_another_format_is_refused(format: int | None, tmp_path:
     write_step(path, _inputs()["measured"])
     path.write_text(json.dumps(json.loads(path.read_text()) | {"distca_step": format}))
     with pytest.raises(
-        PlanError, match=rf"step\.json is of format {format}, and this version of DistCA reads format 3;"
+        PlanError, match=rf"step\.json is of format {format}, and this version of DistCA reads format 4;"
     ):
         read_step(path)
 

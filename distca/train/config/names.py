@@ -29,6 +29,7 @@ SETTINGS = {
     "path": "data.path",
     "seed": "data.seed",
     "servers": "SERVERS (cad.servers)",
+    "server_gb_s": "cad.server_gb_s",
     "speeds": "cad.speeds",
     "source": "data.source",
     "tokenizer": "data.tokenizer",

@@ -20,6 +20,11 @@ def servers_problems(config: RunConfig, world_size: int) -> list[str]:
             f"cad.servers is {cad.servers}, which parallel.tp {tp} does not divide, but each tensor-parallel rank has "
             "servers of its own; change one."
         )
+    if cad.server_gb_s < 0 or (cad.server_gb_s and not cad.servers):
+        problems.append(
+            f"cad.server_gb_s is {cad.server_gb_s:g}, and there are {count(cad.servers, 'server')} without a model; "
+            "give 0 or more, and above 0 only beside such servers."
+        )
     pool = (world_size + cad.servers) // tp
     if cad.speeds and not cad.enabled:
         problems.append("cad.speeds are given, but cad.enabled is false, so each rank computes what it has; drop them.")

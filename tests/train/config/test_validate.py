@@ -32,6 +32,7 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ("--cad.servers 3 --parallel.tp 2", 4, "cad.servers is 3, which parallel.tp 2 does not divide"),
         ("--cad.servers 1 --train.offload all", 4, "train.offload is all, which servers without a model have not been"),
         ("--cad.servers 1 --cad.enabled false", 4, "cad.enabled is false, which servers without a model have not been"),
+        ("--cad.server_gb_s 25", 4, "cad.server_gb_s is 25, and there are 0 servers without a model; give 0 or more"),
         ("--cad.speeds [1,0.5]", 4, "cad.speeds is [1.0, 0.5], but there are 4 attention servers; give one number"),
         (
             "--cad.servers 1 --cad.ranks_per_node 2",

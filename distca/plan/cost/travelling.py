@@ -1,0 +1,89 @@
+"""Costs of a CA-task on a server without rows of its own, with the time in which the task's rows travel.
+
+A home computes linear layers while rows travel. A server without rows has nothing to do until they are there: exchanges
+go in one order, so its next rows do not set out before its last ones are home. That time is its own, as its kernel's.
+
+Array legend: R servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan.cost.model import CostModel, Direction
+from distca.plan.cost.pool import PoolCost
+
+WAITED_FOR = 0.4
+"""Part of the time of both ways that a server waits: once a layer for two halves. It is less than half, since keys that
+its node has already are counted for each task (chosen from benchmarks/results/simulated.md)."""
+
+
+@dataclass(frozen=True)
+class TravellingCost(CostModel):
+    """Another model's seconds, and more for each query row and each key/value row.
+
+    Attributes:
+        kernel: the other model.
+        forward_rows, backward_rows: seconds for a query row and for a key/value row.
+        shape, block, linear: the other model's.
+    """
+
+    kernel: CostModel
+    forward_rows: tuple[float, float]
+    backward_rows: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "block", "linear"):
+            object.__setattr__(self, name, getattr(self.kernel, name))
+
+    def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self.kernel.forward(q_rows, kv_rows) + _travel(self.forward_rows, q_rows, kv_rows))
+
+    def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self.kernel.backward(q_rows, kv_rows) + _travel(self.backward_rows, q_rows, kv_rows))
+
+    def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        travel = np.stack([_travel(each, q_rows, kv_rows) for each in self._rows(direction)])
+        return self.kernel.per_direction(direction, q_rows, kv_rows) + travel
+
+    def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
+        seconds = self.kernel.of_few(direction, q_rows, kv_rows)
+        return [
+            [own + (of_q * q + of_kv * kv if q else 0.0) for own, q, kv in zip(each, q_rows, kv_rows, strict=True)]
+            for each, (of_q, of_kv) in zip(seconds, self._rows(direction), strict=True)
+        ]
+
+    def _rows(self, direction: Direction) -> tuple[tuple[float, float], ...]:
+        both = self.forward_rows, self.backward_rows
+        return {"both": both, "forward": both[:1], "backward": both[1:]}[direction]
+
+
+def _travel(seconds: tuple[float, float], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+    return np.where(np.asarray(q_rows) > 0, seconds[0] * np.asarray(q_rows) + seconds[1] * np.asarray(kv_rows), 0.0)
+
+
+def with_travel(
+    cost: PoolCost, has_rows: np.ndarray, bytes_per_s: np.ndarray, *, resend: bool, sinks: bool
+) -> PoolCost:
+    """Costs of a pool whose servers without rows wait for those that they compute with.
+
+    Args:
+        cost: of the pool's kernels.
+        has_rows: [R] bool whether a server is home to some.
+        bytes_per_s: [R] that reach a server, and leave it.
+        resend, sinks: as of :meth:`distca.plan.cost.model.AttentionShape.moved_bytes`.
+    """
+    ways = [cost.shape.moved_bytes(direction, resend, sinks) for direction in ("forward", "backward")]
+    tables, of_server = list(cost.tables), list(cost.of_server)
+    made: dict[tuple[int, float], int] = {}
+    for server in np.flatnonzero(~has_rows).tolist():
+        key = of_server[server], float(bytes_per_s[server])
+        if key not in made:
+            made[key] = len(tables)
+            forward, backward = ((WAITED_FOR * q / key[1], WAITED_FOR * kv / key[1]) for q, kv in ways)
+            tables.append(TravellingCost(cost.tables[key[0]], forward, backward))
+        of_server[server] = made[key]
+    return PoolCost(tuple(tables), tuple(of_server))
