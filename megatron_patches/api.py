@@ -66,7 +66,6 @@ from megatron_patches.support.arguments import check_fp8_weights, check_gradient
 from megatron_patches.support.attached import check_same_config, note_attached
 from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
-from megatron_patches.support.experts import warn_of_gpus
 from megatron_patches.support.hybrid import check_hybrid, warn_of_recurrent_layers
 from megatron_patches.support.latent import check_latent
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
@@ -136,7 +135,6 @@ class CAD:
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
-        warn_of_gpus(config, self.device)
         warn_of_recurrent_layers(config, given.hybrid_layer_pattern, self.device)
         how = given.how(self._stages)
         if given.keep_outputs:

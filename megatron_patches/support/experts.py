@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
-import torch
-import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
 from megatron_patches.support.limits import Limit, check_limit
-
-logger = logging.getLogger(__name__)
 
 _SERVED_BY = {
     "megatron's routers and experts, and the losses that balance them": """
@@ -83,16 +77,6 @@ def refuse_experts(config: TransformerConfig, what: str) -> None:
         raise SupportError(
             f"num_moe_experts is {config.num_moe_experts}, but {what} with experts is not served yet: leave it out, or "
             "set num_moe_experts to None."
-        )
-
-
-def warn_of_gpus(config: TransformerConfig, device: torch.device) -> None:
-    """Say that experts are not proved on GPUs, where a model has some; rank 0 speaks."""
-    if config.num_moe_experts and device.type == "cuda" and dist.get_rank() == 0:
-        logger.warning(
-            "num_moe_experts is %d: models with experts were held against Megatron-Core's on CPU ranks only; "
-            "compare the first losses with Megatron-Core's.",
-            config.num_moe_experts,
         )
 
 

@@ -120,8 +120,9 @@ def _check_uses(model: DistributedDataParallel) -> None:
         usual = group.golden_per_param_grad_ready_counts
         if group.is_first_batch and found:
             usual = found | {weight: 1 for weight in group.params if weight not in found}
-        for name, weight in model.named_parameters():
+        for weight in group.params:
             if found.get(weight, 0) != usual.get(weight, 0):
+                name = next(name for name, each in model.named_parameters() if each is weight)
                 raise SupportError(
                     f"{name.removeprefix('module.')} got {found.get(weight, 0)} gradients in the last micro-batch of "
                     f"this step, and {usual[weight]} are due as in the first step: gradients are reduced while "

@@ -129,6 +129,7 @@ def _questions() -> dict[str, tuple[int, list[str]]]:
         ddp = cad.data_parallel(model)
         cad.forward_backward(cad.plan_step(case_documents(case)), summed_loss_step, ddp)  # compiles kernels
         step = cad.plan_step(case_documents(case))
+        ddp.weights_gathered = True  # no optimizer runs here, which says so; else weights are compared
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")

@@ -6,7 +6,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_patches.experts.spec import has_experts
 from megatron_patches.support.config_fields import check_config
-from megatron_patches.support.experts import check_expert_groups, refuse_experts, warn_of_gpus
+from megatron_patches.support.experts import check_expert_groups, refuse_experts
 from megatron_patches.te.choice import use_te
 from tests.megatron_patches.support.cases import LLAMA, refusal
 
@@ -89,14 +89,6 @@ def test_what_is_not_served_yet_is_refused_with_experts_only():
         "num_moe_experts to None."
     )
     assert refusal(refuse_experts, _config(num_moe_experts=None), "a Hugging Face folder") is None
-
-
-def test_experts_on_gpus_are_warned_of(monkeypatch, caplog):
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    for config, device in ((_config(), "cpu"), (_config(num_moe_experts=None), "cuda"), (_config(), "cuda")):
-        warn_of_gpus(config, torch.device(device))
-    (line,) = caplog.messages
-    assert line.startswith("num_moe_experts is 8: models with experts were held against Megatron-Core's on CPU ranks")
 
 
 def test_dense_layers_among_those_with_experts_are_known():
