@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from benchmarks import step_time
 from benchmarks.when_it_pays import with_table
 from tests.docs.pages import ROOT, blocks, without_comment
 
@@ -35,3 +36,9 @@ def test_the_table_of_when_it_pays_is_that_of_the_results() -> None:
     page = README.read_text(encoding="utf-8")
     assert with_table(page) == page, "python -m benchmarks.when_it_pays writes it"
     assert page.count("×**") >= 8
+
+
+def test_the_table_of_a_steps_time_is_that_of_the_results() -> None:
+    page = step_time.PAGE.read_text(encoding="utf-8")
+    assert step_time.with_table(page) == page, "python -m benchmarks.step_time writes it"
+    assert page.count("| 2 × H") == 10
