@@ -102,10 +102,8 @@ def expert_differences(
         device: this rank's.
         disaggregate: False leaves attention, and documents as wholes, at home.
     """
-    results = []
-    for case in cases:
-        whole = unmodified_model(case, torch.float32)
-        weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    candidates = []
+    for case, weights in zip(cases, [_weights(case) for case in cases], strict=True):
         cad, model = attached(case, torch.float32, device, "reference", weights, disaggregate=disaggregate)
         set_biases(model)
         ddp = cad.data_parallel(model, distributed_optimizer=False)
@@ -113,10 +111,12 @@ def expert_differences(
         homes = None if disaggregate else [np.arange(len(each)) % ranks for each in documents]
         step = cad.plan_step(StepDocuments(documents, homes))
         candidate = outcome_of(case, cad, model, cad.forward_backward(step, summed_loss_step, ddp), weights)
-        biases = biases_of(model)
         loads = {number: load.rows_E.cpu() for number, load in cad.expert_loads(ddp).items()}
+        candidates.append((step.documents.micro_batches, candidate, biases_of(model), loads))
+    results = []
+    for case, (micro_batches, candidate, biases, loads) in zip(cases, candidates, strict=True):
         initialize_model_parallel(1, 1, case.seed)
-        compute = partial(_unmodified, case, device, step.documents.micro_batches)
+        compute = partial(_unmodified, case, device, micro_batches)
         expected, expected_biases, expected_loads = computed_once(compute)
         found = difference(candidate, expected)
         results.append(
@@ -128,6 +128,10 @@ def expert_differences(
             }
         )
     return results
+
+
+def _weights(case: ParityCase) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in unmodified_model(case, torch.float32).named_parameters()}
 
 
 def _unmodified(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from distca.cluster.interface import bind_gloo
+from distca.testing.gloo import share_gloo_device
 from distca.testing.shared_gpus import share_gpus
 from distca.transport.collective import nccl_goes_first
 
@@ -154,6 +155,7 @@ def _rank_main(
             torch.cuda.set_device(share_gpus(rank, ranks))
             nccl_goes_first()
         bind_gloo()
+        share_gloo_device()
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=200)

@@ -1,5 +1,5 @@
 """Stacks of recurrent layers and attention against unmodified Megatron-Core, one document at a time: GPTModel and
-HybridModel. Blocks in float64, losses, gradients and five optimizer steps in float32, in one start of ranks."""
+HybridModel. Blocks in float64, losses, gradients and three optimizer steps in float32, in one start of ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron_patches.versions import has_gated_delta_net
 from tests.parity.test_parity import _check, _suite
 
 CPU = torch.device("cpu")
+STEPS = 3
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,30 +26,30 @@ pytestmark = [
 ]
 
 
-def _all() -> list[tuple[Any, dict[str, float], float]]:
+def _on_four_ranks() -> list[tuple[Any, dict[str, float], float]]:
     suite = _suite()
-    from distca.parity import block, expert_steps, experts, hybrid
+    from distca.parity import expert_steps, experts, hybrid
 
-    cases, stacks, results = hybrid.hybrid_cases(), hybrid.hybrid_model_cases(), []
+    cases, stacks = hybrid.hybrid_cases(), hybrid.hybrid_model_cases()
     with_experts = [case for case in stacks if case.config.get("num_moe_experts")]  # whose routers count in the model
+    blocks = [*cases, *(case for case in stacks if case not in with_experts)]
+    blocks.sort(key=lambda case: case.tp)  # groups of ranks are made once for all of a size
     with hybrid.float32_casts_lifted():
-        for case in [*cases, *(case for case in stacks if case not in with_experts)]:
-            full = block.rounded_weights(case, torch.float32)
-            reference = block.block_unmodified(case, torch.float64, CPU, full)
-            found = block.block_disaggregated(case, torch.float64, CPU, "reference", full)
-            results.append((case, found.error(reference), suite.FLOAT64_TOLERANCE))
-    compared = [cases[1], *with_experts, *hybrid.hybrid_stage_cases()]
+        exact = suite.float64_errors(blocks, CPU)
+    compared = sorted([cases[1], *with_experts, *hybrid.hybrid_stage_cases()], key=lambda case: (case.pp, case.tp))
     trained = [replace(stacks[0], micro_batches=((13, 1, 9),))]
     found = suite.float32_differences(compared, CPU)
-    found += expert_steps.step_differences(trained, CPU, distributed=True)
+    found += expert_steps.step_differences(trained, CPU, distributed=True, steps=STEPS)
     packed = [replace(case, recompute=how) for case, how in zip(stacks[:2], ("none", "all"), strict=True)]
     found += experts.expert_differences(packed, CPU, disaggregate=False)
-    trained += packed
-    return results + [(*each, suite.FLOAT32_TOLERANCE) for each in zip([*compared, *trained], found, strict=True)]
+    compared += trained + packed
+    results = [(*each, suite.FLOAT64_TOLERANCE) for each in zip(blocks, exact, strict=True)]
+    return results + [(*each, suite.FLOAT32_TOLERANCE) for each in zip(compared, found, strict=True)]
 
 
 def _llama_as_both() -> float:
     """How far losses and gradients of a LLaMA as HybridModel are from those of the same as GPTModel."""
+    _suite()
     from distca.parity import cases, disaggregated, unmodified
 
     gpt = cases.ParityCase(micro_batches=((13, 1, 29), (25,)), tp=2)
@@ -71,36 +72,47 @@ def _name_in_stack(name: str) -> str:
     return ".".join(parts)
 
 
-def _loaded_from_a_checkpoint(case: Any, path: Path) -> float:
-    """The largest difference of weights that were saved by two tensor-parallel ranks and loaded by one."""
+def _loaded_from_checkpoints(cases: list[Any], path: Path) -> list[float]:
+    """By case, the largest difference of weights that were saved by two tensor-parallel ranks and loaded by one."""
     from megatron.core import dist_checkpointing
 
     from distca.parity import disaggregated, unmodified
     from megatron_patches.checkpoint.whole_weights import save_weights
 
-    path.mkdir(exist_ok=True)
-    weights = {name: p.detach() for name, p in unmodified.unmodified_model(case, torch.float32).named_parameters()}
-    _, saved = disaggregated.attached(case, torch.float32, CPU, "reference", weights)
-    save_weights(saved, path)
-    zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    _, loaded = disaggregated.attached(replace(case, tp=1), torch.float32, CPU, "reference", zeros)
-    loaded.load_state_dict(dist_checkpointing.load({"model": loaded.sharded_state_dict()}, str(path))["model"])
-    found = dict(loaded.named_parameters())
-    return max((found[name] - weight).abs().max().item() for name, weight in weights.items())
+    whole, differences = [], []
+    for case in cases:
+        model = unmodified.unmodified_model(case, torch.float32)
+        whole.append({name: p.detach() for name, p in model.named_parameters()})
+    for number, (case, weights) in enumerate(zip(cases, whole, strict=True)):
+        folder = path / str(number)
+        folder.mkdir(exist_ok=True)
+        _, saved = disaggregated.attached(case, torch.float32, CPU, "reference", weights)
+        save_weights(saved, folder)
+    for number, (case, weights) in enumerate(zip(cases, whole, strict=True)):
+        zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        _, loaded = disaggregated.attached(replace(case, tp=1), torch.float32, CPU, "reference", zeros)
+        read = dist_checkpointing.load({"model": loaded.sharded_state_dict()}, str(path / str(number)))
+        loaded.load_state_dict(read["model"])
+        found = dict(loaded.named_parameters())
+        differences.append(max((found[name] - weight).abs().max().item() for name, weight in weights.items()))
+    return differences
 
 
-def _in_one_start(path: Path) -> tuple[list[tuple[Any, dict[str, float], float]], list[float], float]:
-    results, llama = _all(), _llama_as_both()
+def _on_two_ranks(path: Path) -> tuple[list[float], float]:
+    llama = _llama_as_both()
     from distca.parity import hybrid
 
     saved = [hybrid.hybrid_cases()[0], *(hybrid.hybrid_model_cases()[number] for number in (0, 3))]
-    differences = [_loaded_from_a_checkpoint(case, path / str(number)) for number, case in enumerate(saved)]
-    return results, differences, llama
+    return _loaded_from_checkpoints(saved, path), llama
 
 
-def test_blocks_in_float64_whole_models_in_float32_and_checkpoints(tmp_path: Path) -> None:
-    results, differences, llama = run_ranks(4, _in_one_start, tmp_path)[0]
+def test_blocks_in_float64_and_whole_models_in_float32() -> None:
+    results = run_ranks(4, _on_four_ranks)[0]
     assert len(results) == 17
     _check(results)
+
+
+def test_checkpoints_and_a_llama_as_hybrid_model(tmp_path: Path) -> None:
+    differences, llama = run_ranks(2, _on_two_ranks, tmp_path)[0]
     assert differences == [0.0] * 3
     assert llama <= 1e-6
