@@ -32,10 +32,15 @@ def preload(*modules: str) -> None:
 
 
 def collect_seldom() -> None:
-    """Leave what was imported before the fork out of garbage collections, and let these be rare: models are made of
-    many objects, of which few are garbage."""
+    """Leave what was imported before the fork out of garbage collections for good, and let these be rare: models are
+    made of many objects, of which few are garbage."""
     gc.freeze()
+    gc.unfreeze = _nothing  # after a run all imported objects would be looked at, and copied for each process
     gc.set_threshold(50_000, 20, 50)
+
+
+def _nothing() -> None:
+    pass
 
 
 def forked(function: Callable[..., Any], *arguments: Any) -> ForkServerProcess:

@@ -1,7 +1,7 @@
 """Every command in the documentation works: fenced bash blocks of all pages, line by line, in a copy of the project.
 
 A line is run as it stands, or in a cheaper way by the first rule of RULES that matches it; a line that no rule covers
-fails. Ranks are started once, by the README's first command; everywhere else settings are only checked (DRY_RUN=1).
+fails. Ranks are forked once, for the README's first command; everywhere else settings are only checked (DRY_RUN=1).
 """
 
 from __future__ import annotations
@@ -131,8 +131,12 @@ def pip_install(project: Project, command: str) -> None:
 
 
 def first_run(project: Project, command: str) -> None:
-    said = project.run(f"{command} --train.validate_batches 1 2>&1", STEPS="2", **SMALL)
-    assert "Warning" not in said, "warnings that a user can do nothing about"
+    """What the launcher would start is started here, with forked ranks: tests/train/test_servers.py has real ones."""
+    said = project.run(f"{command} --train.validate_batches 1", DRY_RUN="1", STEPS="2", **SMALL)
+    env, *words = shlex.split(said)
+    starts = words.index(next(word for word in words if "=" not in word))  # behind the variables of its ranks
+    assert env == "env" and Path(words[starts]).name.startswith("python")
+    project.fork(*words[starts + 1 :])
     written = {path.name for path in (project.folder / "runs" / "llama-tiny").iterdir()}
     assert {"config.yaml", "metrics.jsonl", "balance.png", "tensorboard", "checkpoints"} <= written
 

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from distca.data.corpus import Corpus
     from distca.train.config.schema import RunConfig
     from megatron_patches.steps.step import Step
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 96
+_MIX_TOKENS = 1 << 20
+"""Tokens of a mix: many more than a test deals, and drawn in no time."""
 
 SETTINGS = {
     "model.layers": 2,
@@ -30,7 +33,7 @@ SETTINGS = {
     "optimizer.min_lr": 0.001,
     "optimizer.warmup_steps": 2,
     "train.steps": 6,
-    "train.validate_batches": 2,
+    "train.validate_batches": 1,
     "log.tensorboard": "false",
 }
 
@@ -73,7 +76,6 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from distca.train.config.cli import parse_run_config
     from distca.train.run.main import run_on, tokenized_corpus
     from megatron_patches.patches.cpu import use_cpu
     from megatron_patches.ranks.groups import destroy_model_parallel
@@ -85,7 +87,7 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     folders = []
     try:
         for line in command_lines:
-            config = parse_run_config(line)
+            config = _parsed_once(line)
             gc.freeze()  # what is imported is looked at once per process, not once per run
             with patch("distca.train.run.loop.plot_balance"), patch("distca.train.run.loop.plot_phases"):
                 folders.append(str(run_on(world, config, tokenized_corpus(config, world)).path))
@@ -94,18 +96,36 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     return folders
 
 
+def _parsed_once(line: list[str]) -> RunConfig:
+    """What a command line asks for, parsed by the first rank for all that have the same one."""
+    import torch.distributed as dist
+
+    from distca.train.config.cli import parse_run_config
+
+    first = [(line, parse_run_config(line)) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(first)
+    assert first[0] is not None
+    theirs, config = first[0]
+    return config if theirs == line else parse_run_config(line)
+
+
 class StepByStep:
     """A trainer whose steps the caller runs, on the ranks that call this; ends with ``close``."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus | None = None) -> None:
+        from functools import partial
+        from unittest.mock import patch
+
         import torch
         import torch.distributed as dist
 
+        from distca.data.sources import open_source
         from distca.train.data.corpus import dealt, open_corpus, open_sampler
         from distca.train.run.builder import build_trainer
         from megatron_patches.ranks.world import World
 
-        self.corpus = open_corpus(config)
+        with patch("distca.train.data.corpus.open_source", partial(open_source, mix_tokens=_MIX_TOKENS)):
+            self.corpus = corpus or open_corpus(config)
         self.world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
         self.trainer: Any = build_trainer(config, self.world, self.corpus.vocabulary)
         self._documents = dealt(

@@ -49,7 +49,6 @@ def _line(folder: Path, cut: str, **settings: object) -> list[str]:
             "train__steps": STEPS,
             "checkpoint__save_every": STEPS - 1,
             "checkpoint__save_at_end": False,
-            "train__validate_batches": 1,
         }
         | settings
     )

@@ -74,7 +74,7 @@ def two_ranks(folder: Path) -> Path:
     lines.append(line("accumulated", train__micro_batches=2, data__tokens_per_rank=EVEN, **even))
     lines.append(line("at-once", data__tokens_per_rank=2 * EVEN, **even))
     run_ranks(2, train_all, lines, timeout=200)
-    others = {"data__path": folder / "even", "data__validation_fraction": 0, "train__validate_batches": 1}
+    others = {"data__path": folder / "even", "data__validation_fraction": 0, "train__validate_batches": 2}
     # Fresh processes, and checkpoints as a run leaves them that died after its third step.
     for name in ("saving", "saving-plain", "saving-bf16"):
         _die_after_third_step(folder / name, folder / f"{name}-resumed")
@@ -193,9 +193,9 @@ def test_evaluation_gives_the_loss_of_the_last_step_and_trains_nothing(two_ranks
     loss = steps_of(two_ranks / "saving", "validation_loss")[6]
     log = (two_ranks / "saving" / "console.log").read_text()
     own, others = re.findall(r"Validation loss (.*), perplexity (.*), over (\d+) target tokens \((.*)\)\.", log)
-    assert own[:2] == (f"{loss:.4f}", f"{math.exp(loss):.4g}") and own[3] == "train.validate_batches 2"
-    # Of documents that the run did not have: a batch of four, of which none predicts its first token.
-    assert others[2:] == (str(4 * (EVEN - 1)), "train.validate_batches 1") and others[0] != own[0]
+    assert own[:2] == (f"{loss:.4f}", f"{math.exp(loss):.4g}") and own[3] == "train.validate_batches 1"
+    # Of documents that the run did not have: two batches of four, of which none predicts its first token.
+    assert others[2:] == (str(8 * (EVEN - 1)), "train.validate_batches 2") and others[0] != own[0]
     assert len(json.loads((two_ranks / "saving" / "starts.json").read_text())) == 3
     assert max(steps_of(two_ranks / "saving")) == 6
     assert not list((two_ranks / "saving").glob("config-from-*"))

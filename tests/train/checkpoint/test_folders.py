@@ -37,7 +37,6 @@ def _line(root: Path, **settings: object) -> list[str]:
         "data__path": root / "texts",
         "data__tokenizer": "bytes",
         "parallel__tp": 2,
-        "train__validate_batches": 1,
     }
     return arguments(**NO_SHAPE | CONSTANT | chosen | settings)
 

@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 
 def _line(root: Path, **settings: object) -> list[str]:
     chosen = {"output": root / "runs", "data__path": root / "texts", "data__tokenizer": "bytes"}
-    chosen |= {"checkpoint__init_from": root / "first", "parallel__tp": 2, "train__validate_batches": 1}
+    chosen |= {"checkpoint__init_from": root / "first", "parallel__tp": 2}
     return arguments(**NO_SHAPE | CONSTANT | chosen | settings)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distca.data.corpus import Corpus
 from distca.data.mixes import Mix, sample_long_context
 from distca.plan import route, training_tolerance
 from distca.plan.cost.analytic import area_cost
@@ -16,6 +17,7 @@ from distca.runtime.device_routes import StepRoutes
 from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import RunConfig
+from distca.train.data.corpus import open_corpus
 from distca.train.run import memory
 from tests.train.live_memory import LiveBytes, allocate_as_on_gpus
 from tests.train.small_runs import StepByStep
@@ -77,15 +79,16 @@ def _live(stages: int, layers: int, cases: list[dict[str, str]]) -> list[dict[st
 
     use_cpu()
     allocate_as_on_gpus(setattr)
-    return [_measure(_config(stages, layers, case)) for case in cases]
+    corpus = open_corpus(_config(stages, layers, cases[0]))
+    return [_measure(_config(stages, layers, case), corpus) for case in cases]
 
 
-def _measure(config: RunConfig) -> dict[str, Any]:
+def _measure(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_patches.training import pipeline_schedule
 
-    run = StepByStep(config)
+    run = StepByStep(config, corpus)
     step = run.step()
     live, starts = LiveBytes(), []
     backward_step = schedules.backward_step
