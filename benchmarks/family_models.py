@@ -275,8 +275,8 @@ def _fill_padding(model: Any) -> None:
 def disturb(model: Any) -> None:
     """Move norms from one and biases from zero, where a wrong place would not show."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):  # those of all experts lie in one tensor
                 parameter += 0.3 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

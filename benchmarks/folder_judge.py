@@ -176,8 +176,8 @@ def _draw(kind: Any, folder: Path) -> None:
     torch.manual_seed(1)
     model = kind.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms start at one and biases at zero
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):  # norms start at one and biases at zero
                 parameter += 0.3 * torch.randn_like(parameter)
     model.save_pretrained(folder)
 

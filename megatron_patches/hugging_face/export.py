@@ -30,7 +30,7 @@ def export_weights(
     values: Values = torch.Tensor.detach,
 ) -> None:
     """Write the model's folder; every rank calls it. Each stage's first rank writes its stage's files, and holds one
-    file at a time in host memory.
+    file at a time in host memory, beside a layer's experts where they lie in one tensor.
 
     Args:
         model: with all weights of its share on this rank's device.

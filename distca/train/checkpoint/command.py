@@ -84,7 +84,7 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
     """Write a run's weights as a Hugging Face folder.
 
     Tokenizer, chat template and generation settings come along from the folder that the run began with. No more than a
-    file of the new folder is in host memory.
+    file of the new folder is in host memory, and a layer's experts where they lie in one tensor.
 
     Args:
         run: a run's folder, or what "distca checkpoint import" wrote.
