@@ -3,7 +3,8 @@
     python -m benchmarks.families --output benchmarks/results/family_gradients.json
 
 Transformers computes one document at a time. Here the documents, which go beyond windows and the original context, are
-packed over two ranks of disaggregated core attention. Float32, on CPUs; the command fails where something differs.
+packed over two ranks of disaggregated core attention, and over two tensor-parallel ranks. Float32, on CPUs; the command
+fails where something differs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _ADAM = OptimizerConfig(lr=1e-3, schedule="constant", epsilon=1e-5, distributed=
 """Its epsilon is above what rounding leaves of gradients that are zero, such as those of biases of keys where nothing
 is rotated: a smaller one makes steps of the whole learning rate by their signs."""
 _MICRO_BATCHES = 2
+PARTS = {"families": 1, "tensor_parallel": RANKS}
+"""The parts of the report, and the tensor-parallel ranks of each."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -79,13 +82,18 @@ class Errors:
         return all(error <= TOLERANCE for error in (self.gradients, self.losses, self.weights))
 
 
-def compare(names: Sequence[str]) -> dict[str, Errors]:
-    """The errors of some of :data:`benchmarks.family_models.CASES`, by name."""
+def compare(names: Sequence[str], tp: int = 1) -> dict[str, Errors]:
+    """The errors of some of :data:`benchmarks.family_models.CASES`, by name.
+
+    Args:
+        names: of the cases.
+        tp: tensor-parallel ranks of the two ranks.
+    """
     with tempfile.TemporaryDirectory(prefix="distca-families-") as root:
         folders = {name: Path(root) / str(number) for number, name in enumerate(names)}
         models = {name: family_models.write_folder(name, folder) for name, folder in folders.items()}
         theirs = {name: _theirs(model, describe_folder(folders[name]).weights) for name, model in models.items()}
-        ours, *_ = run_ranks(RANKS, _all_ours, list(folders.values()), timeout=600.0)
+        ours, *_ = run_ranks(RANKS, _all_ours, list(folders.values()), tp, timeout=600.0)
     return {name: _errors(own, theirs[name]) for name, own in zip(names, ours, strict=True)}
 
 
@@ -170,39 +178,39 @@ def _torch_adam(weights: Tensors) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=_ADAM.lr, betas=(_ADAM.beta1, _ADAM.beta2), eps=_ADAM.epsilon)
 
 
-def _all_ours(folders: Sequence[Path]) -> list[Trained]:
+def _all_ours(folders: Sequence[Path], tp: int) -> list[Trained]:
     warnings.filterwarnings("ignore")
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    return [_ours(folder) for folder in folders]
+    return [_ours(folder, tp) for folder in folders]
 
 
-def _ours(folder: Path) -> Trained:
+def _ours(folder: Path, tp: int) -> Trained:
     """What CAD makes of a folder, packed over all ranks."""
     from distca.models.tensors import TensorFiles
     from distca.train.config.initial import model_config
     from megatron_patches.api import CAD
     from megatron_patches.hugging_face.weights import group_of, load_weights, slots
-    from megatron_patches.model.gpt import build_gpt, transformer_config
-    from megatron_patches.model.model_variant import model_options
+    from megatron_patches.model.gpt import build_model, transformer_config
+    from megatron_patches.model.model_variant import cad_keywords
     from megatron_patches.ranks.groups import initialize_model_parallel
     from megatron_patches.steps.step_documents import StepDocuments
     from megatron_patches.training.optimizer import build_optimizer
     from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
     described = describe_folder(folder)
-    initialize_model_parallel(1, 1, 1, RANKS if described.experts.count else 1)
+    initialize_model_parallel(tp, 1, 1, RANKS // tp if described.experts.count else 1)
     shape = model_config(described)
-    config = transformer_config(shape, torch.float32, cpu_initialization=True)
+    config = transformer_config(shape, torch.float32, sequence_parallel=True, cpu_initialization=True)
     cad = CAD(
         config,
-        tokens_per_rank=-(-sum(family_models.LENGTHS) // RANKS),
+        tokens_per_rank=-(-sum(family_models.LENGTHS) * tp // RANKS),
         tolerance=0.0,
         kernel="reference",
-        model_options=model_options(shape),
+        **cad_keywords(shape),
     )
-    model = cad.attach(build_gpt(shape, described.vocabulary, config, cad.block_spec()))
+    model = cad.attach(build_model(shape, described.vocabulary, cad))
     load_weights(model, described, TensorFiles(folder))
     ddp = cad.data_parallel(model, distributed_optimizer=False)
     optimizer = build_optimizer(ddp, _ADAM, STEPS, 0, torch.float32)
@@ -232,18 +240,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--only", nargs="+", default=(), help="cases that are trained; others stay as in the file")
     asked = parser.parse_args()
-    kept = json.loads(asked.output.read_text(encoding="utf-8"))["families"] if asked.only else {}
-    trained = compare(asked.only or list(family_models.CASES))
-    found = {name: trained[name] if name in trained else Errors(**kept[name]) for name in family_models.CASES}
-    different = [name for name, errors in found.items() if not errors.equal]
+    kept = json.loads(asked.output.read_text(encoding="utf-8")) if asked.only else {}
+    found = {}
+    for part, tp in PARTS.items():
+        trained = compare(asked.only or list(family_models.CASES), tp)
+        found[part] = {
+            name: trained[name] if name in trained else Errors(**kept[part][name]) for name in family_models.CASES
+        }
+    different = [f"{name}, {part}" for part in found for name, errors in found[part].items() if not errors.equal]
     report = {
         **header(command_line("python -m benchmarks.families"), RANKS),
         "tolerance": TOLERANCE,
         "different": different,
-        "families": {name: asdict(errors) for name, errors in found.items()},
+        **{part: {name: asdict(errors) for name, errors in found[part].items()} for part in found},
     }
     write_report(asked.output, report)
-    sys.stdout.write(json.dumps(report["families"], indent=1) + "\n")
+    sys.stdout.write(json.dumps({part: report[part] for part in PARTS}, indent=1) + "\n")
     sys.exit(bool(different))
 
 

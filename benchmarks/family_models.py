@@ -48,6 +48,10 @@ _SMOL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_QWEN_HYBRID = {
+    **{"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 6},
+}
 _PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -165,7 +169,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"n_shared_experts": 2, "routed_scaling_factor": 1.7, "pad_token_id": 0, "eos_token_id": 1},
         },
     ),
+    "qwen3_5": ("Qwen3_5Text", _QWEN_HYBRID | _rope("default", 1000.0, partial_rotary_factor=0.5)),
+    "qwen3_5 with images, tied": (
+        "Qwen3_5",
+        _QWEN_HYBRID
+        | {"layer_types": ["full_attention", "linear_attention"] * 2, "tie_word_embeddings": True}
+        | _rope("default", 1000.0, mrope_interleaved=True, mrope_section=[1, 1, 0]),
+    ),
 }
+CASES["nemotron_h"] = (
+    "NemotronH",
+    {
+        **{"layers_block_type": ["mamba", "mlp", "mamba", "attention"] * 2, "head_dim": 16},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6, "time_step_min": 0.3},
+    },
+)
 FUSED = {"mixtral, fused": "mixtral", "glm4_moe, fused": "glm4_moe"}
 """Cases whose folders have all experts of a layer in one tensor, as version 5 has them in memory, and what they are."""
 PACKED = {"gpt_oss, mxfp4": "gpt_oss"}
@@ -183,6 +201,12 @@ VISION = {
 }
 
 
+VISION_OF_QWEN = {
+    **{"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32},
+    **{"patch_size": 14, "num_position_embeddings": 4},
+}
+
+
 def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "40KB") -> Any:
     """Write a case's folder, in several files, and return its model."""
     import transformers
@@ -195,6 +219,14 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
     if kind == "Gemma3":
         made = {"text_config": made, "vision_config": VISION | {"model_type": "siglip_vision_model"}}
         made["mm_tokens_per_image"] = 4
+    if kind == "Qwen3_5":
+        made = {
+            "text_config": made,
+            "vision_config": VISION_OF_QWEN,
+            "tie_word_embeddings": made["tie_word_embeddings"],
+        }
+    if kind == "NemotronH":
+        made["layer_norm_epsilon"] = made.pop("rms_norm_eps")
     if kind == "Cohere2":
         made["layer_norm_eps"] = made.pop("rms_norm_eps")
     config = getattr(transformers, f"{kind}Config")(**made)
@@ -203,6 +235,7 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
         model = getattr(transformers, f"{kind.removesuffix('Text')}For{head}")(config).eval()
     _fill_padding(model)
     disturb(model)
+    _steady(model)
     packed = _pack(model) if name in PACKED else {}
     model.to(dtype).save_pretrained(folder, max_shard_size=shard, save_original_format=name not in FUSED)
     if packed:
@@ -211,6 +244,9 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
     if kind == "Glm4Moe":
         further = {f"model.layers.{made['num_hidden_layers']}.eh_proj.weight": torch.randn(4, 8).to(dtype)}
         _rewrite(folder, lambda tensors: _as_published(tensors, further))
+    if kind.startswith(("Qwen3_5", "NemotronH")):
+        further = {"mtp.fc.weight": torch.randn(4, 8).to(dtype)}
+        _rewrite(folder, lambda tensors: tensors | (further if any("embed" in name for name in tensors) else {}))
     return model
 
 
@@ -281,6 +317,18 @@ def disturb(model: Any) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer += 0.3 * torch.randn_like(buffer)
+
+
+def _steady(model: Any) -> None:
+    """Let rounding grow little in models with recurrent layers: of gradients that are differences of large numbers
+    float32 leaves few digits, in transformers too. So decays are slow, and the residual stream is larger than what
+    layers add."""
+    with torch.no_grad():
+        decays = [parameter for name, parameter in model.named_parameters() if name.endswith("A_log")]
+        for each in decays:
+            each.uniform_(-4.0, -1.5)
+        if decays:
+            model.get_input_embeddings().weight.normal_()
 
 
 def documents(seed: int = 1) -> list[list[int]]:

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.family_models import VISION_OF_QWEN
 from benchmarks.folder_judge import LENGTHS, Verdict, judge
 from benchmarks.public_configs import PUBLIC, Public, shrunk
 from distca.models.families import COMPOSITES, FAMILIES
@@ -102,6 +103,12 @@ MOVES: dict[str, list[Any]] = {
     "per_layer_config": [{"0": {"hidden_act": "gelu"}}],
     "quantization_config": [{"quant_method": "fp8"}],
     "auto_map": [{"AutoModelForCausalLM": "code.Model"}],
+    "layers_block_type": [["mamba", "attention", "mlp"], ["full_attention", "moe"], ["linear_attention"] * 2, None],
+    "hybrid_override_pattern": ["M-*", "M+*"],
+    "full_attention_interval": [2, 1],
+    "linear_conv_kernel_dim": [3],
+    "conv_kernel": [3],
+    "time_step_min": [0.5, -1.0],
     "of_nobody": [1],
 }
 """Values that fields are given; others get the opposite, a half more, or a text."""
@@ -140,13 +147,28 @@ def bases() -> dict[str, dict[str, Any]]:
             **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
             "rope_parameters": _ROPE,
         },
+        "qwen3_5_text": {
+            **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            **{"linear_key_head_dim": 8, "linear_value_head_dim": 6},
+        },
+        "nemotron_h": {
+            **{"head_dim": 8, "layers_block_type": ["linear_attention", "mlp", "full_attention"]},
+            **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6, "time_step_min": 0.1},
+        },
     }
     found = {name: small | {"model_type": name} | own.get(name, {}) for name in FAMILIES}
+    del found["nemotron_h"]["num_hidden_layers"]
     found["cohere2"]["layer_norm_eps"] = found["cohere2"].pop("rms_norm_eps")
     images = shrunk(PUBLIC["gemma-3-12b"].fields)
     images["text_config"] |= {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2}
     mistral = shrunk(PUBLIC["Mistral-Small-3.2-24B"].fields)
-    return found | {"mistral3": mistral | {"tie_word_embeddings": False}, "gemma3": images}
+    qwen = {"text_config": found["qwen3_5_text"], "vision_config": VISION_OF_QWEN, "tie_word_embeddings": False}
+    return found | {
+        "mistral3": mistral | {"tie_word_embeddings": False},
+        "gemma3": images,
+        "qwen3_5": qwen | {"model_type": "qwen3_5"},
+    }
 
 
 def moved() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -199,12 +221,14 @@ def as_expected(public: Public, verdict: Verdict) -> bool:
 
 
 def _judged(kinds: Collection[str], fields: Collection[str], before: Path) -> dict[str, Verdict]:
-    """The verdicts on every field, those on other model types, and on others than ``fields``, by the file as it is."""
+    """The verdicts on every field. Those on other model types, and on others than ``fields``, are the file's, if it has
+    them."""
     configs = dict(moved())
     again = {name: config for name, config in configs.items() if name.split(",")[0] in kinds}
     if fields:
         again = {name: config for name, config in again.items() if _field_of(name) in fields}
     kept = json.loads(before.read_text(encoding="utf-8"))["fields"] if len(again) < len(configs) else {}
+    again |= {name: config for name, config in configs.items() if name not in kept}
     judged = judge(again)
     return {name: judged[name] if name in again else Verdict(**kept[name]) for name in configs}
 

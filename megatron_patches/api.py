@@ -200,7 +200,7 @@ class CAD:
             )
         from megatron_patches.layers.hybrid_stack import hybrid_stack_spec
 
-        return hybrid_stack_spec(self.config, te=self._te)
+        return hybrid_stack_spec(self.config, options=self._given.model_options, te=self._te)
 
     def block_spec(self, layer: ModuleSpec | None = None) -> TransformerBlockSubmodules:
         """The spec to build a GPTModel with.
@@ -235,7 +235,7 @@ class CAD:
         if pattern:
             from megatron_patches.support.hybrid_model import check_hybrid_model
 
-            check_hybrid_model(model, pattern)
+            check_hybrid_model(model, pattern, options)
         else:
             check_model(model, SplitTransformerLayer if self._own_layers else TransformerLayer, options)
             check_own_rotary(model, options)

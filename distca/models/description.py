@@ -4,7 +4,7 @@ is needed."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from distca.models.families.common import COMMON, ELSEWHERE
 from distca.models.families.family import Composite, Family
 from distca.models.families.unserved import UNSERVED
 from distca.models.fields import Read, Values, read_fields
+from distca.models.hybrid import ATTENTION, EXPERTS, MLP, Hybrid, shortest
 from distca.models.quantised import FP8_BLOCK
+from distca.models.rope import RopeScaling
 from distca.models.rope_fields import Rope, read_rope, split_rope
 from distca.models.shape import LayerType, ModelShape
 from distca.models.stored import has_tensor, layer_prefix
@@ -60,12 +62,27 @@ class ModelDescription(ModelShape):
         return replace(weights, experts=FUSED) if self.fused_experts else weights
 
     @property
+    def stored_parts(self) -> list[tuple[int, str]]:
+        """Every mixer, MLP and layer with experts by its symbol, with the number of the folder's layer that has it."""
+        symbols = self.hybrid.symbols(self.layers)
+        if symbols:
+            return list(zip(self.stored_numbers, symbols, strict=True))
+        mlps = ((number, EXPERTS if kind.mlp.experts.count else MLP) for number, kind in enumerate(self.layer_kinds))
+        return [part for number, mlp in mlps for part in ((number, ATTENTION), (number, mlp))]
+
+    @property
+    def stored_numbers(self) -> Sequence[int]:
+        """For each layer the number of the folder's layer that has it."""
+        split = self.hybrid.pattern and not self.weights.own_mlps
+        return self.hybrid.mixers(self.layers) if split else range(self.layers)
+
+    @property
     def other_parts(self) -> tuple[str, ...]:
         """The first words of the names of tensors that belong to other parts of the model, such as one for images, or
         layers that predict further tokens."""
         further = range(self.layers, self.layers + self.further_layers)
         others = COMPOSITES[self.family].others if self.family in COMPOSITES else ()
-        return (*others, *(layer_prefix(number) for number in further))
+        return (*others, *FAMILIES[text_family(self.family)].others, *(layer_prefix(number) for number in further))
 
     @property
     def composite(self) -> bool:
@@ -129,7 +146,8 @@ def describe_folder(folder: Path) -> ModelDescription:
     config, where = read_config(folder), str(folder / CONFIG)
     described = describe(config, where)
     described = replace(described, fused_experts=_has_fused_experts(folder, described))
-    if config.get("model_type") in COMPOSITES and config.get("tie_word_embeddings") is None:
+    composite = COMPOSITES.get(config["model_type"])
+    if composite is not None and composite.ties and config.get("tie_word_embeddings") is None:
         # Its class ties by default, and does not where the files have an output layer of its own.
         return replace(described, tie_embeddings=not has_tensor(folder, _OUTPUT))
     return described
@@ -201,12 +219,15 @@ def _values(family: Family | Composite, kind: str, config: Mapping[str, Any], wh
 def _described(family: Family, kind: str, config: Mapping[str, Any], where: str) -> ModelDescription:
     values = _values(family, kind, config, where)
     said = values.read
-    heads, hidden, layers = (said[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    heads, hidden = (said[name] for name in ("num_attention_heads", "hidden_size"))
+    layers, hybrid = _layers(family, said, where)
     kv_heads = said["num_key_value_heads"] or heads
     rope_config, window_base = config, 0.0
     if family.window_rope is not None:
         rope_config, window_base = split_rope(config, family.window_rope, where)
-    rope = read_rope(rope_config, said["max_position_embeddings"], family, where)
+    rope = Rope(ModelShape.rope_base, RopeScaling(original_length=said["max_position_embeddings"]), ())
+    if hybrid.rotate:
+        rope = read_rope(rope_config, said["max_position_embeddings"], family, where)
     head_dim = _head_dim(said.get("head_dim"), hidden, heads, where)
     rotated = _rotated(head_dim, rope, where)
     if heads % kv_heads:
@@ -231,7 +252,8 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         qkv_bias=bool(said[family.qkv_bias]) if isinstance(family.qkv_bias, str) else family.qkv_bias,
         qk_norm=bool(said[family.qk_norm]) if isinstance(family.qk_norm, str) else family.qk_norm,
         sinks=family.sinks,
-        experts=_experts(family, said, where),
+        experts=_experts(family, said, layers, where),
+        hybrid=hybrid,
         positions=said["max_position_embeddings"],
         layer_types=layer_types,
         window=window,
@@ -262,13 +284,25 @@ def _on_quantised(kind: str | None, where: str) -> list[str]:
     return [f"{where} says that weights are in {kind}; they are trained, and exported, as bfloat16."] if kind else []
 
 
-def _experts(family: Family, said: Mapping[str, Any], where: str) -> Experts:
+def _layers(family: Family, said: Mapping[str, Any], where: str) -> tuple[int, Hybrid]:
+    """The number of layers, and recurrent ones among them."""
+    try:
+        hybrid = family.hybrid(said)
+    except ModelError as error:
+        raise ModelError(f"In {where} {error}") from None
+    layers = len(hybrid.pattern) or said["num_hidden_layers"]
+    for problem in hybrid.problems(layers):
+        raise ModelError(f"In {where} the layers cannot work: their {problem}")
+    return layers, replace(hybrid, pattern=shortest(hybrid.pattern))
+
+
+def _experts(family: Family, said: Mapping[str, Any], layers: int, where: str) -> Experts:
     """The experts of a family's layers; none in dense ones."""
     try:
         experts = family.experts(said)
     except ModelError as error:
         raise ModelError(f"In {where} {error}") from None
-    for problem in experts.problems(said["num_hidden_layers"]):
+    for problem in experts.problems(layers):
         raise ModelError(f"In {where} the experts cannot work: their {problem}")
     return experts
 

@@ -12,6 +12,8 @@ from distca.models.rope_fields import field_of_rope
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 """Fields that may say something of rotary positions."""
+_OF_IMAGES = {"mrope_section", "mrope_interleaved"}
+"""Fields of the positions of images, which stay as they are."""
 
 
 def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,11 +99,12 @@ def _set_scaling(text: dict[str, Any], model: ModelDescription) -> None:
         scaling["original_max_position_embeddings"] = model.variant.query_length
     # A class with a scaling of its own takes it where rope_parameters are missing.
     newer = "rope_parameters" in text or bool(FAMILIES[text_family(model.family)].rope_default)
-    part = (text.get(field_of_rope(text)) or {}).get("partial_rotary_factor")
+    inside = text.get(field_of_rope(text)) or {}
+    part, of_images = inside.get("partial_rotary_factor"), {name: inside[name] for name in _OF_IMAGES & inside.keys()}
     for name in _ROPE:
         text.pop(name, None)
     if newer:
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_base, **scaling}
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_base, **scaling, **of_images}
     else:
         text |= {"rope_theta": model.rope_base, "rope_scaling": scaling or None}
     if part is not None:

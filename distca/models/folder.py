@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from distca.errors import ConfigError, VersionError, system_words
 from distca.models.description import CONFIG, ModelDescription
 from distca.models.exported_config import config_fields
-from distca.models.layout import EMBEDDING, expected_shapes
+from distca.models.layout import expected_shapes
 from distca.models.pieces import tensor_and_piece
 from distca.models.stored import INDEX, SINGLE
 from distca.models.tensors import TensorFiles
@@ -148,7 +148,7 @@ class ExportedModel:
             ModelError: a file of it cannot be read.
         """
         files = TensorFiles(source, "numpy")
-        dtype = files.dtype(EMBEDDING)
+        dtype = files.dtype(model.weights.embedding)
         others = {name: files.size(name) for name in files.of_other_parts(model)}
         types = {name: kind for name in expected_shapes(model) if (kind := files.dtype(name)) != dtype}
         return cls(model, config_fields(model, dtype, first), dtype, source, files.stored, others, types)

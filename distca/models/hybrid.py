@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 ATTENTION, DELTA_NET, MAMBA, MLP, EXPERTS = "*", "G", "M", "-", "E"
 RECURRENT = DELTA_NET + MAMBA
 _MIXERS = ATTENTION + RECURRENT
+CONVOLUTION = 4
+"""Rows that the convolution of a recurrent layer reads."""
 _ALL = _MIXERS + MLP + EXPERTS
 
 
@@ -37,6 +40,8 @@ class Hybrid:
         value_dim: width of a value head.
         output_gate: the output of attention is multiplied by the sigmoid of a gate.
         rotate: queries and keys of attention are rotated by their positions.
+        plain_norm: the norm of a gated delta net's heads multiplies by its weight, whatever other norms do (Qwen3.5).
+        step_min: smallest step size of Mamba-2 (Nemotron-H).
     """
 
     pattern: str = ""
@@ -46,6 +51,8 @@ class Hybrid:
     value_dim: int = 128
     output_gate: bool = False
     rotate: bool = True
+    plain_norm: bool = False
+    step_min: float = 0.0
 
     def symbols(self, layers: int) -> str:
         """One symbol for each layer."""
@@ -63,6 +70,10 @@ class Hybrid:
         pairs = pairwise(symbols)
         return [Unit(one, "" if after in _MIXERS else after) for one, after in pairs if one in _MIXERS]
 
+    def mixers(self, layers: int) -> list[int]:
+        """Returns for each layer the number of the mixer that it is, or that it follows."""
+        return [mixer - 1 for mixer in accumulate(symbol in _MIXERS for symbol in self.symbols(layers))]
+
     @property
     def keys(self) -> int:
         """Width of all keys, or of all queries."""
@@ -78,10 +89,23 @@ class Hybrid:
         """Channels of the convolution."""
         return 2 * self.keys + self.values
 
+    def convolved(self, mixer: str) -> tuple[int, ...]:
+        """Channels of the convolution by what they become: queries, keys and values of a gated delta net; x, B and C of
+        Mamba-2."""
+        keys, values = self.keys, self.values
+        return (keys, keys, values) if mixer == DELTA_NET else (values, keys, keys)
+
+    def projected(self, mixer: str) -> tuple[int, ...]:
+        """Rows of a recurrent layer's first projection by what they become: of a gated delta net what is convolved, the
+        output gate, β and α; of Mamba-2 the output gate, what is convolved, and step sizes."""
+        heads = (self.value_heads,)
+        if mixer == DELTA_NET:
+            return (*self.convolved(mixer), self.values, *heads, *heads)
+        return (self.values, *self.convolved(mixer), *heads)
+
     def weights(self, mixer: str, hidden: int) -> int:
         """Weights of a recurrent layer's two projections."""
-        gates = self.value_heads * (2 if mixer == DELTA_NET else 1)
-        return hidden * (self.channels + self.values + gates) + hidden * self.values
+        return hidden * (sum(self.projected(mixer)) + self.values)
 
     def operations(self, mixer: str) -> int:
         """Operations of a recurrent core's forward for one token: a row reads the state, adds to it, and with the delta
@@ -116,9 +140,19 @@ class Hybrid:
         return []
 
     def _of_widths(self) -> list[str]:
-        if not {*RECURRENT} & {*self.pattern}:
-            return []
         found = [
+            f"{name} is {value}, but pattern {self.pattern!r} has no {symbol}, which alone has it; leave it out."
+            for name, value, symbol in (
+                ("plain_norm", str(self.plain_norm).lower(), DELTA_NET),
+                ("step_min", f"{self.step_min:g}", MAMBA),
+            )
+            if getattr(self, name) and symbol not in self.pattern
+        ]
+        if not (math.isfinite(self.step_min) and self.step_min >= 0):
+            found.append(f"step_min is {self.step_min:g}; it must be a number from 0 on.")
+        if not {*RECURRENT} & {*self.pattern}:
+            return found
+        found += [
             f"{name} is {getattr(self, name)}, but pattern has recurrent layers; set it to 1 or more."
             for name in ("key_heads", "value_heads", "key_dim", "value_dim")
             if getattr(self, name) < 1
@@ -126,3 +160,9 @@ class Hybrid:
         if not found and self.value_heads % self.key_heads:
             found.append(f"value_heads is {self.value_heads}, no multiple of key_heads {self.key_heads}; change one.")
         return found
+
+
+def shortest(symbols: str) -> str:
+    """The shortest pattern that makes these symbols when it is repeated."""
+    sizes = (size for size in range(1, len(symbols)) if len(symbols) % size == 0)
+    return next((symbols[:size] for size in sizes if symbols[:size] * (len(symbols) // size) == symbols), symbols)

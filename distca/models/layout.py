@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Final
 
 from distca.models.description import ModelDescription
-from distca.models.stored import BODY, layer_prefix
+from distca.models.hybrid import ATTENTION, CONVOLUTION, DELTA_NET, EXPERTS, MAMBA, MLP
+from distca.models.stored import layer_prefix
 
-EMBEDDING, OUTPUT, FINAL_NORM = f"{BODY}.embed_tokens.weight", "lm_head.weight", f"{BODY}.norm.weight"
+OUTPUT = "lm_head.weight"
 
 
 def expected_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor that a model of this description has, by its name in transformers."""
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.vocabulary, model.hidden), FINAL_NORM: (model.hidden,)}
+    names = model.weights
+    shapes: dict[str, tuple[int, ...]] = {
+        names.embedding: (model.vocabulary, model.hidden),
+        names.final_norm: (model.hidden,),
+    }
     if not model.tie_embeddings:
         shapes[OUTPUT] = (model.vocabulary, model.hidden)
-    around, dense, mixture = _around_mlp(model), _mlp(model), _experts(model)
-    for number, kind in enumerate(model.layer_kinds):
-        layer = around | (mixture if kind.mlp.experts.count else dense)
-        shapes |= {layer_prefix(number) + name: shape for name, shape in layer.items()}
+    of_symbol = {symbol: _OF_SYMBOL[symbol](model) for symbol in {symbol for _, symbol in model.stored_parts}}
+    for number, symbol in model.stored_parts:
+        shapes |= {layer_prefix(number) + name: shape for name, shape in of_symbol[symbol].items()}
     return shapes
 
 
-def _around_mlp(model: ModelDescription) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's tensors, but for those of its MLP or its experts."""
+def _attention(model: ModelDescription) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's tensors in and around attention. With an output gate each query head has one behind it."""
     q, kv, names = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.weights
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{names.attention_output}.weight": (model.hidden, q),
-    }
     variant = model.variant
-    shapes |= {f"{name}.weight": (model.hidden,) for name in names.norms(variant.norms, variant.parallel_mlp)}
+    shapes: dict[str, tuple[int, ...]] = {f"{names.attention_output}.weight": (model.hidden, q)}
+    shapes |= {f"{name}.weight": (model.hidden,) for name in names.mixer_norms(variant.norms)}
     if variant.attention_output_bias:
         shapes[f"{names.attention_output}.bias"] = (model.hidden,)
-    for name, rows in stored_rows(names.query_key_value, (q, kv, kv)).items():
+    for name, rows in stored_rows(names.query_key_value, (q * (1 + model.hybrid.output_gate), kv, kv)).items():
         shapes[f"{name}.weight"] = (rows, model.hidden)
         if model.qkv_bias:
             shapes[f"{name}.bias"] = (rows,)
@@ -45,9 +50,32 @@ def _around_mlp(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _recurrent(model: ModelDescription, mixer: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a recurrent layer, and of the norm before it."""
+    hybrid, names = model.hybrid, model.weights
+    name, heads, parts = names.recurrent.name, (hybrid.value_heads,), iter(hybrid.projected(mixer))
+    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (model.hidden,) for norm in names.mixer_norms("pre")}
+    for projection, count in names.recurrent.projections:
+        shapes[name(f"{projection}.weight")] = (sum(islice(parts, count)), model.hidden)
+    shapes |= {
+        name("conv1d.weight"): (hybrid.channels, 1, CONVOLUTION),
+        name("dt_bias"): heads,
+        name("A_log"): heads,
+        name("norm.weight"): (hybrid.value_dim if mixer == DELTA_NET else hybrid.values,),
+        name("out_proj.weight"): (model.hidden, hybrid.values),
+    }
+    return shapes | ({name("conv1d.bias"): (hybrid.channels,), name("D"): heads} if mixer == MAMBA else {})
+
+
+def _mlp_norms(model: ModelDescription) -> dict[str, tuple[int, ...]]:
+    variant = model.variant
+    names = model.weights.mlp_norms(variant.norms, variant.parallel_mlp)
+    return {f"{name}.weight": (model.hidden,) for name in names}
+
+
 def _mlp(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     names, variant = model.weights, model.variant
-    shapes: dict[str, tuple[int, ...]] = {f"{names.down}.weight": (model.hidden, model.ffn)}
+    shapes = _mlp_norms(model) | {f"{names.down}.weight": (model.hidden, model.ffn)}
     for name, rows in stored_rows(names.gate_up, (model.ffn,) * (1 + variant.gated)).items():
         shapes[f"{name}.weight"] = (rows, model.hidden)
         if variant.mlp_bias:
@@ -57,7 +85,7 @@ def _mlp(model: ModelDescription) -> dict[str, tuple[int, ...]]:
 
 def _experts(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     experts, names = model.experts, model.weights.experts
-    shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (experts.count, model.hidden)}
+    shapes = _mlp_norms(model) | {f"{names.router}.weight": (experts.count, model.hidden)}
     if experts.biases:
         shapes[f"{names.router}.bias"] = (experts.count,)
     if experts.bias:
@@ -83,3 +111,13 @@ def _experts(model: ModelDescription) -> dict[str, tuple[int, ...]]:
 def stored_rows(names: Sequence[str], rows: Sequence[int]) -> dict[str, int]:
     """Rows of each tensor that holds parts of so many rows: one each, or a single one that holds all of them."""
     return {names[0]: sum(rows)} if len(names) == 1 else dict(zip(names, rows, strict=True))
+
+
+_OF_SYMBOL: Final[dict[str, Callable[[ModelDescription], dict[str, tuple[int, ...]]]]] = {
+    ATTENTION: _attention,
+    DELTA_NET: partial(_recurrent, mixer=DELTA_NET),
+    MAMBA: partial(_recurrent, mixer=MAMBA),
+    MLP: _mlp,
+    EXPERTS: _experts,
+}
+"""Functions that give the shapes of a layer's part, by its symbol in a hybrid stack's pattern."""

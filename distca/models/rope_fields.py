@@ -172,6 +172,8 @@ def _own_fields(family: Family) -> dict[str, Field]:
         served["alpha"] = Read("number", None, optional=True)
     if "longrope" in family.rope_kinds:
         served |= {name: Read("numbers", None, optional=True) for name in ("short_factor", "long_factor")}
+    if family.image_positions:
+        served |= dict.fromkeys(("mrope_section", "mrope_interleaved"), Inert("Texts have one position a token."))
     if scales:
         served |= {"llama_4_scaling_beta": Read("number"), "original_max_position_embeddings": Read("count")}
     return served

@@ -17,8 +17,10 @@ _WRAPPED = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+    ("backbone.", "model."),
 )
-"""How models of several parts name the text part's tensors, and what these are called without the others."""
+"""How models of several parts name the text part's tensors, and what these are called without the others. Folders of
+Nemotron-H have another name of its body than its class."""
 _HEADER_BYTES = 100 << 20
 """A header is never longer."""
 _CHUNK = 1 << 24

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distca.errors import ModelError, VersionError, system_words
 from distca.json_file import inside, open_regular, read_object
 from distca.models.description import ModelDescription
-from distca.models.layout import EMBEDDING, OUTPUT, expected_shapes
+from distca.models.layout import OUTPUT, expected_shapes
 from distca.models.pieces import tensor_and_piece
 from distca.models.quantised import (
     BLOCKS,
@@ -45,6 +45,14 @@ _BYTES = {
 } | dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
 """Bytes of a value by the type of its tensor."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+def _named_as(model: ModelDescription, plain: str, stored: str) -> bool:
+    """Whether a folder's model has a tensor under its name in the files: as a part of several, or as text alone."""
+    if plain == OUTPUT:
+        return True
+    old = model.weights.old_body
+    return plain != stored if model.composite else plain == stored or bool(old and stored.startswith(f"{old}."))
 
 
 class TensorFiles:
@@ -93,11 +101,11 @@ class TensorFiles:
                 self._check(name, tuple(self._slice(name).get_shape()))
         self._refuse_others(model)
         if model.tie_embeddings and OUTPUT in self.stored:
-            self._check_tied()
+            self._check_tied(model)
 
-    def _check_tied(self) -> None:
+    def _check_tied(self, model: ModelDescription) -> None:
         """Refuse an output layer that was trained, though config.json says that it is the embedding."""
-        names = [self.stored[name] for name in (EMBEDDING, OUTPUT)]
+        names = [self.stored[name] for name in (model.weights.embedding, OUTPUT)]
         files = [self.folder / self._file_of[name] for name in names]
         if not same_bytes(files[0], names[0], files[1], names[1]):
             raise ModelError(
@@ -147,7 +155,7 @@ class TensorFiles:
             for plain, stored in self.stored.items()
             if stored not in theirs
             and not stored.endswith(_COMPUTED)
-            and (plain not in known or (plain != OUTPUT and (plain != stored) != model.composite))
+            and (plain not in known or not _named_as(model, plain, stored))
         ]
         if others:
             left = len(others) - _NAMED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from distca.models.pieces import piece_name
+from distca.models.stored import BODY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,24 @@ told to save no original format, and so does what saves its state by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecurrentMap:
+    """Names of the tensors of a recurrent layer, without the layer's prefix.
+
+    Attributes:
+        place: what all of them begin with.
+        projections: of the first one by name, without .weight, how many parts it holds of those that
+            :meth:`distca.models.hybrid.Hybrid.projected` has, one behind the other.
+    """
+
+    place: str = "linear_attn"
+    projections: tuple[tuple[str, int], ...] = ()
+
+    def name(self, part: str) -> str:
+        """The name of a tensor."""
+        return f"{self.place}.{part}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightMap:
     """Names of a layer's tensors, without the layer's prefix and without .weight or .bias.
 
@@ -64,6 +83,12 @@ class WeightMap:
         down: the MLP's last projection.
         mlp_post_norm: norm behind that, where the family has one.
         experts: what layers with experts have in place of the MLP.
+        recurrent: what recurrent layers have in place of attention.
+        own_mlps: MLPs are layers of their own, as in Megatron-Core's HybridModel (Nemotron-H); else each is in the
+            layer of the mixer before it.
+        embedding: of tokens; the whole name.
+        final_norm: norm behind the last layer; the whole name.
+        old_body: a word that names of tensors may begin with in place of model.
     """
 
     attention_norm: str = "input_layernorm"
@@ -78,9 +103,21 @@ class WeightMap:
     down: str = "mlp.down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
     experts: ExpertMap = field(default_factory=ExpertMap)
+    recurrent: RecurrentMap = field(default_factory=RecurrentMap)
+    own_mlps: bool = False
+    embedding: str = f"{BODY}.embed_tokens.weight"
+    final_norm: str = f"{BODY}.norm.weight"
+    old_body: str = ""
 
-    def norms(self, norms: str, parallel_mlp: bool) -> tuple[str, ...]:
-        """The norms of the residual stream that a layer has, by where they are; with a parallel MLP it is one."""
-        before = (self.attention_norm,) if parallel_mlp else (self.attention_norm, self.mlp_norm)
-        behind = (self.attention_post_norm, self.mlp_post_norm)
-        return (before if norms != "post" else ()) + (behind if norms != "pre" else ())
+    def mixer_norms(self, norms: str) -> tuple[str, ...]:
+        """The norms around attention, by where a layer's norms are."""
+        return _placed(norms, self.attention_norm, self.attention_post_norm)
+
+    def mlp_norms(self, norms: str, parallel_mlp: bool) -> tuple[str, ...]:
+        """The norms around the MLP; with a parallel MLP attention's is the only one before both."""
+        found = _placed(norms, self.mlp_norm, self.mlp_post_norm)
+        return found[1:] if parallel_mlp else found
+
+
+def _placed(norms: str, before: str, behind: str) -> tuple[str, ...]:
+    return ((before,) if norms != "post" else ()) + ((behind,) if norms != "pre" else ())

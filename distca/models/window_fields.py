@@ -28,7 +28,9 @@ def read_window(family: Family, said: Mapping[str, Any], where: str) -> tuple[li
         ModelError: layer_types does not fit the layers, or names a kind that is not served.
     """
     windows = family.windows
-    window, layers = None if windows == "none" else said["sliding_window"], said["num_hidden_layers"]
+    if windows == "none":
+        return ["full"], 0
+    window, layers = said["sliding_window"], said["num_hidden_layers"]
     kinds = said.get("layer_types")
     if windows == "every" and kinds is not None:  # with which transformers takes a Mistral for a Ministral
         _check(kinds, layers, window, where)
@@ -44,7 +46,7 @@ def read_window(family: Family, said: Mapping[str, Any], where: str) -> tuple[li
                 f"{where} has {shown(str(family.full_every), every)}; it must be 1 or more, or give layer_types."
             )
         has_window = [bool((layer + 1) % every) for layer in range(layers)]
-    elif windows == "none" or kinds is None:
+    elif kinds is None:
         first = said["max_window_layers"] if windows == "switched" else 0
         has_window = [window is not None and layer >= first for layer in range(layers)]
     else:

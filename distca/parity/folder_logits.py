@@ -11,8 +11,8 @@ from distca.models.description import describe_folder
 from distca.models.tensors import TensorFiles
 from megatron_patches.api import CAD
 from megatron_patches.hugging_face.weights import load_weights
-from megatron_patches.model.gpt import build_gpt, transformer_config
-from megatron_patches.model.model_variant import model_options
+from megatron_patches.model.gpt import build_model, transformer_config
+from megatron_patches.model.model_variant import cad_keywords
 from megatron_patches.ranks.groups import initialize_model_parallel
 from megatron_patches.steps.step_documents import StepDocuments
 
@@ -43,9 +43,9 @@ def folder_logits(folder: Path, documents: Sequence[Sequence[int]]) -> list[torc
         tokens_per_rank=max(map(len, documents)),
         disaggregate=False,
         kernel="reference",
-        model_options=model_options(described),
+        **cad_keywords(described),
     )
-    model = cad.attach(build_gpt(described, described.vocabulary, config, cad.block_spec()))
+    model = cad.attach(build_model(described, described.vocabulary, cad))
     load_weights(model, described, files)
     ddp = cad.data_parallel(model, distributed_optimizer=False)
     found = []

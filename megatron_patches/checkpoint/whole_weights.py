@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from distca.errors import ModelError
 from distca.models.description import ModelDescription
+from distca.models.hybrid import RECURRENT
+from megatron_patches.checkpoint.hybrid_names import parameters_of, saved_as
 from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
 from megatron_patches.hugging_face.slots import Slot
@@ -125,13 +127,31 @@ class SavedWeights:
             ModelError: one is missing.
             UnreadableError: one cannot be read.
         """
-        for key, number, slot in self._parts():
-            yield from zip(slot.names, slot.tensors([self._read(key, number)]), strict=True)
+        for keys, number, slot in self._parts():
+            parts = [self._read(key, number) for key in keys]
+            parameter = parts[0] if len(parts) == 1 else torch.cat(parts)
+            yield from zip(slot.names, slot.tensors([parameter]), strict=True)
 
-    def _parts(self) -> Iterator[tuple[str, int | None, Slot]]:
-        """Key in the checkpoint, layer or expert of what is stacked there, and what it is in the folder."""
+    def _parts(self) -> Iterator[tuple[tuple[str, ...], int | None, Slot]]:
+        """Keys in the checkpoint, layer or expert of what is stacked there, and what it is in the folder."""
         model, name = self._model, "embedding.word_embeddings.weight"
-        yield name, None, slot_of(name, -1, model)
+        yield (name,), None, slot_of(name, -1, model)
+        hybrid = bool(model.hybrid.pattern)
+        yield from self._of_hybrid() if hybrid else self._of_layers()
+        last = f"decoder.{'final_norm' if hybrid else 'final_layernorm'}.weight"
+        for name in (last, *(() if model.tie_embeddings else ("output_layer.weight",))):
+            yield (name,), None, slot_of(name, -1, model)
+
+    def _of_hybrid(self) -> Iterator[tuple[tuple[str, ...], None, Slot]]:
+        model = self._model
+        for layer, symbol in enumerate(model.hybrid.symbols(model.layers)):
+            place = f"decoder.layers.{layer}"
+            for part in parameters_of(symbol, [each for each in _LAYER if _has(model, each, mixture=False)]):
+                keys = saved_as(symbol, part) if symbol in RECURRENT else (_SAVED_AS.get(part, part),)
+                yield tuple(f"{place}.{key}" for key in keys), None, slot_of(f"{place}.{part}", layer, model)
+
+    def _of_layers(self) -> Iterator[tuple[tuple[str, ...], int | None, Slot]]:
+        model = self._model
         for layer, kind in enumerate(model.layer_kinds):
             mixture = kind.mlp.experts.count > 0
             # Layers with experts are unlike those without, so that megatron stacks none of such a model.
@@ -139,13 +159,11 @@ class SavedWeights:
             for part in _LAYER:
                 if _has(model, part, mixture):
                     slot = slot_of(f"decoder.layers.{layer}.{part}", layer, model)
-                    yield f"{stack}.{_SAVED_AS.get(part, part)}", number, slot
+                    yield (f"{stack}.{_SAVED_AS.get(part, part)}",), number, slot
             for expert in range(kind.mlp.experts.count):
                 for part in (*_EXPERTS, *(_EXPERT_BIASES if model.experts.biases else ())):
                     name = part.replace("experts.experts", f"experts.local_experts.{expert}")
-                    yield f"{stack}.{part}", expert, slot_of(f"decoder.layers.{layer}.{name}", layer, model)
-        for name in ("decoder.final_layernorm.weight", *(() if model.tie_embeddings else ("output_layer.weight",))):
-            yield name, None, slot_of(name, -1, model)
+                    yield (f"{stack}.{part}",), expert, slot_of(f"decoder.layers.{layer}.{name}", layer, model)
 
     def _read(self, key: str, number: int | None) -> torch.Tensor:
         stored = self._metadata.state_dict_metadata.get(key)

@@ -13,7 +13,7 @@ from distca.models.tensors import TensorFiles
 from megatron_patches.checkpoint.whole_weights import save_weights
 from megatron_patches.hugging_face.weights import load_weights
 from megatron_patches.layers.block import block_spec
-from megatron_patches.model.gpt import build_gpt, transformer_config
+from megatron_patches.model.gpt import build_gpt, build_hybrid_of, transformer_config
 from megatron_patches.model.model_variant import model_options
 from megatron_patches.ranks.one_process import one_process
 
@@ -39,7 +39,13 @@ def import_folder(
     with one_process():
         config = transformer_config(shape, dtype, cpu_initialization=True)
         config.perform_initialization = False
-        spec = block_spec(config, options=model_options(shape), disaggregate=False)
-        gpt = build_gpt(shape, described.vocabulary, config, spec)
+        options = model_options(shape)
+        if shape.hybrid.pattern:
+            from megatron_patches.layers.hybrid_stack import hybrid_stack_spec
+
+            gpt = build_hybrid_of(shape, described.vocabulary, config, hybrid_stack_spec(config, options=options))
+        else:
+            spec = block_spec(config, options=options, disaggregate=False)
+            gpt = build_gpt(shape, described.vocabulary, config, spec)
         load_weights(gpt, described, files, advance)
         save_weights(gpt, target)

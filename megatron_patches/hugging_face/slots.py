@@ -1,9 +1,10 @@
-"""Links between the parameters of a GPTModel and the tensors of a folder that they are made of."""
+"""Links between the parameters of a model and the tensors of a folder that they are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Protocol
 
 import torch
@@ -67,19 +68,29 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Heads:
-    """A number for each query head, which are cut."""
+class Rows:
+    """Parts that follow each other on each rank, which has its rows of every one: gate and up, a number for each head.
+
+    Attributes:
+        parts: by tensor of the folder the rows of the parts that it holds, one behind the other; of weights or biases.
+    """
 
     names: tuple[str, ...]
-    heads: int
+    parts: tuple[tuple[int, ...], ...]
     by_expert = False
 
     def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
-        own = self.heads // ranks
-        return files.read(self.names[0], slice(rank * own, (rank + 1) * own))
+        shares = []
+        for name, sizes in zip(self.names, self.parts, strict=True):
+            for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+                own = size // ranks
+                shares.append(files.read(name, slice(begin + rank * own, begin + (rank + 1) * own)))
+        return torch.cat(shares)
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return (torch.cat(list(shares)),)
+        own = [size // len(shares) for sizes in self.parts for size in sizes]
+        whole = iter([torch.cat(cut) for cut in zip(*(share.split(own) for share in shares), strict=True)])
+        return tuple(torch.cat(list(islice(whole, len(sizes)))) for sizes in self.parts)
 
 
 @dataclass(frozen=True)
@@ -112,32 +123,21 @@ def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.
 
 
 @dataclass(frozen=True)
-class GateUp:
-    """On each rank its rows of the gate, where there is one, then those of the up projection; weights or biases."""
-
-    names: tuple[str, ...]
-    rows: int
-    gated: bool
-    by_expert = False
-
-    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
-        own, sizes = self.rows // ranks, [self.rows] * (1 + self.gated)
-        rows = slice(rank * own, (rank + 1) * own)
-        return torch.cat([_rows(files, self.names, sizes, part, rows) for part in range(len(sizes))])
-
-    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        parts = [torch.cat(cut) for cut in zip(*(share.chunk(1 + self.gated) for share in shares), strict=True)]
-        return _stored(self.names, parts)
-
-
-@dataclass(frozen=True)
 class QueryKeyValue:
-    """For each of the rank's groups its query heads, its key and its value; weights or biases."""
+    """For each of the rank's groups its query heads, its key and its value; weights or biases.
+
+    Attributes:
+        queries: heads of a group.
+        groups: of all ranks.
+        head_dim: rows of a head.
+        gated: each query head has an output gate, in the folder behind it, here behind all query heads of its group.
+    """
 
     names: tuple[str, ...]
     queries: int
     groups: int
     head_dim: int
+    gated: bool = False
     by_expert = False
 
     def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
@@ -146,16 +146,23 @@ class QueryKeyValue:
         for number, width in enumerate(widths):
             rows = slice(rank * own * width, (rank + 1) * own * width)
             parts.append(_rows(files, self.names, sizes, number, rows).unflatten(0, (own, width)))
+        parts[0] = self._regrouped(parts[0], (self.queries, 1 + self.gated))
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         widths = self._widths()
         groups = torch.cat([share.unflatten(0, (-1, sum(widths))) for share in shares])
-        return _stored(self.names, [part.flatten(0, 1) for part in groups.split(widths, dim=1)])
+        q, k, v = groups.split(widths, dim=1)
+        q = self._regrouped(q, (1 + self.gated, self.queries))
+        return _stored(self.names, [part.flatten(0, 1) for part in (q, k, v)])
+
+    def _regrouped(self, rows: torch.Tensor, order: tuple[int, int]) -> torch.Tensor:
+        """[groups, rows, ...], with the other order of heads and of queries and gates."""
+        return rows.unflatten(1, (*order, self.head_dim)).transpose(1, 2).flatten(1, 3)
 
     def _widths(self) -> list[int]:
         """Rows of a group in q, in k and in v."""
-        return [heads * self.head_dim for heads in (self.queries, 1, 1)]
+        return [heads * self.head_dim for heads in (self.queries * (1 + self.gated), 1, 1)]
 
 
 @dataclass(frozen=True)

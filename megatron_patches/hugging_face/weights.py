@@ -1,4 +1,5 @@
-"""The parameters of a GPTModel and the tensors of a Hugging Face folder: which are which, and how they are cut.
+"""The parameters of a GPTModel or a HybridModel and the tensors of a Hugging Face folder: which are which, and how they
+are cut.
 
 Each kind of parameter is a class: it knows the tensors it is made of, this rank's share of them, and the way back from
 all ranks' shares. Shares are read where they are needed, so that no rank holds more than its own.
@@ -8,23 +9,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 
 from distca.models.description import ModelDescription
-from distca.models.layout import EMBEDDING, FINAL_NORM, OUTPUT
+from distca.models.hybrid import RECURRENT
+from distca.models.layout import OUTPUT
 from distca.models.stored import layer_prefix
 from distca.models.tensors import TensorFiles
 from distca.models.weight_map import WeightMap
 from megatron_patches.hugging_face.slots import (
     Columns,
-    GateUp,
-    Heads,
     InPlace,
     InputFirst,
     QueryKeyValue,
+    Rows,
     Slot,
     Vocabulary,
     Whole,
@@ -39,26 +41,30 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
     """Returns the slot of a parameter: the tensors of a folder that it is made of.
 
     Args:
-        parameter: its name in a GPTModel.
-        layer: number of its layer in the whole model; not read where it is in none.
+        parameter: its name in a GPTModel, or in a HybridModel.
+        layer: number of its layer in the whole model, from 0; not read where it is in none.
         model: what the folder holds.
         expert_ranks: expert-parallel ranks, each of which numbers its own experts from 0.
     """
     if parameter == "embedding.word_embeddings.weight":
-        return Vocabulary((EMBEDDING,), model.vocabulary)
+        return Vocabulary((model.weights.embedding,), model.vocabulary)
     if parameter == "output_layer.weight":
-        return Vocabulary((EMBEDDING if model.tie_embeddings else OUTPUT,), model.vocabulary)
-    if parameter == "decoder.final_layernorm.weight":
-        return Whole((FINAL_NORM,))
-    place, name, stored = layer_prefix(layer), parameter.split(".", 3)[3], model.weights
+        return Vocabulary((model.weights.embedding if model.tie_embeddings else OUTPUT,), model.vocabulary)
+    if parameter in ("decoder.final_layernorm.weight", "decoder.final_norm.weight"):
+        return Whole((model.weights.final_norm,))
+    place, name = layer_prefix(model.stored_numbers[layer]), parameter.split(".", 3)[3]
+    stored, symbol = model.weights, model.hybrid.symbols(model.layers)[layer:][:1]
     kind = name.rpartition(".")[2]
     if (norm := _norms(stored).get(name)) is not None:
         return Whole((f"{place}{norm}.weight",))
+    if symbol and symbol in RECURRENT:
+        return _of_recurrent(name.partition(".")[2], place, symbol, model)
     if name.startswith("self_attention.linear_qkv."):
         names = tuple(f"{place}{part}.{kind}" for part in stored.query_key_value)
-        return QueryKeyValue(names, model.heads // model.kv_heads, model.kv_heads, model.head_dim)
+        gated = model.hybrid.output_gate
+        return QueryKeyValue(names, model.heads // model.kv_heads, model.kv_heads, model.head_dim, gated)
     if name == "self_attention.core_attention.softmax_offset":
-        return Heads((f"{place}{stored.sinks}",), model.heads)
+        return Rows((f"{place}{stored.sinks}",), ((model.heads,),))
     if name == "self_attention.linear_proj.bias":
         return Whole((f"{place}{stored.attention_output}.bias",))
     if name == "self_attention.linear_proj.weight":
@@ -68,7 +74,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
     if name.startswith("mlp.shared_experts."):
         parts, shared = stored.experts, model.experts.shared_ffn
         if name == "mlp.shared_experts.linear_fc1.weight":
-            return GateUp(tuple(f"{place}{part}.weight" for part in parts.shared_gate_up), shared, gated=True)
+            return _gate_up(tuple(f"{place}{part}.weight" for part in parts.shared_gate_up), shared, gated=True)
         assert name == "mlp.shared_experts.linear_fc2.weight", f"{parameter} is of no shared expert that is served"
         return Columns((f"{place}{parts.shared_down}.weight",), shared)
     if name.startswith("mlp.router."):
@@ -78,7 +84,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         experts = range(number, model.experts.count, own)
         return InPlace(tuple(_of_expert(name, place, expert, model) for expert in experts))
     if name.startswith("mlp.linear_fc1."):
-        return GateUp(tuple(f"{place}{part}.{kind}" for part in stored.gate_up), model.ffn, model.variant.gated)
+        return _gate_up(tuple(f"{place}{part}.{kind}" for part in stored.gate_up), model.ffn, model.variant.gated)
     if name == "mlp.linear_fc2.bias":
         return Whole((f"{place}{stored.down}.bias",))
     assert name == "mlp.linear_fc2.weight", f"{parameter} is no parameter of a model that is served"
@@ -94,11 +100,41 @@ def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> S
     if stored.input_first:
         return InputFirst(names, in_turn=linear == "linear_fc1")
     assert kind == "weight", f"{name} is no parameter of an expert that is served"
-    return GateUp(names, ffn, gated=True) if linear == "linear_fc1" else Columns(names, ffn)
+    return _gate_up(names, ffn, gated=True) if linear == "linear_fc1" else Columns(names, ffn)
+
+
+def _gate_up(names: tuple[str, ...], rows: int, gated: bool) -> Slot:
+    """The gate, where there is one, and the up projection; a single tensor may hold both."""
+    parts = (rows,) * (1 + gated)
+    return Rows(names, (parts,) if len(names) == 1 else tuple((part,) for part in parts))
+
+
+def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) -> Slot:
+    """Returns the slot of a parameter of a recurrent layer, by its name in the mixer."""
+    hybrid, stored = model.hybrid, model.weights.recurrent
+
+    def whole_name(part: str) -> str:
+        return place + stored.name(part)
+
+    if name == "in_proj.weight":
+        rows = iter(hybrid.projected(mixer))
+        parts = tuple(tuple(islice(rows, count)) for _, count in stored.projections)
+        return Rows(tuple(whole_name(f"{each}.weight") for each, _ in stored.projections), parts)
+    if name.startswith("conv1d"):
+        return Rows((whole_name(name.replace("_", ".")),), (hybrid.convolved(mixer),))
+    if name in ("dt_bias", "A_log", "D"):
+        return Rows((whole_name(name),), ((hybrid.value_heads,),))
+    if name == "out_norm.weight":
+        return Whole((whole_name("norm.weight"),))
+    if name == "norm.weight":
+        return Rows((whole_name(name),), ((hybrid.values,),))
+    assert name == "out_proj.weight", f"{name} is no parameter of a recurrent layer that is served"
+    return Columns((whole_name(name),), hybrid.values)
 
 
 def _norms(stored: WeightMap) -> dict[str, str]:
     return {
+        "norm.weight": stored.attention_norm,
         "input_layernorm.weight": stored.attention_norm,
         "post_attention_layernorm.weight": stored.attention_post_norm,
         "pre_mlp_layernorm.weight": stored.mlp_norm,
@@ -108,7 +144,7 @@ def _norms(stored: WeightMap) -> dict[str, str]:
     }
 
 
-def slots(gpt: GPTModel, model: ModelDescription) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
+def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
     """Every parameter of this rank's part of a model, and what it is made of."""
     for name, parameter in gpt.named_parameters():
         found = re.match(r"decoder\.layers\.(\d+)\.", name)
@@ -116,7 +152,7 @@ def slots(gpt: GPTModel, model: ModelDescription) -> Iterator[tuple[torch.nn.Par
         yield parameter, slot_of(name, layer, model, parallel_state.get_expert_model_parallel_world_size())
 
 
-def biases_of_choice(gpt: GPTModel, model: ModelDescription) -> Iterator[tuple[torch.Tensor, Slot]]:
+def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.Tensor, Slot]]:
     """The biases that this rank's routers add to scores before the choice, and what each is made of."""
     for name, buffer in gpt.named_buffers():
         if name.endswith(_CHOICE_BIAS):
@@ -132,12 +168,12 @@ def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
 
 
 def load_weights(
-    gpt: GPTModel, model: ModelDescription, files: TensorFiles, advance: Callable[[int], object] = lambda size: None
+    gpt: Any, model: ModelDescription, files: TensorFiles, advance: Callable[[int], object] = lambda size: None
 ) -> None:
     """Copy this rank's shares of a folder's tensors into a built model, in the model's type.
 
     Args:
-        gpt: this rank's part, on its device, not wrapped yet.
+        gpt: this rank's part of a GPTModel or a HybridModel, on its device, not wrapped yet.
         model: what the folder holds; ``files.check`` has passed.
         files: its tensors.
         advance: called with the bytes of each parameter.

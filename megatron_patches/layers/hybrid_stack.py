@@ -23,7 +23,8 @@ from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.mamba import OwnMambaMixer, SplitMambaLayer
 from megatron_patches.layers.rotations import RowRotations
 from megatron_patches.layers.units import BoundRecurrentUnit, bound_units
-from megatron_patches.patches.norms import norm_class
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions
+from megatron_patches.patches.norms import PlainRMSNorm, norm_class
 from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
@@ -68,15 +69,16 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
         return norm
 
 
-def hybrid_stack_spec(config: TransformerConfig, *, te: bool) -> ModuleSpec:
+def hybrid_stack_spec(config: TransformerConfig, *, options: ModelOptions = MEGATRONS, te: bool = False) -> ModuleSpec:
     """The spec of a HybridModel's stack.
 
     Args:
         config: of the model.
+        options: of the model.
         te: Transformer Engine's linear layers in place of Megatron's.
     """
     norm, (column, row) = norm_class(config), linear_classes(te)
-    layer = layer_spec(config, te=te)
+    layer = layer_spec(config, options=options, te=te)
     # Layers with an MLP alone add what the mixer before them put out, so they are given how, too.
     attention, mlp = deepcopy(layer), deepcopy(layer)
     attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
@@ -87,6 +89,7 @@ def hybrid_stack_spec(config: TransformerConfig, *, te: bool) -> ModuleSpec:
         experts.submodules.mlp = experts_spec(config)
     mamba = ModuleSpec(
         module=SplitMambaLayer,
+        params={"options": options},
         submodules=MambaLayerSubmodules(
             norm=norm,
             mixer=ModuleSpec(module=OwnMambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row)),
@@ -98,7 +101,9 @@ def hybrid_stack_spec(config: TransformerConfig, *, te: bool) -> ModuleSpec:
         module=DisaggregatedStack,
         submodules=HybridStackSubmodules(
             mamba_layer=mamba,
-            gdn_layer=recurrent_layer_spec(attention, column, row, norm),
+            gdn_layer=recurrent_layer_spec(
+                attention, column, row, PlainRMSNorm if options.plain_recurrent_norm else norm
+            ),
             attention_layer=attention,
             mlp_layer=mlp,
             moe_layer=experts,

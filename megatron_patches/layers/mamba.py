@@ -14,6 +14,7 @@ import torch
 from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
@@ -21,6 +22,7 @@ from distca.errors import SupportError
 from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel, choose_recurrent_kernel
 from distca.recurrent.kernel import wide
 from megatron_patches.layers.layer import Branch, SplitLayerParts
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.model.recurrences import mamba_recurrence
 
 
@@ -80,6 +82,12 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
     """A layer with Megatron's Mamba-2 mixer, cut at its convolution: what is behind it up to the skip of x is the core
     (distca/runtime/recurrent_call.py)."""
 
+    def __init__(
+        self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
+    ) -> None:
+        super().__init__(config, *arguments, **named)
+        self.options = options
+
     @property
     def input_layernorm(self) -> Any:  # type: ignore[override]
         """The norm before the mixer, by the name that other layers have for it."""
@@ -115,6 +123,8 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         gate, mixed_NC, steps_NH = projected_NF.split((what.heads * what.value_dim, what.channels, what.heads), dim=1)
         dtype = wide(steps_NH.dtype)
         beta_NH = functional.softplus(steps_NH.to(dtype) + mixer.dt_bias.to(dtype))
+        if self.options.step_min:
+            beta_NH = beta_NH.clamp(min=self.options.step_min)
         g_NH = -mixer.A_log.to(dtype).exp() * beta_NH
         return hidden, gate, mixed_NC, g_NH, beta_NH
 

@@ -139,6 +139,37 @@ def build_gpt(
     return model
 
 
+def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
+    """Megatron's GPTModel, or the HybridModel of a hybrid stack, with CAD's spec.
+
+    Args:
+        shape: the model's sizes.
+        vocabulary: token ids, padded as in :func:`build_gpt`.
+        cad: :class:`megatron_patches.api.CAD`, made with
+            :func:`~megatron_patches.model.model_variant.cad_keywords` of the shape.
+    """
+    if shape.hybrid.pattern:
+        return build_hybrid_of(shape, vocabulary, cad.config, cad.hybrid_stack_spec())
+    return build_gpt(shape, vocabulary, cad.config, cad.block_spec())
+
+
+def build_hybrid_of(shape: ModelShape, vocabulary: int, config: TransformerConfig, spec: ModuleSpec) -> Any:
+    """Megatron's HybridModel of a shape; arguments as of :func:`build_hybrid`. Where layers turn each by itself,
+    ModelOptions have their bases."""
+    model = build_hybrid(
+        vocabulary,
+        config,
+        spec,
+        shape.hybrid.of_stages(shape.layers, parallel_state.get_pipeline_model_parallel_world_size()),
+        rotary_base=shape.rope_base,
+        positions="rope" if shape.hybrid.rotate else "none",
+        tied=shape.tie_embeddings,
+    )
+    if shape.hybrid.rotate and shape.variant.turns_alike and shape.rope_scaling.kind != "none":
+        model.rotary_pos_emb = PositionRotary.of(shape.resolved_head_dim, shape.rope_base, shape.rope_scaling)
+    return model
+
+
 def build_hybrid(
     vocabulary: int,
     config: TransformerConfig,

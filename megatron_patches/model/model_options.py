@@ -66,6 +66,9 @@ class ModelOptions:
         logit_multiplier: factor on the logits (Cohere; one over Granite's ``logits_scaling``).
         final_softcap: limit c of the logits l, which become c tanh(l / c), behind their factor; 0 for none (Gemma 2:
             30).
+        plain_recurrent_norm: the norm of a gated delta net's heads multiplies by its weight, also with
+            ``layernorm_zero_centered_gamma`` (Qwen3.5).
+        step_min: smallest step size of Mamba-2 (Nemotron-H).
     """
 
     score_softcap: float = 0.0
@@ -82,6 +85,8 @@ class ModelOptions:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     final_softcap: float = 0.0
+    plain_recurrent_norm: bool = False
+    step_min: float = 0.0
 
     @property
     def own_layers(self) -> bool:

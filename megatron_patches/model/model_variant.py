@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 
 from distca.models.shape import ModelShape
@@ -36,7 +37,7 @@ def variant_fields(shape: ModelShape) -> dict[str, Any]:
 
 def model_options(shape: ModelShape) -> ModelOptions:
     """Returns the options that CAD takes beside that configuration."""
-    variant = shape.variant
+    variant, hybrid = shape.variant, shape.hybrid
     scaling = QueryScaling(beta=variant.query_beta, original_length=variant.query_length)
     return ModelOptions(
         score_softcap=variant.score_softcap,
@@ -54,16 +55,28 @@ def model_options(shape: ModelShape) -> ModelOptions:
         residual_multiplier=variant.residual_multiplier,
         logit_multiplier=variant.logit_multiplier,
         final_softcap=variant.final_softcap,
+        plain_recurrent_norm=hybrid.plain_norm,
+        step_min=hybrid.step_min,
     )
+
+
+def cad_keywords(shape: ModelShape) -> dict[str, Any]:
+    """Returns what CAD takes beside that configuration: these options, and a hybrid stack's pattern."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return {
+        "model_options": model_options(shape),
+        "hybrid_layer_pattern": shape.hybrid.of_stages(shape.layers, stages),
+    }
 
 
 def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
     """Returns the rotation of each layer; empty where all layers have the one that GPTModel was built with. None stands
     for a layer without rotation."""
     variant = shape.variant
-    if variant.turns_alike:
+    if variant.turns_alike or not shape.hybrid.rotate:
         return ()
     most = Rotary(base=shape.rope_base, scaling=shape.rope_scaling, percent=variant.rotary_percent)
     local = Rotary(base=variant.window_rope_base or shape.rope_base, percent=variant.rotary_percent)
-    rotations = [local if window and variant.window_rope_base else most for window in shape.windows]
+    windows = (0,) * shape.layers if shape.hybrid.pattern else shape.windows
+    rotations = [local if window and variant.window_rope_base else most for window in windows]
     return tuple(None if number in variant.unrotated_layers else each for number, each in enumerate(rotations))

@@ -50,6 +50,15 @@ class RMSNorm(torch.nn.RMSNorm):
         fill_rms_norm(x, _factors(self.weight, self.zero_centered), self.eps, out)
 
 
+class PlainRMSNorm(RMSNorm):
+    """The same, whose factors are its weight also with ``layernorm_zero_centered_gamma``."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **named: Any) -> None:
+        super().__init__(config, hidden_size, eps, **named)
+        self.zero_centered = False
+        torch.nn.init.ones_(self.weight)
+
+
 class LayerNorm(torch.nn.LayerNorm):
     """(x - mean) / √(variance + epsilon) × weight + bias over the last dimension (Ba et al. 2016), by torch; with
     ``layernorm_zero_centered_gamma`` × (1 + weight)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,16 @@ from torch.nn import functional
 
 from distca.errors import SupportError
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
-from megatron_patches.model.pattern import DELTA_NET, RECURRENT, check_pattern
+from megatron_patches.model.pattern import DELTA_NET, MAMBA, RECURRENT, check_pattern
 from megatron_patches.model.recurrences import has_output_gate, has_recurrent_layers, is_recurrent
 from megatron_patches.versions import has_gated_delta_net, installed_version
 
 logger = logging.getLogger(__name__)
+
+_OF_SYMBOL = {"plain_recurrent_norm": DELTA_NET, "step_min": MAMBA}
+"""Options of recurrent layers, by the symbol of those that have them."""
+_SERVED = ("rotations", *_OF_SYMBOL)
+"""Options of a HybridModel."""
 
 
 def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: torch.device) -> None:
@@ -43,6 +49,7 @@ def check_hybrid(
         SupportError: what is not served with them.
     """
     delta_nets = has_recurrent_layers(config)
+    _check_options(pattern, options)
     if not pattern and not delta_nets and not has_output_gate(config):
         return
     what = "experimental_attention_variant is 'gated_delta_net'" if delta_nets else "attention_output_gate is True"
@@ -60,7 +67,10 @@ def check_hybrid(
         ),
         "`disaggregate` is False: set it to True": not disaggregate and not pattern,
         "`offload` is True: set it to False": offload,
-        "`model_options` are not the defaults: leave them out": options != MEGATRONS,
+        "`model_options` are not the defaults: leave them out": options != MEGATRONS and not pattern,
+        f"`model_options` have more than {', '.join(_SERVED)}: leave it out": (
+            replace(options, **{name: getattr(MEGATRONS, name) for name in _SERVED}) != MEGATRONS
+        ),
         f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts) and not pattern,
     }
     if delta_nets:
@@ -78,3 +88,13 @@ def check_hybrid(
             raise SupportError(f"{what}, which is not served where {other}, or do without.")
     if pattern:
         check_pattern(config, pattern)
+
+
+def _check_options(pattern: str, options: ModelOptions) -> None:
+    for name, symbol in _OF_SYMBOL.items():
+        value = getattr(options, name)
+        if value != getattr(MEGATRONS, name) and symbol not in pattern:
+            raise SupportError(
+                f"`{name}` is {value}, but hybrid_layer_pattern is {pattern!r}, without {symbol}, whose layers alone "
+                "have it: leave it out."
+            )

@@ -22,10 +22,11 @@ from megatron_patches.layers.hybrid_stack import DisaggregatedStack
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.mamba import GroupedGatedNorm, OwnMambaMixer, SplitMambaLayer
 from megatron_patches.layers.packed_attention import PackedAttention
+from megatron_patches.model.model_options import ModelOptions
 from megatron_patches.model.pattern import ATTENTION, DELTA_NET, EXPERTS, MAMBA, STAGE
 from megatron_patches.model.pattern import MLP as MLP_ALONE
 from megatron_patches.model.recurrences import has_output_gate
-from megatron_patches.patches.norms import norm_class
+from megatron_patches.patches.norms import PlainRMSNorm, norm_class
 from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.support.built_model import (
     ARGUMENTS,
@@ -43,12 +44,13 @@ _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_b
 }
 
 
-def check_hybrid_model(model: Any, pattern: str) -> None:
+def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
     """Refuse what a HybridModel was built with, beyond its configuration, and would not get.
 
     Args:
         model: as built: nothing of it replaced yet.
         pattern: that its CAD was made with.
+        options: that its CAD was made with.
 
     Raises:
         SupportError: the first argument or module that is not served.
@@ -70,10 +72,10 @@ def check_hybrid_model(model: Any, pattern: str) -> None:
         expect("output_layer", type(model.output_layer), ColumnParallelLinear)
     here = pattern.split(STAGE)[parallel_state.get_pipeline_model_parallel_rank()]
     for number, (symbol, layer) in enumerate(zip(here, model.decoder.layers, strict=True)):
-        _check_layer(f"decoder.layers.{number}", symbol, layer, model.config)
+        _check_layer(f"decoder.layers.{number}", symbol, layer, model.config, options)
 
 
-def _check_layer(path: str, symbol: str, layer: Any, config: Any) -> None:
+def _check_layer(path: str, symbol: str, layer: Any, config: Any, options: ModelOptions) -> None:
     norm = norm_class(config)
     attention = GatedAttentionLayer if has_output_gate(config) else SplitTransformerLayer
     classes = {ATTENTION: attention, DELTA_NET: SplitRecurrentLayer, MAMBA: SplitMambaLayer}
@@ -98,7 +100,7 @@ def _check_layer(path: str, symbol: str, layer: Any, config: Any) -> None:
             "input_layernorm": norm,
             "self_attention": OwnGatedDeltaNet,
             "self_attention.in_proj": column,
-            "self_attention.out_norm": norm,
+            "self_attention.out_norm": PlainRMSNorm if options.plain_recurrent_norm else norm,
             "self_attention.out_proj": row,
             "mlp": IdentityOp,
         },

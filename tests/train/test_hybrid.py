@@ -72,7 +72,6 @@ def test_runs_train_and_go_on_with_tensor_parallel_ranks_or_in_stages(tmp_path: 
         ({"parallel__pp": 2, "cad__enabled": False}, "parallel.pp is 2, which is not served with model.hybrid.pattern"),
         ({"parallel__tp": 4}, "model.hybrid.key_heads 2 is not divisible by parallel.tp 4"),
         ({"model__variant__parallel_mlp": True}, "model.variant has more than"),
-        ({"checkpoint__export": "folder"}, "checkpoint.export is folder, which is not served"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changed: dict[str, object], said: str) -> None:

@@ -286,6 +286,10 @@ class TurnFinder:
             return None
 
 
+_NO_TEXT = ("image", "video", "audio")
+"""Words in the type of a part of a message that a model would have to see or hear."""
+
+
 def _check_rendering(messages: Sequence[dict[str, Any]], text: str) -> None:
     """Check that a rendering is Unicode, and that no list of parts stands in it as Python writes lists."""
     try:
@@ -308,6 +312,13 @@ def _check_texts(messages: Sequence[dict[str, Any]]) -> None:
         is_text = isinstance(content, str | list) or (isinstance(content, dict) and message["role"] != "assistant")
         if isinstance(content, list) and message["role"] == "assistant":
             is_text = all(text_of(part) is not None for part in content)
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and any(other in kind for other in _NO_TEXT):
+                raise ValueError(
+                    f"message {number}, of {message['role']!r}, has a part of type {kind!r}, but models are trained on "
+                    "text alone; leave such conversations out"
+                )
         if not is_text or not all(isinstance(message.get(name, ""), str) for name in REASONING):
             raise ValueError(
                 f"message {number}, of {message['role']!r}, says something that is no text; write it as one"

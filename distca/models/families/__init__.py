@@ -21,9 +21,11 @@ from distca.models.families.granite import GRANITE
 from distca.models.families.hunyuan import HUNYUAN
 from distca.models.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SEED_OSS
 from distca.models.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
+from distca.models.families.nemotron_hybrid import NEMOTRON_H
 from distca.models.families.olmo import OLMO2, OLMO3
 from distca.models.families.phi import PHI3
 from distca.models.families.qwen import QWEN2, QWEN3
+from distca.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_IMAGES
 from distca.models.families.smollm import SMOLLM3
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -52,8 +54,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
     "glm4_moe": GLM4_MOE,
+    "qwen3_5_text": QWEN3_5,
+    "nemotron_h": NEMOTRON_H,
 }
-COMPOSITES: Final[Mapping[str, Composite]] = {"mistral3": MISTRAL3, "gemma3": GEMMA3_IMAGES}
+COMPOSITES: Final[Mapping[str, Composite]] = {
+    "mistral3": MISTRAL3,
+    "gemma3": GEMMA3_IMAGES,
+    "qwen3_5": QWEN3_5_IMAGES,
+}
 
 
 @cache

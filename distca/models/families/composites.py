@@ -7,7 +7,7 @@ from typing import Final
 from distca.models.families.family import Composite
 from distca.models.fields import Inert, Read
 
-_VISION = Inert("It belongs to the part that sees images, which is carried along as it is.")
+VISION = Inert("It belongs to the part that sees images, which is carried along as it is.")
 _OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 MISTRAL3: Final = Composite(
@@ -23,7 +23,7 @@ MISTRAL3: Final = Composite(
             "multimodal_projector_bias",
             "spatial_merge_size",
         ),
-        _VISION,
+        VISION,
     ),
     text="text_config",
     families=("mistral", "ministral3"),
@@ -38,7 +38,7 @@ GEMMA3_IMAGES: Final = Composite(
             *("vision_config", "mm_tokens_per_image", "image_token_index", "image_token_id"),
             *("boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"),
         ),
-        _VISION,
+        VISION,
     ),
     text="text_config",
     families=("gemma3_text",),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from distca.models.experts import Experts
 from distca.models.fields import Field
+from distca.models.hybrid import Hybrid
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 
@@ -58,6 +59,10 @@ class Family:
         further_layers: fields of which the first that is there says how many layers behind the last predict further
             tokens, which are carried along as they are.
         quantised: a kind of quantised weights that its folders may have, which are read as numbers in bfloat16.
+        hybrid: recurrent layers beside attention, with a symbol for each layer in its pattern, by the values of its
+            fields.
+        others: what the names of tensors begin with that are not trained and are carried along.
+        image_positions: fields of the positions of images are there, which are those of text in texts.
         weights: names of its tensors.
     """
 
@@ -82,6 +87,9 @@ class Family:
     experts: Callable[[Mapping[str, Any]], Experts] = lambda said: Experts()
     further_layers: tuple[str, ...] = ()
     quantised: Quantised | None = None
+    hybrid: Callable[[Mapping[str, Any]], Hybrid] = lambda said: Hybrid()
+    others: tuple[str, ...] = ()
+    image_positions: bool = False
     weights: WeightMap = field(default_factory=WeightMap)
 
 
@@ -95,6 +103,7 @@ class Composite:
         text: the field with the text part's own fields.
         families: model types that the text part may have; the first one where it does not say.
         others: what the names of the other parts' tensors begin with.
+        ties: where nothing says so, the output layer uses the embedding's weights, unless files have one of its own.
     """
 
     architecture: str
@@ -102,3 +111,4 @@ class Composite:
     text: str
     families: tuple[str, ...]
     others: tuple[str, ...]
+    ties: bool = True

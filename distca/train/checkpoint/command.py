@@ -25,7 +25,7 @@ from distca.models.folder import (
     finish,
     put_in_place,
 )
-from distca.models.layout import EMBEDDING, expected_shapes
+from distca.models.layout import expected_shapes
 from distca.models.tensors import TensorFiles
 from distca.train.checkpoint.export import exported
 from distca.train.checkpoint.integrity import COMPLETE, check_contents, check_undamaged, damaged, files_of
@@ -57,7 +57,7 @@ def import_weights(folder: str, *, output: str) -> None:
         logger.warning("%s", warning)
     files = TensorFiles(source)
     files.check(described)
-    stored = files.dtype(EMBEDDING)
+    stored = files.dtype(described.weights.embedding)
     config = parse_run_config(["--checkpoint.init_from", folder])
     config = replace(
         config,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from distca.errors import VersionError
 from distca.models.description import describe_folder
 from distca.models.folder import check_empty, is_written
-from distca.models.layout import EMBEDDING
 from distca.models.tensors import TensorFiles
 from distca.train.checkpoint.integrity import COMPLETE
 from distca.train.config.initial import context_warning, description_of
@@ -75,7 +74,7 @@ def load_initial_weights(gpt: GPTModel, folder: Path) -> None:
 
     described, files, began = describe_folder(folder), TensorFiles(folder), time.perf_counter()
     own = str(gpt.config.params_dtype).removeprefix("torch.")
-    if (stored := files.dtype(EMBEDDING)) != own and own != "float32":
+    if (stored := files.dtype(described.weights.embedding)) != own and own != "float32":
         logger.warning("The weights of %s are %s and are rounded to %s.", folder, stored, own)
     read: list[int] = []
     load_weights(gpt, described, files, read.append)

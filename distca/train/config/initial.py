@@ -78,7 +78,7 @@ def first_scaling(config: RunConfig) -> RopeScaling:
 def context_warning(config: RunConfig) -> str | None:
     """A sentence where the run trains positions that the model it begins with never saw, and stretches none."""
     first, model, longest = _first(config), config.model, config.data.context_length
-    if first is None or model.rope_base != first.rope_base:
+    if first is None or model.rope_base != first.rope_base or not model.hybrid.rotate:
         return None
     known = _known_positions(first.positions, first.rope_scaling, model.rope_scaling)
     if known is None or longest <= known:
@@ -122,10 +122,10 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
             "exported; set one of them to false, or leave out checkpoint.export."
         )
     own = any(model.windows) or model.sinks or model.variant != Variant() or model.experts.count or model.latent.kv_rank
-    if first is None and own:
+    if first is None and (own or model.hybrid.pattern):
         raise ModelError(
-            "The model has windows, sinks, experts, latent attention or a variant, and no folder of a family that has "
-            "them, so it cannot be exported; begin with a folder, or leave out checkpoint.export."
+            "The model has windows, sinks, experts, latent attention, recurrent layers or a variant, and no folder of "
+            "a family that has them, so it cannot be exported; begin with a folder, or leave out checkpoint.export."
         )
     if first is not None and scaling.kind != "none" and scaling.kind not in scalings(family):
         raise ModelError(

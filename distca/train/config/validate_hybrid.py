@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distca.models.hybrid import DELTA_NET, EXPERTS, RECURRENT
+from distca.models.shape import ModelShape
 from distca.models.variant import Variant
 from distca.train.config.schema import RunConfig
 
@@ -41,14 +42,13 @@ def _not_served(config: RunConfig) -> list[str]:
         "parallel.sequence_parallel": (config.parallel.sequence_parallel or config.parallel.tp == 1, True),
         "train.offload": ("none" if train.offload == "auto" else train.offload, "none"),
         "train.fp8": (train.fp8, "none"),
-        "checkpoint.init_from": (config.checkpoint.init_from, None),
-        "checkpoint.export": (config.checkpoint.export, None),
         "model.layer_types": (model.layer_types, ["full"]),
         "model.sinks": (model.sinks, False),
-        "model.tie_embeddings": (model.tie_embeddings, False),
-        "model.rope_scaling.kind": (model.rope_scaling.kind, "none"),
         "model.experts.dense_layers": (model.experts.dense_layers, 0),
     }
+    if not hybrid.rotate:
+        found["model.rope_scaling.kind"] = model.rope_scaling.kind, "none"
+        found["model.rope_base"] = model.rope_base, ModelShape.rope_base
     if DELTA_NET in hybrid.pattern:
         found["model.variant.activation"] = (variant.activation, "silu")
     problems = [

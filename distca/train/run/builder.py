@@ -121,14 +121,12 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 
 def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype) -> tuple[CAD, DistributedDataParallel]:
     from distca import CAD
-    from megatron_patches.model.gpt import build_gpt, build_hybrid, transformer_config
-    from megatron_patches.model.model_options import ModelOptions
-    from megatron_patches.model.model_variant import model_options
+    from megatron_patches.model.gpt import build_model, transformer_config
+    from megatron_patches.model.model_variant import cad_keywords
     from megatron_patches.patches.stage_timers import StageTimers
     from megatron_patches.ranks.groups import pipeline_seed
 
     parallel, on_gpu, settings = config.parallel, world.device.type == "cuda", config.cad
-    pattern = config.model.hybrid.of_stages(config.model.layers, parallel.pp)
     torch.manual_seed(config.train.seed + pipeline_seed())
     model_config = transformer_config(
         config.model,
@@ -149,24 +147,11 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         keep_outputs=config.train.keep_outputs == "all",
         offload=config.train.offload == "all",
         linears=config.train.linears,
-        hybrid_layer_pattern=pattern,
-        model_options=ModelOptions() if pattern else model_options(config.model),
+        **cad_keywords(config.model),
     )
     if parallel.pp > 1 and not settings.enabled:
         model_config.timers = StageTimers(cad.pool.timeline)
-    if pattern:
-        built = build_hybrid(
-            vocabulary,
-            model_config,
-            cad.hybrid_stack_spec(),
-            pattern,
-            rotary_base=config.model.rope_base,
-            rotary_percent=config.model.variant.rotary_percent,
-            positions="rope" if config.model.hybrid.rotate else "none",
-        )
-    else:
-        built = build_gpt(config.model, vocabulary, model_config, cad.block_spec())
-    gpt = cad.attach(built)
+    gpt = cad.attach(build_model(config.model, vocabulary, cad))
     if on_gpu:
         gpt.cuda()
     if config.checkpoint.init_from and not config.checkpoint.resume:

@@ -238,8 +238,9 @@ def test_what_is_no_text_is_refused(wrong: dict[str, Any]) -> None:
 def test_parts_may_be_texts() -> None:
     joined = CHATML.replace("message.content +", "message.content | join +")
     assert learned(joined, [said("user", ["a", END]), said("assistant", ["b", END])]) == [f"b{END}{END}"]
-    with pytest.raises(ValueError, match="message 2, of 'assistant', says something that is no text"):
-        learned(joined, [ONE, said("assistant", [{"type": "image"}])])
+    for role in ("assistant", "user"):
+        with pytest.raises(ValueError, match=f"message 1, of '{role}', has a part of type 'image', but models are"):
+            learned(joined, [said(role, ["a", {"type": "image"}])])
 
 
 @pytest.mark.parametrize("place", ["message.content + '\\n' + message.content", "message.content"])

@@ -26,6 +26,7 @@ CUT = (
     "cohere2",
     "gpt_oss, dense",
     "arcee, biases",
+    "qwen3_5 with images, tied",
 )
 """Cases of tensor-parallel ranks and stages: together they have every weight, bias and norm that these cut or place."""
 REPLICATED = ("llama", "gemma2")
@@ -98,8 +99,8 @@ def _model(path, tp, pp, disaggregate, dtype=torch.float32):
     from distca.train.config.initial import model_config
     from megatron_patches.api import CAD
     from megatron_patches.hugging_face.weights import load_weights
-    from megatron_patches.model.gpt import build_gpt, transformer_config
-    from megatron_patches.model.model_variant import model_options
+    from megatron_patches.model.gpt import build_model, transformer_config
+    from megatron_patches.model.model_variant import cad_keywords
     from megatron_patches.ranks.groups import initialize_model_parallel
 
     described = describe_folder(path)
@@ -111,9 +112,9 @@ def _model(path, tp, pp, disaggregate, dtype=torch.float32):
         tokens_per_rank=sum(family_models.LENGTHS),
         disaggregate=disaggregate,
         kernel="reference",
-        model_options=model_options(shape),
+        **cad_keywords(shape),
     )
-    model = cad.attach(build_gpt(shape, described.vocabulary, config, cad.block_spec()))
+    model = cad.attach(build_model(shape, described.vocabulary, cad))
     files = TensorFiles(path)
     files.check(described)
     load_weights(model, described, files)
@@ -225,6 +226,7 @@ ROUND_TRIPS = (
     *("ministral3", "cohere2", "exaone4", "glm4", "ernie4_5", "hunyuan", "phi4_mini", "gemma3 with images"),
     *("gpt_oss, dense", "arcee, biases", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"),
     *family_models.FUSED,
+    *("qwen3_5", "qwen3_5 with images, tied"),
 )
 
 

@@ -17,11 +17,13 @@ from distca.models.variant import Variant
 from distca.testing.ranks import run_ranks
 from distca.train.checkpoint.checkpoints import _before
 from distca.train.config.cli import parse_run_config
+from megatron_patches.versions import has_gated_delta_net
 from tests.train.checkpoint.test_folders import CONSTANT, NO_SHAPE, VOCABULARY, _tensors
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
+HYBRIDS = ("qwen3_5 with images, tied", "nemotron_h")
 
 
 def _line(root: Path, **settings: object) -> list[str]:
@@ -75,8 +77,9 @@ def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: P
         parse_run_config(_line(tmp_path, model__variant__norms="post"))
 
 
-def test_sinks_biases_and_experts_go_through_a_checkpoint(tmp_path: Path) -> None:
+def test_sinks_biases_experts_and_recurrent_layers_go_through_a_checkpoint(tmp_path: Path) -> None:
     names = ("gpt_oss, dense", "arcee, biases", "qwen3_moe", "gpt_oss", "glm4_moe", "glm4_moe, fused")
+    names += HYBRIDS if has_gated_delta_net() else ()
     commands = []
     for name in names:
         family_models.write_folder(name, tmp_path / name / "first")
@@ -88,6 +91,34 @@ def test_sinks_biases_and_experts_go_through_a_checkpoint(tmp_path: Path) -> Non
         expected, got = _tensors(tmp_path / name / "first"), _tensors(tmp_path / name / "back")
         assert expected.keys() == got.keys() and all(torch.equal(expected[each], got[each]) for each in expected)
         assert all(expected[each].dtype == got[each].dtype for each in expected)
+
+
+@pytest.mark.skipif(not has_gated_delta_net(), reason="HybridModel's layers have been there since Megatron-Core 0.19")
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_trains_from_its_folder_in_stages_and_is_exported(name: str, tmp_path: Path) -> None:
+    """What is not trained comes along to the last bit."""
+    write_texts(tmp_path / "texts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
+        family_models.write_folder(name, tmp_path / "first", torch.bfloat16)
+    run_ranks(4, _train_hybrid, tmp_path)
+    expected, got = _tensors(tmp_path / "first"), _tensors(tmp_path / "exported")
+    carried = {each for each in expected if each.startswith(("mtp.", "model.visual."))}
+    assert carried and expected.keys() == got.keys()
+    assert {each for each in expected if torch.equal(expected[each], got[each])} >= carried
+    losses = {}
+    for folder in ("first", "exported"):
+        model = family_models.loaded(tmp_path / folder)
+        text = torch.tensor([list((tmp_path / "texts" / "000.txt").read_bytes())])
+        losses[folder] = model(text, labels=text).loss.item()
+    assert losses["exported"] < losses["first"] - 0.1
+    distca(["checkpoint", "export", str(tmp_path / "runs" / "whole"), "--output", str(tmp_path / "again")])
+    again = _tensors(tmp_path / "again")
+    assert got.keys() == again.keys() and all(torch.equal(got[each], again[each]) for each in got)
+
+
+def _train_hybrid(root: Path) -> None:
+    train_all([_line(root, name="whole", train__steps=2, parallel__pp=2, checkpoint__export=root / "exported")])
 
 
 def test_mixtures_train_from_their_folders_and_are_exported(tmp_path: Path) -> None:
