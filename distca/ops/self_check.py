@@ -161,7 +161,11 @@ def _swiglu(draw: _Draw, ffn: int) -> Outputs:
     x = draw(_ROWS, 2 * ffn).requires_grad_()
     out = swiglu(x)
     (d_x,) = torch.autograd.grad(out, x, draw(_ROWS, ffn))
-    return {"the output": out, "the input's gradient": d_x}
+    factors = draw.wide(_ROWS).requires_grad_()
+    scaled = swiglu(x, factors)
+    d_scaled, d_factors = torch.autograd.grad(scaled, (x, factors), draw(_ROWS, ffn))
+    with_factors = {"the scaled output": scaled, "its input's gradient": d_scaled, "the factors' gradient": d_factors}
+    return {"the output": out, "the input's gradient": d_x} | with_factors
 
 
 def _norm(draw: _Draw, columns: int, of: str = "") -> Outputs:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from distca.ops.grouped_linear import Groups, add_biases, grouped_linear
+from distca.ops.swiglu import swiglu
+from megatron_patches.patches.fused_ops import is_swiglu
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """[P, hidden] what experts put out for their rows, times the rows' probabilities. The modules and their weights are
-    those of Megatron's sequential experts; where something listens to one of their layers or stands in for it, they are
-    computed one after the other.
+    those of Megatron's sequential experts. Where something listens to one of their layers or stands in for it, or
+    activations' inputs are kept in FP8, they are computed one after the other.
 
     Args:
         experts: of this rank.
@@ -27,14 +28,15 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
         probs_P: the rows' probabilities.
     """
     pairs = [(expert.linear_fc1, expert.linear_fc2) for expert in experts.local_experts]
-    if not all(map(_is_bare, (linear for pair in pairs for linear in pair))):
+    bare = all(map(_is_bare, (linear for pair in pairs for linear in pair)))
+    if not bare or experts.config.activation_func_fp8_input_store:
         output: torch.Tensor = experts(rows_PH, torch.tensor(groups.rows), probs_P)[0]
         return output
     fused = bool(experts.config.gradient_accumulation_fusion)
     inner = grouped_linear(rows_PH, [first.weight for first, _ in pairs], groups, fused)
     if pairs[0][0].bias is not None:
         inner = add_biases(inner, [first.bias for first, _ in pairs], groups)
-    activated = _activated(experts.config, inner, probs_P[:, None])
+    activated = _activated(experts.config, inner, probs_P)
     output = grouped_linear(activated, [second.weight for _, second in pairs], groups, fused)
     if pairs[0][1].bias is not None:
         output = add_biases(output, [second.bias for _, second in pairs], groups, probs_P)
@@ -47,15 +49,14 @@ def _is_bare(linear: Any) -> bool:
     return served and not any(getattr(linear, kind) for kind in _HOOKS)
 
 
-def _activated(config: TransformerConfig, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+def _activated(config: TransformerConfig, x_PF: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """The output of the operations that Megatron's MLP has between its products."""
-    function = config.activation_func
-    if config.bias_activation_fusion and config.gated_linear_unit and function == torch.nn.functional.silu:
-        fused: torch.Tensor = weighted_bias_swiglu_impl(x, None, probs, config.activation_func_fp8_input_store)
-        return fused
+    if is_swiglu(config):
+        return swiglu(x_PF, probs_P)
+    function, probs = config.activation_func, probs_P[:, None]
     if not config.gated_linear_unit:
-        return (function(x) * probs).to(x.dtype)
-    gate, up = x.chunk(2, dim=-1)
+        return (function(x_PF) * probs).to(x_PF.dtype)
+    gate, up = x_PF.chunk(2, dim=-1)
     if (most := config.activation_func_clamp_value) is not None:
         gate, up = gate.clamp(max=most), up.clamp(-most, most)
-    return (function(gate) * (up + config.glu_linear_offset) * probs).to(x.dtype)
+    return (function(gate) * (up + config.glu_linear_offset) * probs).to(x_PF.dtype)

@@ -121,13 +121,14 @@ def fuse_swiglu(model: torch.nn.Module) -> None:
         if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):  # whose outputs are scaled by row
             continue
         config: TransformerConfig = module.config
-        if _is_swiglu(config):
+        if is_swiglu(config):
             module.__class__ = SwigluMLP
         elif not config.bias_activation_fusion:
             module.__class__ = LeanMLP
 
 
-def _is_swiglu(config: TransformerConfig) -> bool:
+def is_swiglu(config: TransformerConfig) -> bool:
+    """Whether an MLP's activation is SwiGLU and nothing else."""
     return (
         config.gated_linear_unit
         and config.activation_func is torch.nn.functional.silu

@@ -157,6 +157,29 @@ def test_swiglu_is_no_farther_from_float64_than_megatrons(rows, width, dtype):
             assert relative_error(mine, expected) <= 1.02 * relative_error(theirs, expected) + 1e-7
 
 
+@pytest.mark.parametrize("rows,width", [(1, 3), (777, 768), (300, 5000), (0, 64)])
+def test_swiglu_with_factors_is_no_farther_from_float64_than_megatrons(rows, width):
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    from distca.ops.swiglu import swiglu
+
+    generator = torch.Generator("cuda").manual_seed(rows)
+    x, upstream = (torch.randn(rows, n, device="cuda", generator=generator).bfloat16() for n in (2 * width, width))
+    factors = torch.rand(rows, device="cuda", generator=generator)
+
+    def run(function, dtype):
+        inputs = [x.to(dtype).requires_grad_(), factors.to(torch.promote_types(dtype, torch.float32)).requires_grad_()]
+        out = function(*inputs)
+        return out.detach(), *torch.autograd.grad(out, inputs, upstream.to(dtype))
+
+    ours = run(swiglu, torch.bfloat16)
+    assert ours[0].shape == (rows, width)
+    if rows:
+        stock = run(lambda x, factors: weighted_bias_swiglu_impl(x, None, factors[:, None]), torch.bfloat16)
+        for mine, theirs, expected in zip(ours, stock, run(swiglu, torch.float64), strict=True):
+            assert relative_error(mine, expected) <= 1.02 * relative_error(theirs, expected) + 1e-6
+
+
 def test_swiglu_of_more_than_2_to_the_31_numbers():
     """Offsets within the input need 64 bits."""
     from distca.ops.swiglu import swiglu

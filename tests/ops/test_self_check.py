@@ -56,8 +56,11 @@ def _wrong(name):
     def add(total, a, b):
         _add(total, a * (1.01 if a.dtype != torch.float64 else 1), b)
 
-    def swiglu(x):
-        return _swiglu(x if x.dtype == torch.float64 else x.roll(40, -1))
+    def swiglu(x, factors=None):
+        return _swiglu(x if x.dtype == torch.float64 else x.roll(40, -1), factors)
+
+    def factors_of_others(x, factors=None):
+        return _swiglu(x, factors if factors is None or x.dtype == torch.float64 else factors.roll(1))
 
     def sums(a, b):
         return _row_dots(a, b) * (1.001 if a.dtype != torch.float64 else 1)
@@ -70,6 +73,7 @@ def _wrong(name):
         "cross-entropy by its sum": ("row_statistics", statistics),
         "weight gradients": ("add_product", add),
         "SwiGLU": ("swiglu", swiglu),
+        "SwiGLU of other factors": ("swiglu", factors_of_others),
         "row sums": ("row_dots", sums),
     }[name]
 
@@ -85,6 +89,7 @@ def _wrong(name):
         "cross-entropy by its sum",
         "weight gradients",
         "SwiGLU",
+        "SwiGLU of other factors",
         "row sums",
     ],
 )

@@ -35,6 +35,28 @@ def test_values_and_gradient(rows, dtype, limit):
         assert not rows or relative_error(ours, theirs) < limit
 
 
+@pytest.mark.parametrize("rows", [0, 1, 37])
+@pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_factors_of_rows(rows, dtype, limit):
+    """In bfloat16 the product is rounded once more than without."""
+    from distca.ops.swiglu import swiglu
+
+    generator = torch.Generator().manual_seed(rows)
+    wide = torch.promote_types(dtype, torch.float32)
+    x, d_out = (torch.randn(rows, n, generator=generator, dtype=torch.float64).to(dtype) for n in (2 * WIDTH, WIDTH))
+    factors = torch.rand(rows, generator=generator, dtype=torch.float64).to(wide)
+    inputs = [x.requires_grad_(), factors.requires_grad_()]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    gate, up = exact[0].chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up * exact[1][:, None]
+    out = swiglu(*inputs)
+    found = (out, *torch.autograd.grad(out, inputs, d_out))
+    for ours, theirs in zip(found, (expected, *torch.autograd.grad(expected, exact, d_out.double())), strict=True):
+        assert ours.shape == theirs.shape
+        assert not rows or relative_error(ours, theirs.detach()) < limit
+    assert found[1].dtype == dtype and found[2].dtype == wide
+
+
 def _mlps(tp):
     """(name of ours, output and gradients of megatron's MLP, and of ours with the same weights) in float64, for some
     activations."""

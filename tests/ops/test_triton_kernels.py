@@ -13,7 +13,7 @@ from distca.testing.reference_attention import relative_error
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed.", allow_module_level=True)
 
-CASES = {"add_rms_norm": [(5, 96), (70, 48)], "row_dots": [(1, 64), (333, 96)]}
+CASES = {"add_rms_norm": [(5, 96), (70, 48)], "row_dots": [(1, 64), (333, 96)], "swiglu": [(3, 96), (2, 5000)]}
 
 
 def _draws(rows, columns, dtype):
@@ -53,6 +53,27 @@ def _check_row_dots(rows, columns, dtype):
     row_dots(a, b, sums)
     exact, stock = (a.double() * b.double()).sum(-1), (a.float() * b.float()).sum(-1)
     assert relative_error(sums, exact) <= 2 * relative_error(stock, exact) + 1e-7
+
+
+def _check_swiglu(rows, columns, dtype):
+    """With factors of rows, in more blocks than one for 5,000 columns."""
+    from distca.ops import swiglu as plain
+    from distca.ops.triton import swiglu as kernels
+
+    gate, up, d_out, factors, *_ = _draws(rows, columns, dtype)
+    x, factors = torch.cat((gate, up), -1), factors[:, 0].float().contiguous()
+    ours = [torch.empty_like(each) for each in (d_out, x, factors)]
+    kernels.swiglu(x, ours[0], factors)
+    kernels.scaled_swiglu_backward(d_out, x, factors, *ours[1:])
+
+    def stock(held):
+        inputs = [each.to(torch.promote_types(each.dtype, held)).requires_grad_() for each in (x, factors)]
+        out = plain.swiglu(*inputs)
+        return [out.detach(), *torch.autograd.grad(out, inputs, d_out.to(out.dtype))]
+
+    for mine, theirs, expected in zip(ours, stock(dtype), stock(torch.float64), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert relative_error(mine, expected) <= 2 * relative_error(theirs, expected) + 1e-7
 
 
 def test_kernels_are_no_farther_from_float64_than_torchs_operations():
