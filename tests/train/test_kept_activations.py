@@ -11,7 +11,7 @@ from tests.train.live_memory import LeanNorm, LiveBytes
 
 pytestmark = pytest.mark.slow
 
-ROWS = 256
+ROWS = 128
 SHAPE = {"hidden": 256, "ffn": 896, "heads": 32, "kv_heads": 8, "head_dim": 8, "vocabulary": 512}
 OUTPUTS = "nothing, outputs kept"
 CASES = {

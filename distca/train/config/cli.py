@@ -42,12 +42,11 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     _check_arguments(arguments)
-    config = _parsed(_parser(), arguments)
+    given = _given(arguments)
+    config: RunConfig = _build(RunConfig, given)
     _check_name(arguments, config)
     if (brought := settings_of_folder(config)) is not None:
-        parser = _made_parser()
-        parser.set_defaults(brought)
-        config = _parsed(parser, arguments)
+        config = _build(RunConfig, _nested(brought | flat(given)))
         check_same_shape(config, brought)
     return config
 
@@ -84,7 +83,9 @@ def _is_given(setting: str, argv: list[str]) -> bool:
     return any(setting in flat(read_yaml(Path(file), ConfigError) or {}) for file in files)
 
 
-def _made_parser() -> jsonargparse.ArgumentParser:
+@cache
+def _parser() -> jsonargparse.ArgumentParser:
+    """The parser, which is made once, as reading all signatures takes longer than reading a command line."""
     parser = jsonargparse.ArgumentParser(
         prog="pretrain_llama.py",
         description="Train a LLaMA-style model with core attention disaggregation. "
@@ -97,16 +98,27 @@ def _made_parser() -> jsonargparse.ArgumentParser:
     return parser
 
 
-_parser = cache(_made_parser)  # reading all signatures takes longer than reading a command line
-
-
-def _parsed(parser: jsonargparse.ArgumentParser, arguments: list[str]) -> RunConfig:
+def _given(arguments: list[str]) -> dict[str, Any]:
+    """The settings on a command line and in the files that it names, nested as in YAML; all where they are printed."""
+    printed = any(argument.startswith("--print_config") for argument in arguments)
     try:
-        parsed = parser.parse_args(arguments)
+        # Going through every default as well takes ten times as long, and the dataclasses have them.
+        given: dict[str, Any] = _parser().parse_args(arguments, defaults=printed).as_dict()
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_value_error(str(error))) from None
-    config: RunConfig = _build(RunConfig, parsed.as_dict())
-    return config
+    return given
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their dotted names, nested as in YAML."""
+    tree: dict[str, Any] = {}
+    for setting, value in values.items():
+        *groups, name = setting.split(".")
+        group = tree
+        for each in groups:
+            group = group.setdefault(each, {})
+        group[name] = value
+    return tree
 
 
 def to_yaml(config: RunConfig) -> str:
