@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 
+from distca.plan.recurrence import Recurrence
+
 ATTENTION, DELTA_NET, MAMBA, MLP, EXPERTS = "*", "G", "M", "-", "E"
 RECURRENT = DELTA_NET + MAMBA
 _MIXERS = ATTENTION + RECURRENT
@@ -107,10 +109,12 @@ class Hybrid:
         """Weights of a recurrent layer's two projections."""
         return hidden * (sum(self.projected(mixer)) + self.values)
 
-    def operations(self, mixer: str) -> int:
-        """Operations of a recurrent core's forward for one token: a row reads the state, adds to it, and with the delta
-        rule looks up what it holds for its key."""
-        return (6 if mixer == DELTA_NET else 4) * self.value_heads * self.key_dim * self.value_dim
+    def recurrence(self, mixer: str, tp: int = 1) -> Recurrence:
+        """Returns what the core of a recurrent layer computes, for the heads of one of ``tp`` tensor-parallel ranks."""
+        heads = self.key_heads // tp, self.value_heads // tp
+        if mixer == MAMBA:
+            return Recurrence.mamba2(*heads, self.key_dim, self.value_dim)
+        return Recurrence.gated_delta_net(*heads, self.key_dim, self.value_dim)
 
     def problems(self, layers: int) -> list[str]:
         """Sentences on what cannot work in a model of so many layers, each beginning with the field's name."""

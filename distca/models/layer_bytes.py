@@ -17,6 +17,7 @@ from distca.models.shape import LayerKind, ModelShape
 from distca.sizes.fp8_shapes import Fp8
 
 Recompute = Literal["none", "mlp", "all"]
+_CHUNK_ROWS = 64  # of a chunk of fla-core's kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +108,23 @@ class LayerBytes:
 
     def kept_by_core(self) -> int:
         """Bytes that a recurrent core and the gated norm behind it keep at home: the rows before the convolution, its
-        gates, o and its gate. Of attention nothing: where its tensors are is the caller's to say."""
-        hybrid = self.shape.hybrid
+        gates, o and its gate; and of a gate behind attention. What is multiplied by a gate is kept too, unless all is
+        recomputed. Of attention itself nothing: where its tensors are is the caller's to say."""
+        hybrid, again = self.shape.hybrid, self.recompute != "all"
         if not self.kind.recurrent:
-            return self.value * self.o if hybrid.output_gate else 0
-        return (self.value * (hybrid.channels + 2 * hybrid.values) + 8 * hybrid.value_heads) // self.tp
+            return self.value * self.o * (1 + again) if hybrid.output_gate else 0
+        elements = hybrid.channels + (2 + again) * hybrid.values
+        return (self.value * elements + 8 * (1 + again) * hybrid.value_heads) // self.tp
+
+    def core_at_work(self) -> int:
+        """Bytes of a token in the backward of a recurrent core: of each head q, k, v and their gradients twice, dO,
+        what rows are solved to, and at the borders of chunks states with gradients. Of attention nothing."""
+        if not self.kind.recurrent:
+            return 0
+        what = self.shape.hybrid.recurrence(self.kind.recurrent, self.tp)
+        keys, values = what.key_dim, what.value_dim
+        borders = 2 * keys * values // _CHUNK_ROWS
+        return self.value * what.heads * (3 * (2 * keys + values) + values + keys + 2 * values + borders)
 
     @cached_property
     def expert_weights(self) -> int:

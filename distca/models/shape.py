@@ -43,7 +43,8 @@ class ModelShape:
     """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and its variants.
 
     Attributes:
-        layers: number of transformer layers.
+        layers: number of transformer layers; in a hybrid stack of its pattern's symbols, mixers and MLPs, as
+            Megatron-Core's HybridModel counts. What holds for each layer with its MLP counts ``units``.
         hidden: width of the residual stream.
         ffn: width inside the MLP, in layers without experts.
         heads: query heads.
@@ -103,6 +104,16 @@ class ModelShape:
             LayerKind(AttentionKind(scale, window, softcap, self.sinks), mlp)
             for window, mlp in zip(self.windows, self._mlps, strict=True)
         )
+
+    @property
+    def units(self) -> int:
+        """The mixers, attention or recurrent, each with the MLP that follows it; ``layers`` but in a hybrid stack."""
+        return len(self.layer_kinds)
+
+    @property
+    def recurrent_layers(self) -> str:
+        """The symbol of each recurrent layer."""
+        return "".join(kind.recurrent for kind in self.layer_kinds)
 
     @property
     def _mlps(self) -> list[Mlp]:
@@ -186,15 +197,15 @@ class ModelShape:
 
     @property
     def mlp_weights(self) -> int:
-        """Weights of a layer's MLP that a token is multiplied by, in the mean over layers."""
-        return sum(kind.mlp.weights(self.hidden) for kind in self.layer_kinds) // self.layers
+        """Weights of a unit's MLP that a token is multiplied by, in the mean over units."""
+        return sum(kind.mlp.weights(self.hidden) for kind in self.layer_kinds) // self.units
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer that a token is multiplied by, in the mean over layers."""
-        return self.matmul_weights // self.layers
+        """Weights of a unit that a token is multiplied by, in the mean over units."""
+        return self.matmul_weights // self.units
 
     @property
     def routed_weights(self) -> int:
-        """Weights of a layer's experts that a token goes to, in the mean over layers; part of ``mlp_weights``."""
-        return sum(kind.mlp.routed(self.hidden) for kind in self.layer_kinds) // self.layers
+        """Weights of a unit's experts that a token goes to, in the mean over units; part of ``mlp_weights``."""
+        return sum(kind.mlp.routed(self.hidden) for kind in self.layer_kinds) // self.units

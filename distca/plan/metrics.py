@@ -138,15 +138,16 @@ def traffic(plan: Plan, links: Links | None = None) -> Traffic:
         links: which ranks share a node, to each of which k,v rows travel once and on from there; None for all.
     """
     ranks, reads = plan.layout.ranks, plan.q_reads
-    q = _pairs(reads.home, reads.server, reads.rows, ranks)
+    q = pair_rows(reads.home, reads.server, reads.rows, ranks)
     reads = plan.kv_reads
     from_home, handed_on, by = reads.in_hops(links, ranks)
     home, server, rows = reads.home, reads.server, reads.rows
-    kv = _pairs(home[from_home], server[from_home], rows[from_home], ranks)
-    return Traffic(q, kv, _pairs(server[by], server[handed_on], rows[handed_on], ranks))
+    kv = pair_rows(home[from_home], server[from_home], rows[from_home], ranks)
+    return Traffic(q, kv, pair_rows(server[by], server[handed_on], rows[handed_on], ranks))
 
 
-def _pairs(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -> PairRows:
+def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -> PairRows:
+    """Adds up [N] rows by pair of ranks; those that stay on their rank are left out."""
     away = np.flatnonzero(home != server)
     pair, rows = (home * ranks + server)[away], rows[away]
     order = order_by(pair)

@@ -1,8 +1,8 @@
 """Cores of recurrent layers: the gated delta rule, Kimi delta attention and Mamba-2, over pieces of documents."""
 
+from distca.plan.recurrence import Recurrence
 from distca.recurrent.convolution import CoreParameters
 from distca.recurrent.kernel import CoreRows, RecurrentKernel, Span, carried
-from distca.recurrent.recurrence import Recurrence
 from distca.recurrent.select import choose_recurrent_kernel
 
 __all__ = [

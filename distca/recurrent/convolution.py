@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from distca.plan.recurrence import Recurrence
 from distca.recurrent.kernel import CoreRows, Span
-from distca.recurrent.recurrence import Recurrence
 
 _NORM_EPSILON = 1e-6  # added to the squared norm of a head of q or k
 

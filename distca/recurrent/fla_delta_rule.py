@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from distca.device.host_to_device import to_device
+from distca.plan.recurrence import Recurrence
 from distca.recurrent.chunk_gradients import chunk_gradients
 from distca.recurrent.kernel import CoreRows, Span
-from distca.recurrent.recurrence import Recurrence
 
 CHUNK_ROWS = 64
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from distca.plan.recurrence import Recurrence
 from distca.recurrent.kernel import CoreRows, Span, wide
-from distca.recurrent.recurrence import Recurrence
 
 _CHUNK_ROWS = 16
 

@@ -11,9 +11,9 @@ import torch
 
 from distca.cluster.verdict import first_objection
 from distca.errors import SupportError
+from distca.plan.recurrence import Recurrence
 from distca.recurrent.fla_delta_rule import FlaDeltaRule
 from distca.recurrent.kernel import RecurrentKernel
-from distca.recurrent.recurrence import Recurrence
 from distca.recurrent.reference import ReferenceRecurrence
 from distca.recurrent.self_check import check
 

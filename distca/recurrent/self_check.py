@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from distca.plan.recurrence import Recurrence
 from distca.recurrent.kernel import CoreRows, RecurrentKernel, Span
-from distca.recurrent.recurrence import Recurrence
 from distca.recurrent.reference import ReferenceRecurrence
 
 logger = logging.getLogger(__name__)

@@ -183,13 +183,14 @@ class RecurrentCall(LayerCall):
     # Backward.
 
     def _launch_state_gradients(self, do_NHV: torch.Tensor) -> None:
-        rows, do_NHV = self._core_rows(), do_NHV.contiguous()
-        gradients = rows.zeros_like()
-        self._backward(rows, self._only, {}, do_NHV, {}, gradients, wanted=False)
-        behind = self._backward(rows, self._last, self._states, do_NHV, {}, gradients)
-        self._own = dict(zip(self._last, behind, strict=True))
-        alone = self._kernel.state_gradients(rows, self._spans(self._inner), do_NHV)
-        self._own |= dict(zip(self._inner, alone, strict=True))
+        with self._pool.timeline.compute("summarise", *self._where, "backward"):
+            rows, do_NHV = self._core_rows(), do_NHV.contiguous()
+            gradients = rows.zeros_like()
+            self._backward(rows, self._only, {}, do_NHV, {}, gradients, wanted=False)
+            behind = self._backward(rows, self._last, self._states, do_NHV, {}, gradients)
+            self._own = dict(zip(self._last, behind, strict=True))
+            alone = self._kernel.state_gradients(rows, self._spans(self._inner), do_NHV)
+            self._own |= dict(zip(self._inner, alone, strict=True))
         self._core, self._core_gradients = (rows, do_NHV), gradients
         self._send_states(self._routes.backward, "dstates", "backward")
 
@@ -335,8 +336,9 @@ class RecurrentCall(LayerCall):
                     own = states[link.state]
                     if link.transition >= 0:
                         assert reached is not None
-                        own = own + carried(transitions[link.transition], reached, backward)
-                    reached = own
+                        reached = own + carried(transitions[link.transition], reached, backward)
+                    else:
+                        reached = own.clone()  # A part would keep all that arrived until backward.
             if reached is not None and links[-1].state >= 0:  # which is read by a piece of the other half
                 goes_on[document] = reached
         return found, goes_on

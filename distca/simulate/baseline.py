@@ -17,8 +17,11 @@ from distca.data.sampler import MicroBatch
 from distca.plan import CostModel, plan_at_home, traffic
 from distca.simulate.experts import ExpertLayers
 from distca.simulate.fabric import Exchange
+from distca.simulate.heads import DealtCore, deal_core
 from distca.simulate.job import Job
 from distca.simulate.streams import Arrival, Streams
+
+_CORE = -1  # in place of the number of a kind of attention, a recurrent layer
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,15 @@ def work_of(job: Job) -> Work:
             per_pair += both / (length * (length + 1) / 2)
     head = job.model.hidden * job.model.vocabulary
     layer, output = ((rate.forward + rate.backward) / job.tp for rate in (job.linear, job.output))
+    if any(job.recurrent):
+        per_token += len(job.model.recurrent_layers) * (job.core.whole_forward + job.core.whole_backward)
     return Work(layer * job.model.matmul_weights + output * head + per_token, per_pair)
 
 
 def deal_micro_batch(
     job: Job, mode: Mode, micro_batch: MicroBatch, bins: int, halos: bool = False
 ) -> tuple[Dealt, ...]:
-    """Deal and price one micro-batch: by kind of layer.
+    """Deal and price one micro-batch: by kind of attention.
 
     Args:
         job: what runs.
@@ -150,18 +155,18 @@ def _gathering(job: Job, degree: int, alone: Dealt, read: np.ndarray) -> Dealt:
         read_rows=read,
         gather=np.where(size > 0, size / rate + latency, 0.0),
         gathered=size,
-        behind=_everyone(job, degree, most * shape.kv_bytes),
+        behind=fabric.everyone(degree, most * shape.kv_bytes),
     )
 
 
 def _exchanging(job: Job, degree: int, alone: Dealt) -> Dealt:
     """Ulysses: rows go to the ranks of their heads before attention, and come back behind it."""
-    rows, shape = alone.rows, job.shape
+    rows, shape, fabric = alone.rows, job.shape, job.stage_fabric
     return replace(
         alone,
         copies=job.copied(2 * rows * (shape.q_bytes + shape.kv_bytes)),
-        before=_everyone(job, degree, rows * (shape.q_bytes + shape.kv_bytes) / degree),
-        behind=_everyone(job, degree, rows * shape.o_bytes / degree),
+        before=fabric.everyone(degree, rows * (shape.q_bytes + shape.kv_bytes) / degree),
+        behind=fabric.everyone(degree, rows * shape.o_bytes / degree),
     )
 
 
@@ -181,14 +186,6 @@ def _in_a_ring(job: Job, degree: int, alone: Dealt) -> Dealt:
 def _of_the_fullest(rows: np.ndarray, degree: int) -> np.ndarray:
     """[R] rows of the fullest rank of every rank's group."""
     return np.repeat(rows.reshape(-1, degree).max(axis=1), degree)
-
-
-def _everyone(job: Job, degree: int, size: np.ndarray) -> Exchange:
-    """Every rank sends ``size`` [R] bytes to each other rank of its group."""
-    ranks = np.arange(job.data_parallel)
-    source = np.repeat(ranks, degree)
-    target = source // degree * degree + np.tile(np.arange(degree), len(ranks))
-    return job.stage_fabric.exchange(source, target, size[source])
 
 
 def _block(job: Job, cost: CostModel, pieces: Pieces) -> Block:
@@ -234,7 +231,7 @@ def _priced(job: Job, q: np.ndarray, kv: np.ndarray) -> Block:
 
 
 class BaselineLayers:
-    """Runs the layers of a stage on one micro-batch, which is dealt by kind of layer.
+    """Runs the layers of a stage on one micro-batch, which is dealt by kind of attention.
 
     Args:
         job: what runs.
@@ -250,7 +247,8 @@ class BaselineLayers:
     def __init__(self, job: Job, mode: Mode, streams: Streams, hidden: bool = False, stage: int = 0) -> None:
         self._job, self._mode, self._streams, self._hidden = job, mode, streams, hidden
         self._late: list[Arrival] = []
-        self._kinds = job.layer_kinds[stage]
+        kinds = iter(job.layer_kinds[stage])
+        self._kinds = [_CORE if recurrent else next(kinds) for recurrent in job.recurrent]
         self._experts = ExpertLayers(
             replace(job, hide_experts=False), streams, np.full(job.data_parallel, stage), hidden
         )
@@ -258,25 +256,49 @@ class BaselineLayers:
 
     def forward(self, dealt: tuple[Dealt, ...], rows: np.ndarray) -> None:
         """All layers; ``rows`` [R] may hold padding that linear layers compute too."""
-        each = self._job.rows
+        mixers = self._mixers(dealt)
         for layer, kind in enumerate(self._kinds):
+            each = self._job.rows[layer]
             self._compute(rows * each.pre_forward, "pre", layer, "forward")
-            self._attend_forward(dealt[kind], layer)
-            self._compute(rows * (each.post_forward + self._job.rotation / 3), "post", layer, "forward")
+            self._mix_forward(mixers[kind], layer)
+            rotation = 0.0 if kind == _CORE else self._job.rotation / 3
+            self._compute(rows * (each.post_forward + rotation), "post", layer, "forward")
             self._run_experts(rows, layer, "forward")
             self._catch_up(layer)
 
     def backward(self, dealt: tuple[Dealt, ...], rows: np.ndarray) -> None:
-        each = self._job.rows
+        mixers = self._mixers(dealt)
         for layer, kind in reversed(list(enumerate(self._kinds))):
+            each, mixer = self._job.rows[layer], mixers[kind]
             if self._job.recompute == "all":
                 # Megatron computes a layer again as a whole, core attention and what it sends too.
-                self._attend_forward(dealt[kind], layer)
+                self._mix_forward(mixer, layer)
             self._run_experts(rows, layer, "backward")
-            self._compute(rows * (each.post_backward + self._job.rotation * 2 / 3), "post", layer, "backward")
-            self._attend_backward(dealt[kind], layer)
+            rotation = 0.0 if kind == _CORE else self._job.rotation * 2 / 3
+            self._compute(rows * (each.post_backward + rotation), "post", layer, "backward")
+            if isinstance(mixer, Dealt):
+                self._attend_backward(mixer, layer)
+            else:
+                self._recur(mixer.back, mixer.backward, mixer.there, layer, "backward")
             self._compute(rows * each.pre_backward, "pre", layer, "backward")
             self._catch_up(layer)
+
+    def _mixers(self, dealt: tuple[Dealt, ...]) -> dict[int, Dealt | DealtCore]:
+        mixers: dict[int, Dealt | DealtCore] = dict(enumerate(dealt))
+        if _CORE in self._kinds:
+            mixers[_CORE] = deal_core(self._job, self._mode.degree, dealt[0].rows)
+        return mixers
+
+    def _mix_forward(self, mixer: Dealt | DealtCore, layer: int) -> None:
+        if isinstance(mixer, Dealt):
+            self._attend_forward(mixer, layer)
+        else:
+            self._recur(mixer.there, mixer.forward, mixer.back, layer, "forward")
+
+    def _recur(self, first: Exchange, seconds: np.ndarray, second: Exchange, layer: int, direction: str) -> None:
+        self._exchange(first, "heads there", layer, direction)
+        self._compute(seconds, "core", layer, direction)
+        self._exchange(second, "heads back", layer, direction)
 
     def _run_experts(self, rows: np.ndarray, layer: int, direction: str) -> None:
         def nothing(nano: int) -> None:

@@ -6,7 +6,7 @@ phase is that of ``distca.runtime.ping_pong`` (a test holds both against each ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from distca.plan.phases import Phase
 from distca.simulate.experts import ExpertLayers
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import VALUE, Job
+from distca.simulate.recurrent import CoreHalf, Recurrent
 from distca.simulate.streams import Arrival, Streams
 from distca.simulate.workload import Workload
 from distca.sizes.fp8_shapes import rows_multiple
@@ -47,22 +48,42 @@ class Hops:
 
 
 @dataclass(frozen=True)
+class Names:
+    """The names in a timeline: of a half's first exchange, the work behind it, its second exchange, and the rest."""
+
+    there: str = "q,k,v"
+    serve: str = "serve"
+    back: str = "o"
+    rest: str = ""
+
+
+_RECURRENT = {
+    "forward": Names("halo", "summarise", "states", "finish"),
+    "backward": Names("dstates", "finish", "dhalo", "summarise"),
+}
+
+
+@dataclass(frozen=True)
 class Half:
     """One nano-batch of a phase in one direction. Array legend: R ranks of the pool.
 
     Attributes:
         rows: [R] home rows, as many times as their linear layers take longer than on other homes.
         attention: [R] seconds of core attention of a layer.
-        copies: [R] seconds of putting rows together for it.
-        there: rows that servers compute with, in one hop or two.
-        back: what they return.
+        beside: [R] seconds of putting rows together for it; of a recurrent layer its core up to the second exchange.
+        there: rows that servers compute with, in one hop or two; of a recurrent layer its first exchange.
+        back: what they return; of a recurrent layer its second exchange.
+        rest: [R] seconds of a recurrent core behind the second exchange, in backward before the first; else 0.
+        names: for the timeline.
     """
 
     rows: np.ndarray
     attention: np.ndarray
-    copies: np.ndarray
+    beside: np.ndarray
     there: Hops
     back: Hops
+    rest: np.ndarray
+    names: Names
 
 
 def planned(job: Job, workload: Workload) -> StepPlan:
@@ -103,7 +124,6 @@ class Cad:
 
     Attributes:
         attention: [R] seconds of core attention so far.
-        received: [R] rows of q and of k,v, as bytes, that a server has at once in its fullest half.
     """
 
     def __init__(self, job: Job, plan: StepPlan, streams: Streams) -> None:
@@ -116,7 +136,8 @@ class Cad:
         last = np.arange(ranks) // job.data_parallel == job.pp - 1
         self._experts = ExpertLayers(job, streams, np.minimum(np.arange(ranks) // job.data_parallel, job.pp - 1))
         self._slower = np.append(job.home_factors or np.ones(job.homes), np.ones(job.extra_servers))
-        self._head = np.where(last, job.rows.head, 0.0)
+        self._head = np.where(last, job.head, 0.0)
+        self._recurrent = Recurrent(job, plan.layouts) if any(job.recurrent) else None
 
     def run(self) -> None:
         """All phases in order."""
@@ -126,8 +147,7 @@ class Cad:
             incoming = passed[direction]
             if incoming is not None:
                 self._streams.join(incoming)
-            by_combination = self._halves(phase, direction)
-            halves = [by_combination[number] for number in self._kinds.layer_combinations]
+            halves = self._by_layer(phase, direction)
             busy = np.sum([half.rows for half in halves[0]], axis=0) > 0
             self._streams.compute(np.where(busy, self._job.rates.phase_s, 0.0), "phase", direction=direction)
             if direction == "forward":
@@ -136,8 +156,23 @@ class Cad:
                 self._backward(halves)
             passed[direction] = self._pass_on(phase, direction)
 
+    def _by_layer(self, phase: Phase, direction: Direction) -> list[list[Half]]:
+        """Returns the halves of each layer."""
+        by_combination = self._halves(phase, direction)
+        combinations = iter(self._kinds.layer_combinations)
+        if self._recurrent is None:
+            return [by_combination[number] for number in combinations]
+        cores = self._recurrent.halves(phase.micro_batches, direction)
+        rows = [half.rows for half in by_combination[0]]
+        recurrent = [self._of_core(*each, direction) for each in zip(rows, cores, strict=True)]
+        return [recurrent if one else by_combination[next(combinations)] for one in self._job.recurrent]
+
+    def _of_core(self, rows: np.ndarray, core: CoreHalf, direction: str) -> Half:
+        there, back = Hops(core.there, None), Hops(core.back, None)
+        return Half(rows, np.zeros_like(core.rest), core.before, there, back, core.rest, _RECURRENT[direction])
+
     def _halves(self, phase: Phase, direction: Direction) -> list[list[Half]]:
-        """Returns the halves of a layer, for each combination of the stages' kinds."""
+        """Returns the halves of a layer with attention, for each combination of the stages' kinds."""
         found = []
         for number, kinds in enumerate(self._kinds.combinations):
             plans = phase.by_combination[number if self._plan.options.layer_kinds else 0]
@@ -161,10 +196,11 @@ class Cad:
         # Sinks are added at home, so that log-sum-exp travels with keep too.
         q, o, kv = shape.q_bytes, shape.o_bytes, shape.kv_bytes
         lse = job.lse_bytes if self._resend or job.model.sinks else 0
+        names = Names() if direction == "forward" else Names("dO", back="dq,dk,dv")
         if direction == "forward":
             out, home = (q, kv), (o + lse, 0)
         elif self._resend:
-            out, home = (q + 2 * o + lse, kv), (q, kv)
+            out, home, names = (q + 2 * o + lse, kv), (q, kv), replace(names, there="q,k,v,o,dO")
         else:
             out, home = (o + lse, 0), (q, kv)
         tasks, ranks = plan.tasks, job.servers
@@ -178,6 +214,8 @@ class Cad:
             job.copied(q_rows * (out[0] + home[0]) + kept * (out[1] + home[1])) + copies,
             self._hops(found, out, there=True),
             self._hops(found, home, there=False),
+            np.zeros(ranks),
+            names,
         )
 
     def _hops(self, rows: Traffic, size: tuple[int, int], there: bool) -> Hops:
@@ -211,34 +249,41 @@ class Cad:
         def launch(hops: Hops, what: str, layer: int, nano: int) -> Arrival:
             return streams.launch(hops.first, what, layer, nano, "forward", hops.second)
 
+        def join(layer: int, nano: int) -> None:
+            half = halves[layer][nano]
+            streams.join(under_way[nano], layer, nano, "forward")
+            if half.names.rest:
+                compute(half.rest, half.names.rest, layer, nano)
+
         for nano, half in enumerate(halves[0]):
-            compute(half.rows * rows.pre_forward, "pre", 0, nano)
-            under_way.append(launch(half.there, "q,k,v", 0, nano))
+            compute(half.rows * rows[0].pre_forward, "pre", 0, nano)
+            under_way.append(launch(half.there, half.names.there, 0, nano))
         for layer in range(layers):
             for nano, half in enumerate(halves[layer]):
                 streams.join(under_way[nano], layer, nano, "forward")
                 self._serve(half, layer, nano, "forward")
-                under_way[nano] = launch(half.back, "o", layer, nano)
+                under_way[nano] = launch(half.back, half.names.back, layer, nano)
             last = layer + 1 == layers
 
             def behind(nano: int, post: float, name: str, layer: int = layer, last: bool = last) -> None:
-                between = post + (0.0 if last else rows.pre_forward)
+                between = post + (0.0 if last else rows[layer + 1].pre_forward)
                 if between:
                     compute(halves[layer][nano].rows * between, name, layer, nano)
                 if not last:
-                    under_way[nano] = launch(halves[layer + 1][nano].there, "q,k,v", layer + 1, nano)
+                    following = halves[layer + 1][nano]
+                    under_way[nano] = launch(following.there, following.names.there, layer + 1, nano)
 
             def before(nano: int, layer: int = layer) -> None:
-                streams.join(under_way[nano], layer, nano, "forward")
-                compute(halves[layer][nano].rows * rows.post_forward, "post", layer, nano)
+                join(layer, nano)
+                compute(halves[layer][nano].rows * rows[layer].post_forward, "post", layer, nano)
 
             if layer in self._experts:
                 home = [half.rows for half in halves[layer]]
                 self._experts.run(home, range(len(home)), layer, "forward", before, partial(behind, post=0, name="pre"))
                 continue
             for nano in range(len(halves[layer])):
-                streams.join(under_way[nano], layer, nano, "forward")
-                behind(nano, rows.post_forward, "post" if last else "post+pre")
+                join(layer, nano)
+                behind(nano, rows[layer].post_forward, "post" if last else "post+pre")
         streams.compute(sum(half.rows for half in halves[0]) * self._head, "head", layers - 1, 0, "forward")
 
     def _backward(self, halves: list[list[Half]]) -> None:
@@ -247,17 +292,23 @@ class Cad:
         for layer in reversed(range(layers)):
             last = layer + 1 == layers
             order = list(enumerate(halves[layer]))[::-1]
-            what = "q,k,v,o,dO" if self._resend else "dO"
 
             def before(nano: int, layer: int = layer, last: bool = last) -> None:
                 if not last:
                     streams.join(under_way[nano], layer + 1, nano, "backward")
-                    streams.compute(halves[layer][nano].rows * rows.pre_backward, "pre", layer, nano, "backward")
+                    pre = rows[layer + 1].pre_backward
+                    streams.compute(halves[layer][nano].rows * pre, "pre", layer, nano, "backward")
 
-            def behind(nano: int, layer: int = layer, what: str = what) -> None:
+            def launch(nano: int, layer: int = layer) -> None:
                 half = halves[layer][nano]
-                streams.compute(half.rows * rows.post_backward, "post", layer, nano, "backward")
-                under_way[nano] = self._send_back(half.there, what, layer, nano)
+                if half.names.rest:
+                    streams.compute(half.rest, half.names.rest, layer, nano, "backward")
+                under_way[nano] = self._send_back(half.there, half.names.there, layer, nano)
+
+            def behind(nano: int, layer: int = layer, launch: Callable[[int], None] = launch) -> None:
+                post = rows[layer].post_backward
+                streams.compute(halves[layer][nano].rows * post, "post", layer, nano, "backward")
+                launch(nano)
 
             if layer in self._experts:
                 home = [half.rows for half in halves[layer]]
@@ -266,22 +317,22 @@ class Cad:
                 for nano, half in order:
                     if not last:
                         streams.join(under_way[nano], layer + 1, nano, "backward")
-                    between = rows.post_backward + (0.0 if last else rows.pre_backward)
+                    between = rows[layer].post_backward + (0.0 if last else rows[layer + 1].pre_backward)
                     streams.compute(half.rows * between, "post" if last else "post+pre", layer, nano, "backward")
-                    under_way[nano] = self._send_back(half.there, what, layer, nano)
+                    launch(nano)
             for nano, half in order:
                 streams.join(under_way[nano], layer, nano, "backward")
                 self._serve(half, layer, nano, "backward")
-                under_way[nano] = self._send_back(half.back, "dq,dk,dv", layer, nano)
+                under_way[nano] = self._send_back(half.back, half.names.back, layer, nano)
         for nano, half in order:
             streams.join(under_way[nano], 0, nano, "backward")
-            streams.compute(half.rows * rows.pre_backward, "pre", 0, nano, "backward")
+            streams.compute(half.rows * rows[0].pre_backward, "pre", 0, nano, "backward")
 
     def _send_back(self, hops: Hops, what: str, layer: int, nano: int) -> Arrival:
         return self._streams.launch(hops.first, what, layer, nano, "backward", hops.second)
 
     def _serve(self, half: Half, layer: int, nano: int, direction: str) -> None:
-        self._streams.compute(half.copies + half.attention, "serve", layer, nano, direction)
+        self._streams.compute(half.beside + half.attention, half.names.serve, layer, nano, direction)
         self.attention += half.attention
 
     def _pass_on(self, phase: Phase, direction: str) -> Arrival | None:

@@ -110,7 +110,7 @@ class ExpertLayers:
         return self._streams.all_to_all(times * seconds, times * size, self._group, f"rows {what}", layer, nano)
 
     def _compute(self, rows: np.ndarray, nano: int, layer: int, direction: str) -> None:
-        each = self._job.rows
+        each = self._job.rows[layer]
         rows = rows * self._mixes[layer]
         mean = np.repeat(rows.reshape(-1, self._group).mean(axis=1), self._group)
         seconds = mean * (each.experts_forward if direction == "forward" else each.experts_backward)

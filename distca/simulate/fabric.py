@@ -69,6 +69,12 @@ class Fabric:
             return self.nvlink, self.nvlink_latency
         return min(self.nvlink, here * self.network), self.network_latency
 
+    def everyone(self, degree: int, size: np.ndarray) -> Exchange:
+        """Every rank sends ``size`` [R] bytes to each other one of its group of ``degree`` consecutive ranks."""
+        source = np.repeat(np.arange(self.ranks), degree)
+        target = source // degree * degree + np.tile(np.arange(degree), self.ranks)
+        return self.exchange(source, target, size[source])
+
     def exchange(self, source: np.ndarray, target: np.ndarray, size: np.ndarray) -> Exchange:
         """An exchange of ``size`` [P] bytes between pairs of ranks; pairs may repeat and come in any order."""
         some = np.flatnonzero((size > 0) & (source != target))

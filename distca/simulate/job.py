@@ -13,12 +13,14 @@ from distca.models.layer_bytes import Recompute
 from distca.models.shape import ModelShape
 from distca.plan import AttentionKind, AttentionShape, CostModel, Links
 from distca.plan.cost.analytic import cost_of_kind
-from distca.plan.cost.linear import LinearRate, NonAttention, between_attentions
+from distca.plan.cost.linear import LinearRate, NonAttention
 from distca.plan.cost.pool import PoolCost
 from distca.plan.kinds import by_stage, numbered
+from distca.plan.recurrence import Recurrence
 from distca.simulate.cluster import Cluster
 from distca.simulate.errors import SimulationError
 from distca.simulate.fabric import Fabric
+from distca.simulate.layer_seconds import CoreSeconds, LayerSeconds, RowSeconds
 from distca.simulate.model import heads_of_rank
 from distca.simulate.rates import Rates, load_rates
 from distca.sizes.fp8_shapes import Fp8, unfit_widths
@@ -26,28 +28,6 @@ from distca.sizes.fp8_shapes import Fp8, unfit_widths
 Narrow = Literal["float32", "bfloat16"]
 Backward = Literal["keep", "resend"]
 VALUE, WIDE = 2, 4  # bytes of an activation or weight, and of what is in float32
-
-
-@dataclass(frozen=True)
-class RowSeconds:
-    """Seconds of one row on one GPU in one layer, and of the output layer with its loss.
-
-    Attributes:
-        pre_forward: what comes before core attention.
-        post_forward: what comes behind it.
-        pre_backward, post_backward: their backwards, with what they compute again.
-        head: output layer and loss, which computes its gradients at once.
-        experts_forward, experts_backward: of experts, in layers that have some; what comes behind core attention has
-            the mean over layers of all that is beside them.
-    """
-
-    pre_forward: float
-    post_forward: float
-    pre_backward: float
-    post_backward: float
-    head: float
-    experts_forward: float
-    experts_backward: float
 
 
 @dataclass(frozen=True)
@@ -83,6 +63,8 @@ class Job:
         extra_servers: servers without a model, the cluster's last ones; each is ``tp`` GPUs too.
         home_factors: how many times as long every home's linear layers take as by ``cost`` and ``rates``; none where
             all are alike.
+        move_heads: whether context parallelism exchanges the heads of recurrent layers; False counts that as nothing,
+            which no way to run them beats.
 
     Raises:
         SimulationError: on parallelism that the cluster or the model does not fit, widths that FP8 cannot take, or a
@@ -114,6 +96,7 @@ class Job:
     rates: Rates = field(default_factory=load_rates)
     extra_servers: int = 0
     home_factors: tuple[float, ...] = ()
+    move_heads: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "tokens_per_rank", "micro_batches"):
@@ -128,6 +111,7 @@ class Job:
         wanted = heads_of_rank(self.model, self.tp)
         self._check_parallelism()
         self._check_experts()
+        self._check_hybrid()
         self._check_widths()
         self._check_cost(wanted)
 
@@ -173,6 +157,21 @@ class Job:
             raise SimulationError(
                 f"`tp` is {self.tp}, which does not divide the shared expert's width of {experts.shared_ffn}; choose "
                 "one that does."
+            )
+
+    def _check_hybrid(self) -> None:
+        model, hybrid = self.model, self.model.hybrid
+        if not hybrid.pattern:
+            return
+        if len({*hybrid.of_stages(model.layers, self.pp).split("|")}) > 1:
+            raise SimulationError(
+                f"`pp` is {self.pp}, with which stages of the pattern {hybrid.pattern!r} have unequal layers; choose "
+                "another one."
+            )
+        if self.fp8 != "none" or self.unlike or self.home_factors:
+            raise SimulationError(
+                "The model is a hybrid stack, which trains in bfloat16 on servers that are alike; set `fp8` to none "
+                "and leave out `extra_servers`, `home_factors` and costs by server."
             )
 
     def _check_widths(self) -> None:
@@ -235,7 +234,7 @@ class Job:
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[int, ...], ...]:
-        """The number of the kind of each layer, stage by stage."""
+        """The number of the kind of each layer with attention, stage by stage."""
         return by_stage(numbered(self.model.attention_kinds)[1], self.pp)
 
     @property
@@ -270,8 +269,18 @@ class Job:
 
     @property
     def layers(self) -> int:
-        """The layers of a stage."""
-        return self.model.layers // self.pp
+        """The layers of a stage, each with its MLP."""
+        return self.model.units // self.pp
+
+    @cached_property
+    def recurrent(self) -> tuple[bool, ...]:
+        """Whether each layer of a stage is recurrent; stages of a hybrid stack are alike."""
+        return tuple(bool(kind.recurrent) for kind in self.model.layer_kinds[: self.layers])
+
+    @cached_property
+    def recurrence(self) -> Recurrence:
+        """The formula and heads of recurrent cores on a GPU, in a model that has some."""
+        return self.model.hybrid.recurrence(self.model.recurrent_layers[0], self.tp)
 
     @cached_property
     def fabric(self) -> Fabric:
@@ -295,35 +304,25 @@ class Job:
         per_node = self.fabric.per_node
         return Links() if self.fabric.one_node else Links(per_node)
 
-    @cached_property
-    def rows(self) -> RowSeconds:
-        """Seconds per row."""
-        model, rates, linear = self.model, self.rates, self.linear
-        first, second = model.attention_weights
-        mlp = model.mlp_weights - model.routed_weights
-        routed = model.layer_kinds[-1].mlp.routed(model.hidden)
-        forward, backward = (rate * rates.linear_factor / self.tp for rate in (linear.forward, linear.backward))
-        again_pre = forward * first if self.recompute == "all" else 0.0
-        again_post = forward * {"none": 0, "mlp": mlp, "all": second + mlp}[self.recompute]
-        # Elementwise kernels take about half as long again backward as forward; what is recomputed runs once more.
-        small = rates.elementwise_s * (2 * model.hidden + self._dense_ffn) / self.tp
-        of_experts = 0.7 * rates.elementwise_s * model.experts.topk * model.experts.ffn / self.tp
-        around, inside = 0.3 * small, 0.7 * small
-        gathered = self._gathered
-        return RowSeconds(
-            pre_forward=forward * first + 0.4 * around + gathered,
-            post_forward=forward * (second + mlp) + 0.4 * inside + 3 * gathered,
-            pre_backward=backward * first + 0.6 * around + again_pre + gathered,
-            post_backward=backward * (second + mlp) + 0.6 * inside + again_post + 3 * gathered,
-            head=rates.head_s * model.hidden * model.vocabulary / self.tp,
-            experts_forward=forward * routed + 0.4 * of_experts,
-            experts_backward=backward * routed + 0.6 * of_experts + (self.recompute != "none") * forward * routed,
-        )
-
     @property
-    def _dense_ffn(self) -> int:
-        """Width of MLPs and of shared experts, in the mean over layers."""
-        return sum(kind.mlp.ffn for kind in self.model.layer_kinds) // self.model.layers
+    def head(self) -> float:
+        """Seconds per row of the output layer and the loss, which computes its gradients at once."""
+        return self.rates.head_s * self.model.hidden * self.model.vocabulary / self.tp
+
+    @cached_property
+    def _seconds(self) -> LayerSeconds:
+        rates = self.linear, self.output, self.rates
+        return LayerSeconds(self.model, self.layers, self.tp, self.recompute, *rates, self._gathered)
+
+    @cached_property
+    def rows(self) -> tuple[RowSeconds, ...]:
+        """Seconds per row, by layer of a stage."""
+        return self._seconds.rows()
+
+    @cached_property
+    def core(self) -> CoreSeconds:
+        """Seconds per row of a recurrent core, in a model that has some."""
+        return self._seconds.core(self.recurrence)
 
     @property
     def _gathered(self) -> float:
@@ -343,10 +342,7 @@ class Job:
         not."""
         if not self.level_time or (self.pp == 1 and not self.unlike):
             return None
-        model = self.model
-        recomputed = {"none": 0, "mlp": model.mlp_weights, "all": model.layer_weights}[self.recompute]
-        each = between_attentions(self.linear, model.layer_weights, recomputed, self.layers, self.tp)
-        return replace(each, factors=self.home_factors)
+        return replace(self._seconds.non_attention(), factors=self.home_factors)
 
     @property
     def parameters(self) -> int:

@@ -7,13 +7,37 @@ ranks of the pool.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from distca.models.layer_bytes import LayerBytes, expert_parameters_of_rank, parameters_of_rank
 from distca.models.model_bytes import model_bytes
+from distca.plan.recurrent.traffic import RecurrentHalf
 from distca.simulate.job import VALUE, Job
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of states and summaries in a recurrent layer.
+
+    Attributes:
+        kept: [R] of a micro-batch until its backward: states before pieces, and transitions of those between others.
+        at_work: [R] summaries of both halves that arrive in one layer.
+    """
+
+    kept: np.ndarray
+    at_work: np.ndarray
+
+    @staticmethod
+    def of(job: Job, halves: Sequence[RecurrentHalf]) -> StateBytes:
+        """Bytes of the halves of a micro-batch, over the ranks of one stage; stages are alike."""
+        what = job.recurrence
+        kept = sum(half.continuing * what.state_bytes + half.between * what.transition_bytes for half in halves)
+        ways = [sum(getattr(half, way).read_bytes(what) for half in halves) for way in ("forward", "backward")]
+        return StateBytes(np.tile(kept, job.pp), np.tile(np.maximum(*ways), job.pp))
 
 
 def _layers(job: Job, *, disaggregated: bool) -> list[LayerBytes]:
@@ -62,6 +86,11 @@ def _layer_at_work(layer: LayerBytes, at_work: np.ndarray, rows: np.ndarray, aga
     return np.asarray(at_work * layer.mlp_at_work() + again + around + layer.copies_at_work())
 
 
+def _attending(job: Job) -> int:
+    """Layers of a stage with attention."""
+    return job.recurrent.count(False)
+
+
 def at_home(
     job: Job, rows: np.ndarray, kv_rows: np.ndarray, attention_bytes: np.ndarray, in_flight: int, last: bool = True
 ) -> np.ndarray:
@@ -76,13 +105,21 @@ def at_home(
     if widest.recomputed_whole:
         again = rows * widest.segment() + attention
     else:
-        kept = kept + job.layers * attention
+        kept = kept + _attending(job) * attention
     working = np.maximum(_layer_at_work(widest, rows, rows, again), _loss_at_work(job, widest, rows, last))
+    core = max(layer.core_at_work() for layer in layers) * rows
+    working = np.maximum(working, core + widest.around_work(1) * rows)
     return np.asarray(static_bytes(job) + in_flight * kept + np.maximum(working, attention_bytes))
 
 
 def with_servers(
-    job: Job, rows: np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray, received: np.ndarray, in_flight: np.ndarray
+    job: Job,
+    rows: np.ndarray,
+    q_rows: np.ndarray,
+    kv_rows: np.ndarray,
+    received: np.ndarray,
+    in_flight: np.ndarray,
+    states: StateBytes | None = None,
 ) -> np.ndarray:
     """[R] bytes with core attention disaggregation.
 
@@ -93,6 +130,7 @@ def with_servers(
         kv_rows: [R] key/value rows, likewise.
         received: [R] bytes of the rows at a server while it computes the backward of a half.
         in_flight: [R] micro-batches.
+        states: of recurrent layers.
     """
     shape, ranks = job.shape, len(rows)
     home = np.arange(ranks) < job.homes
@@ -105,8 +143,12 @@ def with_servers(
         attention = attention + rows * shape.o_bytes
     elif job.model.sinks:
         attention = attention + rows * widest.lse  # with sinks, at home
-    kept = rows * sum(layer.kept_beside_attention() for layer in layers) + job.layers * attention
+    kept = rows * sum(layer.kept_beside_attention() for layer in layers) + _attending(job) * attention
     # One half is at work in a layer, all of a micro-batch in the loss.
     working = np.maximum(_layer_at_work(widest, rows / 2, rows), _loss_at_work(job, widest, rows, last))
+    if states is not None:
+        kept = kept + job.recurrent.count(True) * states.kept
+        core = max(layer.core_at_work() for layer in layers) * rows / 2
+        working = np.maximum(working, core + widest.around_work(1) * rows) + states.at_work
     held = np.where(home, static_bytes(job), 0)
     return np.asarray(held + in_flight * kept + np.where(home, np.maximum(working, received), received))

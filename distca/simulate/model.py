@@ -38,19 +38,26 @@ def heads_of_rank(model: ModelShape, tp: int) -> AttentionShape:
     """Attention heads of one of ``tp`` tensor-parallel ranks, in bfloat16.
 
     Raises:
-        SimulationError: a size is below 1 or a window below 0, or ``tp`` does not divide the heads, or the widths that
-            are shared out.
+        SimulationError: a size is below 1 or a window below 0, a hybrid stack's layers cannot be, or ``tp`` does not
+            divide the heads, or the widths that are shared out.
     """
     for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "resolved_head_dim", "vocabulary"):
         if getattr(model, name) < 1:
             size = name.removeprefix("resolved_")
             raise SimulationError(f"The model's {size} is {getattr(model, name)}; it must be at least 1.")
+    if wrong := model.hybrid.problems(model.layers):
+        raise SimulationError(f"The model's hybrid stack cannot be: its {wrong[0]}")
     if min(model.windows) < 0:
         raise SimulationError(f"The model's window is {model.window}; it must be 0 or more.")
     if model.kv_heads % tp or model.heads % tp:
         raise SimulationError(
             f"`tp` is {tp}, which does not divide the {model.heads} query heads and {model.kv_heads} key/value "
             "heads; choose one that does."
+        )
+    if model.recurrent_layers and model.hybrid.key_heads % tp:
+        raise SimulationError(
+            f"`tp` is {tp}, which does not divide the {model.hybrid.key_heads} key heads of recurrent layers; choose "
+            "one that does."
         )
     dense = any(not kind.mlp.experts.count for kind in model.layer_kinds)
     for name in ("hidden", "ffn") if dense else ("hidden",):

@@ -12,10 +12,12 @@ from distca.baselines import Mode
 from distca.baselines.dealing import dealt_anew
 from distca.plan import StepPlan, context_rows
 from distca.plan.metrics import receive_buffer_gb
+from distca.plan.recurrent.traffic import recurrent_halves
 from distca.simulate import memory, one_f_one_b
 from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch, work_of
 from distca.simulate.cad import Cad, planned
 from distca.simulate.errors import SimulationError
+from distca.simulate.heads import check_heads
 from distca.simulate.job import VALUE, Job
 from distca.simulate.prediction import Prediction
 from distca.simulate.reduction import StepEnd, step_end
@@ -45,7 +47,8 @@ def simulate(
         watched: servers whose timeline is kept.
 
     Raises:
-        BaselineError: documents do not fit into the mode's groups, or the mode not to the ranks or the layers.
+        BaselineError: documents do not fit into the mode's groups, or the mode not to the ranks, the layers or
+            the heads of recurrent ones.
         PlanError: as :func:`distca.plan.plan_step`.
         SimulationError: another mode than DistCA on servers that are not alike.
     """
@@ -57,6 +60,7 @@ def simulate(
             "model; simulate distca, or leave them out."
         )
     mode.check(job.data_parallel, job.shape.kv_heads)
+    check_heads(job, mode)
     micro_batches = workload.micro_batches
     if mode.method == "packed-dealt":
         micro_batches = dealt_anew(micro_batches, job.data_parallel, job.tokens_per_rank, work_of(job))
@@ -83,6 +87,7 @@ def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
     stage = np.arange(ranks) // job.data_parallel
     flight = np.minimum(np.maximum(2 * (job.pp - 1 - stage) + 1, 1), len(plan.layouts))
     shares = plan.options.shares_of_layers.tolist()
+    states = _states(job, plan)
     for forward, backward in zip(plan.forward, plan.backward, strict=True):
         rows = np.sum([each.layout.q_rows for each in forward.plans], axis=0)
         q_rows, kv_rows, received = np.zeros((3, ranks))
@@ -98,9 +103,17 @@ def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
                 received = np.maximum(received, q * wide + (kv * 3 + copied) * shape.kv_bytes + sent)
         if resend:
             q_rows = kv_rows = rows
-        peak = np.maximum(peak, memory.with_servers(job, rows, q_rows, kv_rows, received, flight))
+        peak = np.maximum(peak, memory.with_servers(job, rows, q_rows, kv_rows, received, flight, states))
     buffer = receive_buffer_gb(shape, job.tokens_per_rank, resend=resend, sinks=job.model.sinks) * 2**30
     return peak + (buffer if job.one_sided else 0)
+
+
+def _states(job: Job, plan: StepPlan) -> memory.StateBytes | None:
+    """States of the micro-batch that has most on each rank; None without recurrent layers."""
+    if not any(job.recurrent):
+        return None
+    each = [memory.StateBytes.of(job, recurrent_halves(layouts, job.recurrence.halo_rows)) for layouts in plan.layouts]
+    return memory.StateBytes(*(np.max([getattr(of, name) for of in each], axis=0) for name in ("kept", "at_work")))
 
 
 def _without_stages(
@@ -111,7 +124,7 @@ def _without_stages(
     began, on_links = 0.0, 0.0
     for each in dealt:
         layers.forward(each, each[0].rows)
-        streams.compute(each[0].rows * job.rows.head + job.rates.phase_s, "head", job.layers - 1, 0, "forward")
+        streams.compute(each[0].rows * job.head + job.rates.phase_s, "head", job.layers - 1, 0, "forward")
         began, on_links = float(streams.now.max()), float(streams.on_links.max())
         streams.compute(np.full(job.data_parallel, job.rates.phase_s), "phase", 0, 0, "backward")
         layers.backward(each, each[0].rows)
@@ -128,7 +141,7 @@ def _with_stages(
     of_kinds = {kinds: number for number, kinds in enumerate(job.layer_kinds)}
     run = {kinds: _Stage.of(job, mode, dealt, rows, hidden, number) for kinds, number in of_kinds.items()}
     stages = [run[kinds] for kinds in job.layer_kinds]
-    head = rows * job.rows.head
+    head = rows * job.head
     forward, backward = (np.stack([getattr(each, way) for each in stages], axis=1) for way in ("forward", "backward"))
     forward[:, -1] += head
     passes = one_f_one_b.run(forward, backward, np.tile(_hop(job, rows), (len(dealt), 1)))

@@ -46,7 +46,9 @@ class SplitRecurrentLayer(SplitTransformerLayer):
         """
         net = self.self_attention
         hidden, projected_NF = self._projected(hidden, net.in_proj)
-        mixed_NC, gate, beta_NH, alpha_NH = projected_NF.split(net.feat_dim_split, dim=1)
+        mixed_NC, *others = projected_NF.split(net.feat_dim_split, dim=1)
+        # Parts would keep the whole projection until backward, beside the core's copy of its rows.
+        gate, beta_NH, alpha_NH = (each.contiguous() for each in others)
         g_NH, beta_NH = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha_NH, beta_NH)
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
@@ -69,6 +71,7 @@ class GatedAttentionLayer(SplitTransformerLayer):
         heads = mixed_NF.unflatten(1, (groups, -1, width))
         queries = heads.shape[2] // 2 - 1
         q, gate, kv = heads.split((queries, queries, 2), dim=2)
+        gate = gate.clone(memory_format=torch.contiguous_format)  # A part would keep the whole projection.
         return hidden, gate.flatten(1), *self._heads(torch.cat((q, kv), dim=2).flatten(1), rotation)
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:

@@ -121,6 +121,7 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         mixer, what = self.mixer, self.recurrence
         hidden, projected_NF = self._projected(hidden, mixer.in_proj)
         gate, mixed_NC, steps_NH = projected_NF.split((what.heads * what.value_dim, what.channels, what.heads), dim=1)
+        gate = gate.contiguous()  # A part would keep the whole projection until backward.
         dtype = wide(steps_NH.dtype)
         beta_NH = functional.softplus(steps_NH.to(dtype) + mixer.dt_bias.to(dtype))
         if self.options.step_min:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,15 +19,15 @@ from distca.cluster.topology import pool_links
 from distca.errors import PlanError
 from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
 from distca.plan.cost.analytic import cost_of_kind
-from distca.plan.cost.linear import NonAttention, between_attentions, layer_weights
+from distca.plan.cost.linear import LayerWork, NonAttention, between_attentions
 from distca.plan.cost.pool import at_speeds
 from distca.plan.cost.table_file import find_table, open_table
 from distca.sizes.fp8_shapes import rows_multiple
 from megatron_patches.arguments import CadArguments, How
-from megatron_patches.experts.weights import mlp_weights
-from megatron_patches.model.latent import is_latent, latent_dims, latent_of
+from megatron_patches.model.latent import is_latent, latent_dims
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.remote_servers import RemoteServers
+from megatron_patches.steps.layer_work import layer_works
 from megatron_patches.te.quantization import fp8_of
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ def plan_options(
     if given.disaggregate:
         unlike = stages > 1 or bool(given.servers or given.speeds)
         usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
-        non_attention = _non_attention(config, cost, given.level, usual, given.recompute == "all")
+        works = partial(layer_works, config, layer_kinds, given.hybrid_layer_pattern, tp, given.recompute == "all")
+        non_attention = _non_attention(config, cost, given.level, usual, works)
     if given.speeds:
         homes = parallel_state.get_data_parallel_world_size() * stages
         check_speeds(given.speeds, homes + len(machines))
@@ -167,9 +169,10 @@ def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch
 
 
 def _non_attention(
-    config: TransformerConfig, cost: CostModel, level: Level, usual: bool, recompute_segments: bool
+    config: TransformerConfig, cost: CostModel, level: Level, usual: bool, works: Callable[[], Sequence[LayerWork]]
 ) -> NonAttention | None:
-    """Seconds per row of a rank's matrix products between two attentions; None where attention alone is levelled.
+    """Seconds per row of what a rank computes between two attentions; None where attention alone is levelled.
+    ``works``: of the model's layers.
 
     By default this is for GPUs with ping-pong: ranks on CPUs may share cores, and where NVSHMEM alone may carry rows,
     its memory was made for fewer than idle servers get at once.
@@ -196,17 +199,5 @@ def _non_attention(
             "FP8 (%s); `distca profile` measures it.",
             fp8,
         )
-    layers, mlp = config.num_layers // stages, mlp_weights(config)
-    weights = _attention_weights(config) + mlp
-    recomputed = weights if recompute_segments else mlp if config.recompute_granularity else 0
-    return between_attentions(in_fp8 or rate, weights, recomputed, layers, tp)
-
-
-def _attention_weights(config: TransformerConfig) -> int:
-    """Weights of the products before and behind a layer's attention."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if is_latent(config):
-        latent = latent_of(config)
-        return latent.inner_weights(hidden, heads) + hidden * heads * latent.value_dim
-    assert config.num_query_groups is not None and config.kv_channels is not None
-    return layer_weights(hidden, 0, heads, config.num_query_groups, config.kv_channels)
+    of_layers = works()
+    return between_attentions(in_fp8 or rate, of_layers[: len(of_layers) // stages], tp)

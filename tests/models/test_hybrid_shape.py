@@ -21,7 +21,9 @@ FOLDERS = bases()
 def test_mlp_weights_of_a_hybrid_are_those_of_its_mlps() -> None:
     hybrid = Hybrid(pattern="G-G-G-*-", key_heads=16, value_heads=32)
     shape = replace(MODELS["8b"], layers=8, hybrid=hybrid)
-    assert shape.mlp_weights == 4 * 3 * shape.hidden * shape.ffn // 8
+    assert (shape.units, shape.recurrent_layers) == (4, "GGG")
+    assert shape.mlp_weights == 3 * shape.hidden * shape.ffn
+    assert shape.layer_weights == shape.matmul_weights // 4
 
 
 def test_pattern_is_no_longer_than_what_repeats() -> None:

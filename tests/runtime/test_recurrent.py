@@ -19,13 +19,17 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from distca.attention.reference import ReferenceKernel
-from distca.plan import AttentionKind, Layout, lay_out
+from distca.models.hybrid import Hybrid
+from distca.plan import AttentionKind, Layout, PlanOptions, analytic_cost, lay_out, plan_step
 from distca.recurrent import CoreRows
 from distca.recurrent.reference import ReferenceRecurrence
 from distca.runtime import AttentionPool, NanoRoutes, recurrent_routes, run_layers
 from distca.runtime.recurrent_call import RecurrentCall
 from distca.runtime.recurrent_routes import RecurrentRoutes
 from distca.runtime.timeline import Timeline
+from distca.simulate import Cluster, Job, dense
+from distca.simulate.cad import Cad
+from distca.simulate.streams import Streams
 from distca.testing.plans import random_plan
 from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
@@ -294,3 +298,17 @@ def test_transfers_hide_behind_the_other_half(results: list[dict[str, dict[str, 
             assert hidden("dhalo", layer, "pong", "backward", f"finish {layer} ping")
             assert hidden("dhalo", layer, "ping", "backward", f"post+pre {layer} pong")
         assert hidden("dstates", 2, "pong", "backward", "post+pre 3 ping")
+
+
+def test_layers_run_in_the_order_in_which_they_are_simulated(results: list[dict[str, dict[str, Any]]]) -> None:
+    hybrid = Hybrid(pattern="G*GG", key_heads=1, value_heads=2, key_dim=4, value_dim=4)
+    job = Job(dense(4, 8, 8, 2, 1, 4, 8, hybrid=hybrid), Cluster(RANKS), analytic_cost(2, 1, 4), tokens_per_rank=46)
+    options = PlanOptions(RANKS, job.cost, nano_batches=2)
+    streams = Streams(job.fabric)
+    Cad(job, plan_step([CASES["planned, with attention"].lengths], options), streams).run()
+    moves = ("launch", "join", "serve", "summarise", "finish")
+    expected = [entry for entry in streams.order if entry.startswith(moves)]
+    assert len(expected) == len(set(expected)) == 2 * 2 * (5 + 3 * 6)  # halves, directions
+    for result in results:
+        order = result["planned, with attention"]["order"]
+        assert [entry for entry in order if entry.startswith(moves)] == expected

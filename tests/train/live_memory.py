@@ -113,6 +113,20 @@ class _Rotate(torch.autograd.Function):
         return gradients[0].new_zeros(len(gradients[0]), columns), None, None, None
 
 
+class _Gated(torch.autograd.Function):
+    """One compiled function: it keeps what it is given, and the number that multiplies each head."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.save_for_backward(x, gate, weight, x.new_zeros(x.shape[:-1], dtype=torch.float32))
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, gate, weight, _ = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(gate), None if weight is None else torch.zeros_like(weight)
+
+
 def allocate_as_on_gpus(patch: Any) -> None:
     """Replace what has a kernel on GPUs. ``patch(target, name, value)`` sets an attribute."""
     from megatron.core.transformer import mlp
@@ -126,6 +140,7 @@ def allocate_as_on_gpus(patch: Any) -> None:
     from megatron_patches.patches import fused_ops as fused_swiglu
     from megatron_patches.patches import fused_ops as wgrad_accumulation
     from megatron_patches.patches import norms
+    from megatron_patches.versions import has_gated_delta_net
 
     patch(pool, "choose_kernel", lambda *_, **__: LeanKernel())
     patch(norms.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
@@ -136,6 +151,12 @@ def allocate_as_on_gpus(patch: Any) -> None:
     patch(fused_swiglu, "fill_swiglu", lambda x, out: out.zero_())
     for module in (layer, fused_rope):
         patch(module, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))
+    if has_gated_delta_net():
+        from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+        from megatron.core.transformer.attention import Attention
+
+        patch(GatedDeltaNet, "_apply_gated_norm", lambda self, x, z: _Gated.apply(x, z, self.out_norm.weight))
+        patch(Attention, "_apply_output_gate", lambda self, x, gate: _Gated.apply(x, gate))
     for module in (output_loss, wgrad_accumulation):
         patch(module, "add_product", lambda *_: None)
     # Rows land in memory of their own (NVSHMEM's), not in tensors.

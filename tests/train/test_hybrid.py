@@ -89,7 +89,7 @@ def test_a_published_model_has_its_parameters_its_flops_and_its_memory() -> None
     assert model.matmul_weights == 3 * net + attention + 4 * 3 * 4096 * 12288
     flops = model_flops(model, 32000, [1000, 10])
     assert flops.attention == 12 * 16 * 256 * (1000 * 1001 // 2 + 55)
-    assert flops.recurrent == 3 * 3 * 6 * 32 * 128 * 128 * 1010
+    assert flops.recurrent == 3 * 3 * (6 * 32 * 128 * 128 + 2 * 4 * 8192) * 1010
     (stage,) = predict_memory(config, 2, 32000)
     assert 40 < stage.total / 2**30 < 80
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from distca.errors import PlanError
+from distca.plan.cost.recurrent import NO_CORE, CoreWeights
 
 
 @dataclass(frozen=True)
@@ -78,19 +79,40 @@ class NonAttention:
     factors: tuple[float, ...] = ()
 
 
-def between_attentions(rate: LinearRate, weights: int, recomputed: int, layers: int, tp: int) -> NonAttention:
-    """Seconds per row of a rank's matrix products between two attentions.
+@dataclass(frozen=True)
+class LayerWork:
+    """The weights that a layer multiplies a row with beside core attention.
 
-    A stage of n layers computes its linear layers n − 1 times between two attentions; what comes before the first and
-    after the last one leaves nothing to serve. Norms, rotation and activation are not counted, so an idle stage gets
-    rather too little than too much.
+    Attributes:
+        attends: whether it has core attention.
+        weights: of its matrix products.
+        recomputed: those of them that backward multiplies with once more.
+        core: of a recurrent layer's core; none of attention.
+    """
+
+    attends: bool
+    weights: int
+    recomputed: int
+    core: CoreWeights = NO_CORE
+
+
+def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
+    """Seconds per row of what a rank computes between two attentions, in the mean over a stage's attentions.
+
+    A stage of n layers with attention computes linear layers n − 1 times between two attentions, and all recurrent
+    layers that lie there. What comes before the first and after the last one leaves nothing to serve. Norms, rotation
+    and activation are not counted, so an idle stage gets rather too little than too much.
 
     Args:
         rate: of matrix products.
-        weights: of a whole layer.
-        recomputed: those of them that backward multiplies with once more.
-        layers: of the stage.
+        layers: of the stage, some with attention.
         tp: tensor-parallel ranks, which share the weights.
     """
-    each = (layers - 1) / layers / tp
-    return NonAttention(each * weights * rate.forward, each * (weights * rate.backward + recomputed * rate.forward))
+    attending = [number for number, layer in enumerate(layers) if layer.attends]
+    between = layers[attending[0] : attending[-1]]
+    forward = sum(rate.forward * (each.weights + each.core.forward) for each in between)
+    backward = sum(
+        rate.backward * (each.weights + each.core.backward) + rate.forward * each.recomputed for each in between
+    )
+    shared = len(attending) * tp
+    return NonAttention(forward / shared, backward / shared)

@@ -58,6 +58,42 @@ class ChainRoute:
     chains: tuple[tuple[int, tuple[Link, ...]], ...]
 
 
+@dataclass(frozen=True)
+class ChainReads:
+    """The reads of summaries in one direction.
+
+    Attributes:
+        order: [P] number of each piece among those in the order of documents.
+        document: [P] its document.
+        home: [P] its rank.
+        first: [P] bool, whether it is the first of its document.
+        last: [P] bool, whether it is the last of its document.
+        piece: [Q] a piece whose summary is read, once by each rank.
+        reader: [Q] the rank that reads it, which may be its own.
+    """
+
+    order: np.ndarray
+    document: np.ndarray
+    home: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    piece: np.ndarray
+    reader: np.ndarray
+
+    @staticmethod
+    def of(pieces: DocumentPieces, backward: bool) -> ChainReads:
+        """All reads of a micro-batch."""
+        order = np.arange(len(pieces))[:: -1 if backward else 1]
+        first = (pieces.closes if backward else pieces.opens)[order]
+        last = (pieces.opens if backward else pieces.closes)[order]
+        home = pieces.shards.rank[order]
+        return ChainReads(order, pieces.shards.document[order], home, first, last, *_readers(first, home, pieces.ranks))
+
+    def sent(self, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns of ``some`` [P] bool pieces those whose own state is sent, and those whose transition is, too."""
+        return np.flatnonzero(some & ~self.last), np.flatnonzero(some & ~self.last & ~self.first)
+
+
 def chain_routes(pieces: DocumentPieces, halves: int, rank: int, backward: bool) -> tuple[ChainRoute, ...]:
     """The routes of ``rank``, one for each half.
 
@@ -67,16 +103,13 @@ def chain_routes(pieces: DocumentPieces, halves: int, rank: int, backward: bool)
         rank: whose part is wanted.
         backward: whether gradients of states travel, from a document's last piece to its first.
     """
-    order = np.arange(len(pieces))[:: -1 if backward else 1]
-    first = (pieces.closes if backward else pieces.opens)[order]
-    last = (pieces.opens if backward else pieces.closes)[order]
-    document, home = pieces.shards.document[order], pieces.shards.rank[order]
+    reads = ChainReads.of(pieces, backward)
+    order, document, home, first = reads.order, reads.document, reads.home, reads.first
     half, number = pieces.half[order], pieces.number[order]
-    pairs = _readers(first, home, pieces.ranks)
+    pairs = reads.piece, reads.reader
     routes = []
     for now in range(halves):
-        sends_state = np.flatnonzero((half == now) & ~last)
-        sends_transition = np.flatnonzero((half == now) & ~last & ~first)
+        sends_state, sends_transition = reads.sent(half == now)
         states, state_at = _exchange(sends_state, *pairs, home, pieces.ranks, rank)
         transitions, transition_at = _exchange(sends_transition, *pairs, home, pieces.ranks, rank)
         own = np.flatnonzero((half == now) & (home == rank) & ~first).tolist()

@@ -76,6 +76,17 @@ def halo_routes(pieces: DocumentPieces, halves: int, width: int, rank: int) -> t
     return tuple(HaloRoute(given, exchange, each) for (given, exchange), each in zip(routes, picked, strict=True))
 
 
+def halo_rows(pieces: DocumentPieces, halves: int, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Returns by half the home rank and the reading rank of each row that is read, once for each rank; [H] each."""
+    reader, source, position, _ = _reads(pieces, width)
+    shards, ranks = pieces.shards, pieces.ranks
+    row = shards.row[source] + position - shards.start[source]
+    span = int(row.max(initial=0)) + 1
+    pair = shards.rank[source] * ranks + shards.rank[reader]
+    read = [np.unique((pair * span + row)[pieces.half[source] == half]) // span for half in range(halves)]
+    return tuple(np.divmod(each, ranks) for each in read)
+
+
 def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Every halo row of every piece: [H] each: the piece that reads it, the piece that has it, its position in the
     document, and its place among the ``width`` rows before the reader."""

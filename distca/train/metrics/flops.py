@@ -37,7 +37,7 @@ class ModelFlops:
         linear: of the projections and the MLPs, 6 per weight and token.
         logits: of the output layer.
         attention: of QKᵀ and PV.
-        recurrent: of recurrent cores, one row after the other.
+        recurrent: of recurrent cores, one row after the other, with their convolutions.
     """
 
     linear: int
@@ -66,9 +66,7 @@ def model_flops(model: ModelShape, vocabulary: int, lengths: Sequence[int] | np.
         logits=6 * model.hidden * vocabulary * tokens,
         # QKᵀ and PV: 2 operations per pair and element each; the backward pass does twice the work of the forward pass.
         attention=3 * 2 * model.heads * (model.resolved_head_dim + model.value_dim) * seen,
-        recurrent=3
-        * sum(model.hybrid.operations(kind.recurrent) for kind in model.layer_kinds if kind.recurrent)
-        * tokens,
+        recurrent=3 * sum(model.hybrid.recurrence(each).operations for each in model.recurrent_layers) * tokens,
     )
 
 

@@ -19,6 +19,7 @@ from distca.device.sizes import STAYING_HALVES
 from distca.models.layer_bytes import LayerBytes, expert_parameters_of_rank, parameters_of_rank
 from distca.models.model_bytes import ModelBytes, model_bytes
 from distca.train.config.schema import RunConfig
+from distca.train.run.state_memory import StateMemory, state_memory
 from distca.words import format_bytes
 
 GIB = 2**30
@@ -141,6 +142,12 @@ class _Stage:
         self._contexts = 1.0 if alone else busy_kv
         self._copied_kv = self._server_kv if self._halves == 2 and (alone or regions > REGIONS_KV[0]) else 0.0
         self._others = 0.0 if alone else BUSY_SERVER_OTHERS
+        self._states = StateMemory(0, 0)
+        recurrent = "".join(kind.recurrent for kind in kinds)
+        if recurrent and config.cad.enabled:
+            what = model.hybrid.recurrence(recurrent[0], parallel.tp)
+            self._states = state_memory(what, self._data_parallel, spanned)
+        self._recurrent = len(recurrent)
         # Layers with a window are computed at home; with some without, these need most.
         if all(model.windows):
             self._server_q = float(self._half)
@@ -162,7 +169,8 @@ class _Stage:
         return StageMemory(
             model=self._model_bytes(),
             micro_batches=in_flight,
-            activations=self._rows * (in_flight * (kept + self._rotation()) + self._angles_in_flight(in_flight)),
+            activations=self._rows * (in_flight * (kept + self._rotation()) + self._angles_in_flight(in_flight))
+            + in_flight * self._recurrent * self._states.kept,
             working=max(self._layer_at_work(), self._loss_at_work()) + self._transfers(),
             host=host,
         )
@@ -228,7 +236,9 @@ class _Stage:
 
     def _layer_at_work(self) -> int:
         """At one of the moments of the top layer's backward, when nearly all is still kept."""
+        core = max(layer.core_at_work() for layer in self._by_layer)
         moments = [self._half * self._mlp_at_work(), self._half * self._layer.latent_at_work()]
+        moments.append(self._half * core + self._states.at_work)
         if self._config.cad.enabled:
             if self._halves == 2:
                 moments.append(self._second_mlp_at_work())

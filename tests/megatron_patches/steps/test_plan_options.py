@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,8 @@ def test_pipelines_level_attention_with_linear_layers_in_fp8(
 ) -> None:
     from megatron.core import parallel_state
 
+    from megatron_patches.model.layer_kinds import LayerKinds
+    from megatron_patches.steps.layer_work import layer_works
     from megatron_patches.steps.plan_options import _non_attention
 
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
@@ -106,21 +109,22 @@ def test_pipelines_level_attention_with_linear_layers_in_fp8(
     )  # fmt: skip
     cost = find_table("NVIDIA H200", "flash4", 16, 4, 128)
     assert cost is not None and cost.linear is not None
-    plain = _non_attention(config, cost, "time", True, False)
+    works = partial(layer_works, config, LayerKinds((), ()), "", 1, False)
+    plain = _non_attention(config, cost, "time", True, works)
     config.gated_linear_unit = False
-    ungated = _non_attention(config, cost, "time", True, False)
+    ungated = _non_attention(config, cost, "time", True, works)
     assert plain is not None and ungated is not None
     weights = 4096 * 128 * 80 + 3 * 4096 * 14336
     assert ungated.forward == pytest.approx(plain.forward * (1 - 4096 * 14336 / weights))
     config.gated_linear_unit = True
     config.fp8 = "hybrid"
-    quick = _non_attention(config, cost, "time", True, False)
+    quick = _non_attention(config, cost, "time", True, works)
     assert plain is not None and quick is not None
     factor = cost.linear.fp8["current"]
     assert (quick.forward, quick.backward) == pytest.approx((factor * plain.forward, factor * plain.backward))
     assert "bfloat16" not in caplog.text
     cost.linear = LinearRate(cost.linear.forward, cost.linear.backward)
-    assert _non_attention(config, cost, "time", True, False) == plain
+    assert _non_attention(config, cost, "time", True, works) == plain
     assert "as if linear layers were in bfloat16" in caplog.text
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from distca.models.hybrid import Hybrid
 from distca.models.variant import Variant
 from distca.train.config.schema import ModelConfig
 from distca.train.metrics.flops import ModelFlops, mfu, model_flops, peak_seconds
@@ -24,6 +25,30 @@ def test_linear_flops_are_those_that_torch_counts() -> None:
             (x @ torch.randn(rows, columns, requires_grad=True)).sum().backward()
     flops = model_flops(MODEL, vocabulary, [tokens])
     assert flops.linear + flops.logits == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("mixer", "GM")
+def test_recurrent_flops_are_those_that_torch_counts(mixer: str) -> None:
+    """Forward of both projections, of the convolution and of the core, one row after the other."""
+    hybrid = Hybrid(pattern=f"{mixer}*", key_heads=2, value_heads=4, key_dim=8, value_dim=16)
+    model = replace(MODEL, hybrid=hybrid)
+    tokens, heads, keys, values = 10, 4, 8, 16
+    channels, gates = 2 * 2 * 8 + 4 * 16, 4 * (2 if mixer == "G" else 1)
+    state = torch.zeros(heads, keys, values)
+    with FlopCounterMode(display=False) as counter:
+        _ = torch.randn(tokens, 32) @ torch.randn(32, channels + heads * values + gates)
+        _ = torch.randn(tokens, heads * values) @ torch.randn(heads * values, 32)
+        weights = counter.get_total_flops()
+        kernel, padded = torch.randn(channels, 1, 4), torch.randn(1, channels, tokens + 3)
+        torch.nn.functional.conv1d(padded, kernel, groups=channels)
+        for _ in range(tokens):
+            q, k, v = torch.randn(heads, 1, keys), torch.randn(heads, keys, 1), torch.randn(heads, 1, values)
+            held = k.mT @ state if mixer == "G" else 0
+            state = state + k @ (v - held)
+            _ = q @ state
+    kind = model.layer_kinds[0]
+    assert 2 * model.mixer_weights(kind) * tokens == weights
+    assert model_flops(model, 50, [tokens - 3, 3]).recurrent == 3 * (counter.get_total_flops() - weights)
 
 
 def test_llama_8b_has_the_weights_of_its_paper() -> None:

@@ -14,6 +14,7 @@ from distca.plan import route, training_tolerance
 from distca.plan.cost.analytic import area_cost
 from distca.plan.micro_batch import plan_micro_batch
 from distca.runtime.device_routes import StepRoutes
+from distca.runtime.recurrent_routes import RecurrentRoutes
 from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import RunConfig
@@ -67,6 +68,12 @@ LATENT |= {"model.latent.value_dim": 24}
 OF_LATENT = [LATENT | AT_HOME | {"train.recompute": "none"}, LATENT | {"train.recompute": "mlp"}]
 OF_LATENT += [LATENT | {"train.recompute": "all", "model.latent.q_rank": 32}]
 
+# Small states, of which a document that goes on in pong has one.
+HYBRID = {
+    "model.layers": "4", "model.hybrid.pattern": "G-*-", "model.hybrid.key_heads": "2", "model.hybrid.value_heads": "4",
+    "model.hybrid.key_dim": "8", "model.hybrid.value_dim": "16", "model.hybrid.output_gate": "true",
+}  # fmt: skip
+
 
 def _config(stages: int, layers: int, case: dict[str, str]) -> RunConfig:
     settings = SETTINGS | {"parallel.pp": stages, "model.layers": layers, "train.micro_batches": 2 * stages} | case
@@ -113,9 +120,10 @@ def _measure(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
 
 def _take_servers_of(routes: StepRoutes) -> None:
     """The rows of the busiest server of the step that was run, in place of those of long-context plans."""
-    halves = [half.backward for own in routes.own for half in own[0]]
-    if len(routes.own[0]) > 1:  # those of layers with a window, in the mean of a micro-batch's halves
-        at_home = np.mean([half.backward.kv_rows for own in routes.own for half in own[1]])
+    layers = [[layer for layer in own if not isinstance(layer[0], RecurrentRoutes)] for own in routes.own]
+    halves = [half.backward for own in layers for half in own[0]]
+    if len(layers[0]) > 1:  # those of layers with a window, in the mean of a micro-batch's halves
+        at_home = np.mean([half.backward.kv_rows for own in layers for half in own[1]])
         memory.HALOS = (at_home - TOKENS // 2) / (200 - 1)
     memory.BUSY_SERVER_Q = max(half.q_rows for half in halves) / (TOKENS // 2)
     memory.BUSY_SERVER_KV = max(half.kv_rows for half in halves) / (TOKENS // 2)
@@ -124,7 +132,11 @@ def _take_servers_of(routes: StepRoutes) -> None:
 
 @pytest.mark.parametrize(
     "stages, cases",
-    [(1, [OFFLOAD, MIXED, OUTPUTS, *MIXTURES, *OF_LATENT]), (2, [*CASES, MIXED, OUTPUTS | AT_HOME]), (3, CASES[1:2])],
+    [
+        (1, [OFFLOAD, MIXED, OUTPUTS, *MIXTURES, *OF_LATENT, HYBRID, HYBRID | AT_HOME]),
+        (2, [*CASES, MIXED, OUTPUTS | AT_HOME]),
+        (3, CASES[1:2]),
+    ],
 )
 def test_live_bytes(stages: int, cases: list[dict[str, str]]) -> None:
     by_rank = run_ranks(stages, _live, stages, 2 * stages, cases)
@@ -135,7 +147,8 @@ def test_live_bytes(stages: int, cases: list[dict[str, str]]) -> None:
             between = _between_layers(rank["stage"], stages, case.get("cad.enabled") != "false", turned)
             assert rank["starts"] == pytest.approx(predicted.activations + between, rel=0.005), where
             # Rounded rows and halves that differ: exact where attention is at home.
-            most = 0.04 if case.get("cad.enabled") != "false" else 0.001
+            # A recurrent core at work counts with what its kernel for GPUs allocates.
+            most = 0.04 if case.get("cad.enabled") != "false" or "model.hybrid.pattern" in case else 0.001
             assert rank["peak"] == pytest.approx(predicted.activations + predicted.working, rel=most), where
 
 

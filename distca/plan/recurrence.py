@@ -9,10 +9,12 @@ q, k and v come from a short causal convolution. g is one number per head, or on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 Column = Literal["q", "k", "v"]
+_WIDE = 4  # bytes of a number of a state
 
 
 @dataclass(frozen=True)
@@ -97,3 +99,19 @@ class Recurrence:
         if self.delta:
             return self.heads, self.key_dim, self.key_dim
         return self.heads, self.key_dim if self.decay_by_channel else 1, 1
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state in float32."""
+        return _WIDE * math.prod(self.state_shape)
+
+    @property
+    def transition_bytes(self) -> int:
+        """Bytes of a transition in float32."""
+        return _WIDE * math.prod(self.transition_shape)
+
+    @property
+    def operations(self) -> int:
+        """Operations of the forward of one row, one row after the other: it reads the state, adds to it, and with the
+        delta rule looks up what the state holds for its key; before that comes the convolution."""
+        return (6 if self.delta else 4) * math.prod(self.state_shape) + 2 * self.kernel * self.channels
