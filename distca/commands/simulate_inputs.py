@@ -10,6 +10,7 @@ from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.data.mixes import MIX_NAMES, sample_mix
 from distca.errors import OptionError
 from distca.models.experts import Experts
+from distca.models.hybrid import Hybrid
 from distca.models.latent import Latent
 from distca.models.shape import ModelShape
 from distca.plan import CostModel, analytic_cost
@@ -38,16 +39,13 @@ def read_model(name: str) -> ModelShape:
         sizes = {key: content[key] for key in wanted}
         sizes |= {key: content[key] for key in ("head_dim", "vocabulary") if content.get(key)}
         more = {key: content.get(key, unset) for key, unset in _MORE.items()}
-        experts, latent = (dict(content.get(group) or {}) for group in ("experts", "latent"))
-        hybrid = bool(content.get("hybrid"))
+        experts, latent, hybrid = (dict(content.get(group) or {}) for group in ("experts", "latent", "hybrid"))
     except OSError:
         raise OptionError(
             f"--model is {name!r}; give {', '.join(MODELS)} or a configuration file, such as configs/llama-8b.yaml."
         ) from None
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise OptionError(f"--model {name} has no model with {', '.join(wanted)}; give another file.") from None
-    if hybrid:
-        raise OptionError(f"--model {name} has recurrent layers, which are not simulated yet; give another file.")
     for key, value in sizes.items():
         if type(value) is not int or not 1 <= value <= _MOST_SIZE:
             raise OptionError(f"--model {name} has {key} {value!r}; it must be a whole number from 1 to {_MOST_SIZE}.")
@@ -63,16 +61,18 @@ def read_model(name: str) -> ModelShape:
     _check_windows(name, more["layer_types"], more["window"])
     _check_fields(name, "experts", experts, asdict(Experts()))
     _check_fields(name, "latent", latent, asdict(Latent()))
-    own, attention = Experts(**experts), Latent(**latent)
+    _check_fields(name, "hybrid", hybrid, asdict(Hybrid()))
+    own, attention, stack = Experts(**experts), Latent(**latent), Hybrid(**hybrid)
     wrong = [f"experts that cannot be: {each}" for each in own.problems(sizes["layers"])]
     wrong += [f"latent attention that cannot be: {each}" for each in attention.problems()]
+    wrong += [f"a hybrid stack that cannot be: its {each}" for each in stack.problems(sizes["layers"])]
     if latent and sizes["kv_heads"] != sizes["heads"]:
         wrong.append(
             f"latent attention and kv_heads {sizes['kv_heads']}, but every head has keys; set it to {sizes['heads']}."
         )
     if wrong:
         raise OptionError(f"--model {name} has {wrong[0]}")
-    return dense(**head_dim | sizes, **more, experts=own, latent=attention)
+    return dense(**head_dim | sizes, **more, experts=own, latent=attention, hybrid=stack)
 
 
 def _check_fields(name: str, group: str, given: dict[Any, Any], usual: dict[str, Any]) -> None:

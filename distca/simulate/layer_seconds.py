@@ -92,8 +92,8 @@ class LayerSeconds:
         return self.model.layer_kinds[: self.layers]
 
     def rows(self) -> tuple[RowSeconds, ...]:
-        """Seconds by layer of a stage. Layers of a hybrid stack are each of their kind. Of other models what comes behind
-        core attention has the mean over all layers."""
+        """Seconds by layer of a stage. Layers of a hybrid stack are each of their kind. Of other models what comes
+        behind core attention has the mean over all layers."""
         model = self.model
         if model.hybrid.pattern:
             by_kind = {kind: self._of_hybrid(kind) for kind in dict.fromkeys(self._kinds)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distca.models.experts import Experts
+from distca.models.hybrid import Hybrid
 from distca.models.latent import Latent
 from distca.models.shape import ModelShape
 from distca.plan import AttentionShape
@@ -79,6 +80,12 @@ def _experts(count: int, topk: int, ffn: int, **more: Any) -> dict[str, Any]:
     return {"experts": Experts(count=count, topk=topk, ffn=ffn, **more)}
 
 
+def _qwen35(layers: int, hidden: int, ffn: int, heads: int, value_heads: int) -> ModelShape:
+    """A dense model of Qwen3.5, with so many layers as its folder counts them: each with its MLP."""
+    net = Hybrid(pattern="G-G-G-*-", key_heads=16, value_heads=value_heads, output_gate=True)
+    return dense(2 * layers, hidden, ffn, heads, 4, 256, 248_320, qk_norm=True, hybrid=net)
+
+
 MODELS = {
     "8b": dense(32, 4096, 14336, 32, 8),
     "34b": dense(48, 8192, 22016, 64, 16),
@@ -97,7 +104,9 @@ MODELS = {
         latent=Latent(kv_rank=512, q_rank=1536),
         **_experts(256, 8, 2048, dense_layers=3, shared_ffn=2048, score="sigmoid", bias=True, scale=2.5),
     ),
+    "qwen3.5-9b": _qwen35(32, 4096, 12288, 16, 32),
+    "qwen3.5-27b": _qwen35(64, 5120, 17408, 24, 48),
     "olmo-3-like": dense(64, 5120, 27648, 40, 8, 128, 100_352, **_windowed(4096, 3)),
 }
-"""Shapes by name, those of ``configs/``; olmo-3-like is OLMo 3 32B's. Those of Qwen3, Mixtral, Moonlight and
-DeepSeek-V3 are those of their public folders, with fields of transformers' configuration classes."""
+"""Shapes by name, those of ``configs/``; olmo-3-like is OLMo 3 32B's. Those of Qwen3, Qwen3.5, Mixtral, Moonlight
+and DeepSeek-V3 are those of their public folders, with fields of transformers' configuration classes."""

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
         "model: {layers: 2, hidden: 64, ffn: 64, heads: 2, kv_heads: 1, tie_embeddings: true}"
     )
     assert read_model(str(tmp_path / "tied.yaml")) == dense(2, 64, 64, 2, 1, 32, tie_embeddings=True)
+    cut = read_model(str(configurations / "qwen3.5-9b-like-cut.yaml"))
+    assert cut == replace(MODELS["qwen3.5-9b"], layers=8, vocabulary=32_000, qk_norm=False)
     sizes = "layers: {}, hidden: 64, ffn: 64, heads: {}, kv_heads: 1"
     for content, said in (
         ("name: x", "has no model"),
@@ -33,6 +36,15 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
         (f"model: {{{sizes.format(2, 2)}, latent: {{rank: 3}}}}", "has latent with 'rank'; known are kv_rank"),
         (f"model: {{{sizes.format(2, 2)}, latent: {{kv_rank: 1.5}}}}", "has latent with kv_rank 1.5"),
         (f"model: {{{sizes.format(2, 2)}, latent: {{kv_rank: 8}}}}", "every head has keys; set it to 2"),
+        (
+            f"model: {{{sizes.format(2, 2)}, hybrid: {{pattern: GG}}}}",
+            "a hybrid stack that cannot be: .* without attention",
+        ),
+        (
+            f"model: {{{sizes.format(2, 2)}, hybrid: {{heads: 1}}}}",
+            "has hybrid with 'heads'; known are pattern",
+        ),
+        (f"model: {{{sizes.format(2, 2)}, hybrid: {{rotate: 1}}}}", "with rotate 1; it must be such as True"),
         (f"model: {{{sizes.format(2, 3)}}}", "has hidden 64, which is not divisible by heads 3; change one or give"),
     ):
         (tmp_path / "none.yaml").write_text(content)
