@@ -157,7 +157,8 @@ def _has_fused_experts(folder: Path, model: ModelDescription) -> bool:
     """Whether a folder has all experts of the first layer that has some in one tensor, which its family has not."""
     if not model.experts.count or model.weights.experts.stacked:
         return False
-    return has_tensor(folder, f"{layer_prefix(model.experts.dense_layers)}{FUSED.experts}.{FUSED.down}")
+    first = f"{layer_prefix(model.experts.dense_layers)}{FUSED.experts}"
+    return any(has_tensor(folder, f"{first}.{part}") for part in (FUSED.down, *FUSED.gate_up))
 
 
 def describe(config: Mapping[str, Any], where: str) -> ModelDescription:

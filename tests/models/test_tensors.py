@@ -155,6 +155,10 @@ def test_experts_in_one_tensor_by_version_5(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match=f"has no tensor {name}, which a model of its config.json has"):
         _check(tmp_path)
+    del stored["model.layers.0.mlp.experts.down_proj"]
+    save_file(stored, tmp_path / SINGLE)
+    with pytest.raises(ModelError, match=r"has no tensor model\.layers\.0\.mlp\.experts\.down_proj, which a model of"):
+        _check(tmp_path)
     values, factors = torch.randn(3, 160, 260).to(torch.float8_e4m3fn), torch.rand(3, 2, 3)
     save_file({"x": values, "x_scale_inv": factors}, tmp_path / SINGLE)
     spread = factors.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :160, :260]
