@@ -68,6 +68,14 @@ def _kinds(kind: str, **fields: Any) -> dict[str, Any]:
     }
 
 
+_DEEPSEEK = {
+    **{"num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 12, "qk_nope_head_dim": 8},
+    **{"qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 12, "n_group": 3, "topk_group": 2},
+    **{"num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    **{"routed_scaling_factor": 1.7, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
 # Name: (class in transformers, fields that differ).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -189,6 +197,13 @@ FUSED = {"mixtral, fused": "mixtral", "glm4_moe, fused": "glm4_moe"}
 PACKED = {"gpt_oss, mxfp4": "gpt_oss"}
 """Cases whose experts are numbers of MXFP4, stored as such, and what they are."""
 CASES |= {name: CASES[case] for name, case in (FUSED | PACKED).items()}
+CASES |= {
+    "deepseek_v3": ("DeepseekV3", _DEEPSEEK | _rope("yarn", 100.0, **_YARN, mscale=1.0, mscale_all_dim=1.0)),
+    "moonlight": (
+        "DeepseekV3",
+        {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+    ),
+}
 VISION = {
     "model_type": "pixtral",
     "hidden_size": 16,
@@ -241,7 +256,7 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
     if packed:
         _rewrite(folder, lambda tensors: _replaced(tensors, packed))
         _say_packed(folder)
-    if kind == "Glm4Moe":
+    if kind in ("Glm4Moe", "DeepseekV3"):
         further = {f"model.layers.{made['num_hidden_layers']}.eh_proj.weight": torch.randn(4, 8).to(dtype)}
         _rewrite(folder, lambda tensors: _as_published(tensors, further))
     if kind.startswith(("Qwen3_5", "NemotronH")):
@@ -251,8 +266,8 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
 
 
 def _as_published(tensors: Tensors, further: Tensors) -> Tensors:
-    """Tensors with what published folders of GLM-4.5 have, and transformers does not write: biases of routers in
-    float32, and beside the last norm the layer that predicts further tokens."""
+    """Tensors with what published folders of GLM-4.5 and DeepSeek-V3 have, and transformers does not write: biases of
+    routers in float32, and beside the last norm the layer that predicts further tokens."""
     biases = {name: each.float() for name, each in tensors.items() if name.endswith("e_score_correction_bias")}
     return tensors | biases | (further if "model.norm.weight" in tensors else {})
 

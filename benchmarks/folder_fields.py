@@ -143,6 +143,17 @@ def bases() -> dict[str, dict[str, Any]]:
             **{"head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16},
             "use_qk_norm": True,
         },
+        "deepseek_v3": {
+            **{
+                "num_key_value_heads": 4,
+                "n_routed_experts": 8,
+                "n_group": 1,
+                "topk_group": 1,
+                "num_experts_per_tok": 3,
+            },
+            **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "kv_lora_rank": 20, "q_lora_rank": 12},
+            **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+        },
         "gpt_oss": {
             **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
             "rope_parameters": _ROPE,

@@ -54,6 +54,16 @@ def _llama(*sizes: Any, **fields: Any) -> dict[str, Any]:
     return _of("llama", "LlamaForCausalLM", _sizes(*sizes), **own | {"bos_token_id": 1, "eos_token_id": 2} | fields)
 
 
+def _deepseek(*sizes: Any, **fields: Any) -> dict[str, Any]:
+    own = {
+        **{"attention_bias": False, "attention_dropout": 0.0, "auto_map": {"AutoModel": "code.Model"}, "ep_size": 1},
+        **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        **{"moe_layer_freq": 1, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        **{"aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 1},
+    }
+    return _of("deepseek_v3", "DeepseekV3ForCausalLM", _sizes(*sizes), **own | fields)
+
+
 def _mistral(*sizes: Any, **fields: Any) -> dict[str, Any]:
     own: dict[str, Any] = {"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": None}
     return _of("mistral", "MistralForCausalLM", _sizes(*sizes), **own | fields)
@@ -515,8 +525,26 @@ PUBLIC: dict[str, Public] = {
         )
     ),
     "DeepSeek-V3": Public(
-        _other("deepseek_v3", "DeepseekV3ForCausalLM", auto_map={"AutoModel": "code.Model"}, kv_lora_rank=512),
-        "multi-head latent attention",
+        _deepseek(
+            *(7168, 61, 18432, 128, 128, 129280, 163840, 1e4),
+            **{"rms_norm_eps": 1e-6, "q_lora_rank": 1536, "moe_intermediate_size": 2048, "n_routed_experts": 256},
+            **{"n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
+            **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1},
+            rope_scaling={
+                **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32},
+                **{"beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+            },
+        ),
+        warned="code that comes with the weights",
+    ),
+    "Moonlight-16B-A3B": Public(
+        _deepseek(
+            *(2048, 27, 11264, 16, 16, 163840, 8192, 5e4),
+            **{"q_lora_rank": None, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2},
+            **{"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+            **{"routed_scaling_factor": 2.446, "num_nextn_predict_layers": 0, "rope_scaling": None},
+        ),
+        warned="code that comes with the weights",
     ),
     "internlm3-8b": Public(
         _other("internlm3", "InternLM3ForCausalLM", auto_map={"AutoModel": "code.Model"}), "biases of all projections"
@@ -564,6 +592,11 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
             name: _LONGROPE[name][: int(8 * small.get("partial_rotary_factor", 1)) // 2]
             for name in ("short_factor", "long_factor")
         }
-    if small["model_type"] in ("phi3", "smollm3", "glm4", "glm4_moe"):
+    if small["model_type"] == "deepseek_v3":
+        chosen = 3 if small["n_group"] == 1 else 2 * small["topk_group"]
+        small |= {"n_routed_experts": 4 * small["n_group"], "num_experts_per_tok": chosen, "first_k_dense_replace": 1}
+        small |= {"moe_intermediate_size": 16, "kv_lora_rank": 20, "q_lora_rank": small["q_lora_rank"] and 12}
+        small |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    if small["model_type"] in ("phi3", "smollm3", "glm4", "glm4_moe", "deepseek_v3"):
         small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return small

@@ -18,6 +18,7 @@ from distca.models.families.family import Composite, Family
 from distca.models.families.unserved import UNSERVED
 from distca.models.fields import Read, Values, read_fields
 from distca.models.hybrid import ATTENTION, EXPERTS, MLP, Hybrid, shortest
+from distca.models.latent import Latent
 from distca.models.quantised import FP8_BLOCK
 from distca.models.rope import RopeScaling
 from distca.models.rope_fields import Rope, read_rope, split_rope
@@ -229,8 +230,9 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
     rope = Rope(ModelShape.rope_base, RopeScaling(original_length=said["max_position_embeddings"]), ())
     if hybrid.rotate:
         rope = read_rope(rope_config, said["max_position_embeddings"], family, where)
-    head_dim = _head_dim(said.get("head_dim"), hidden, heads, where)
-    rotated = _rotated(head_dim, rope, where)
+    latent = _latent(family, said, rope, where)
+    head_dim = latent.head_dim if latent.kv_rank else _head_dim(said.get("head_dim"), hidden, heads, where)
+    rotated = latent.rotary_dim if latent.kv_rank else _rotated(head_dim, rope, where)
     if heads % kv_heads:
         raise ModelError(f"{where} has {heads} query heads, which {kv_heads} key and value heads do not divide.")
     if (rope.scaling.kind == "dynamic" or rope.alpha is not None) and rotated == 2:
@@ -255,6 +257,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         sinks=family.sinks,
         experts=_experts(family, said, layers, where),
         hybrid=hybrid,
+        latent=latent,
         positions=said["max_position_embeddings"],
         layer_types=layer_types,
         window=window,
@@ -306,6 +309,21 @@ def _experts(family: Family, said: Mapping[str, Any], layers: int, where: str) -
     for problem in experts.problems(layers):
         raise ModelError(f"In {where} the experts cannot work: their {problem}")
     return experts
+
+
+def _latent(family: Family, said: Mapping[str, Any], rope: Rope, where: str) -> Latent:
+    """The latent attention of a family's layers; none in others."""
+    try:
+        latent = family.latent(said)
+    except ModelError as error:
+        raise ModelError(f"In {where} {error}") from None
+    if not latent.kv_rank:
+        return latent
+    for problem in latent.problems():
+        raise ModelError(f"In {where} latent attention cannot work: its {problem}")
+    if not rope.scaling.truncate:
+        raise ModelError(f"{where} has truncate false for rotary positions, which latent attention does not know here.")
+    return replace(latent, score_magnitude=rope.score_magnitude)
 
 
 def _variant(

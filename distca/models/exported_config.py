@@ -97,6 +97,8 @@ def _set_scaling(text: dict[str, Any], model: ModelDescription) -> None:
     if model.variant.query_beta:
         scaling["llama_4_scaling_beta"] = model.variant.query_beta
         scaling["original_max_position_embeddings"] = model.variant.query_length
+    if model.latent.score_magnitude and scaling:
+        scaling["mscale_all_dim"] = model.latent.score_magnitude
     # A class with a scaling of its own takes it where rope_parameters are missing.
     newer = "rope_parameters" in text or bool(FAMILIES[text_family(model.family)].rope_default)
     inside = text.get(field_of_rope(text)) or {}

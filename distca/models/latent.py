@@ -17,6 +17,7 @@ class Latent:
         rotary_dim: width behind it that positions turn.
         value_dim: width of a value head, at most key_dim + rotary_dim.
         score_magnitude: weight of YaRN's magnitude, whose square multiplies scores (mscale_all_dim); 0 for none.
+        norm_epsilon: epsilon of the norms of latent rows; 0 takes that of all norms.
     """
 
     kv_rank: int = 0
@@ -25,6 +26,7 @@ class Latent:
     rotary_dim: int = 64
     value_dim: int = 128
     score_magnitude: float = 0.0
+    norm_epsilon: float = 0.0
 
     @property
     def head_dim(self) -> int:

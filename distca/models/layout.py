@@ -33,10 +33,14 @@ def _attention(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's tensors in and around attention. With an output gate each query head has one behind it."""
     q, kv, names = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.weights
     variant = model.variant
-    shapes: dict[str, tuple[int, ...]] = {f"{names.attention_output}.weight": (model.hidden, q)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{names.attention_output}.weight": (model.hidden, model.heads * model.value_dim)
+    }
     shapes |= {f"{name}.weight": (model.hidden,) for name in names.mixer_norms(variant.norms)}
     if variant.attention_output_bias:
         shapes[f"{names.attention_output}.bias"] = (model.hidden,)
+    if model.latent.kv_rank:
+        return shapes | _latent(model)
     for name, rows in stored_rows(names.query_key_value, (q * (1 + model.hybrid.output_gate), kv, kv)).items():
         shapes[f"{name}.weight"] = (rows, model.hidden)
         if model.qkv_bias:
@@ -71,6 +75,23 @@ def _mlp_norms(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     variant = model.variant
     names = model.weights.mlp_norms(variant.norms, variant.parallel_mlp)
     return {f"{name}.weight": (model.hidden,) for name in names}
+
+
+def _latent(model: ModelDescription) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that stand for projections of q, k and v."""
+    latent, names, q = model.latent, model.weights.latent, model.heads * model.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{names.down}.weight": (latent.kv_rank + latent.rotary_dim, model.hidden),
+        f"{names.norm}.weight": (latent.kv_rank,),
+        f"{names.up}.weight": (model.heads * (latent.key_dim + latent.value_dim), latent.kv_rank),
+    }
+    if not latent.q_rank:
+        return shapes | {f"{names.query}.weight": (q, model.hidden)}
+    return shapes | {
+        f"{names.query_down}.weight": (latent.q_rank, model.hidden),
+        f"{names.query_norm}.weight": (latent.q_rank,),
+        f"{names.query_up}.weight": (q, latent.q_rank),
+    }
 
 
 def _mlp(model: ModelDescription) -> dict[str, tuple[int, ...]]:

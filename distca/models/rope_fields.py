@@ -55,6 +55,7 @@ class Rope:
         alpha: by which documents are longer whatever their length, so that the base is larger; None where it is not.
         query_beta: how much queries grow with their position; 0 where they do not.
         query_length: the positions within which they stay.
+        score_magnitude: weight of YaRN's magnitude on the scores of latent attention; 0 for none.
     """
 
     base: float
@@ -64,6 +65,7 @@ class Rope:
     alpha: float | None = None
     query_beta: float = 0.0
     query_length: int = 0
+    score_magnitude: float = 0.0
 
 
 def field_of_rope(config: Mapping[str, Any]) -> str:
@@ -157,7 +159,8 @@ def read_rope(config: Mapping[str, Any], positions: int, family: Family, where: 
             for each in (said["partial_rotary_factor"], config.get("partial_rotary_factor"), family.rotary_default)
             if each is not None
         )
-    return Rope(float(base), scaling, values.warnings, float(percent), alpha, beta, length)
+    magnitude = (said["mscale_all_dim"] or 0.0) if scaling.kind == "yarn" else 0.0
+    return Rope(float(base), scaling, values.warnings, float(percent), alpha, beta, length, magnitude)
 
 
 def _own_fields(family: Family) -> dict[str, Field]:

@@ -66,6 +66,29 @@ class RecurrentMap:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentMap:
+    """Names of the tensors of latent attention, without the layer's prefix and without .weight.
+
+    Attributes:
+        query: projection of queries, where they have no latent rows.
+        query_down: projection to their latent rows.
+        query_norm: norm of these.
+        query_up: projection from these.
+        down: projection to the latent rows of keys and values, and to the part of keys that heads share.
+        norm: norm of these rows.
+        up: projection from these.
+    """
+
+    query: str = "self_attn.q_proj"
+    query_down: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    down: str = "self_attn.kv_a_proj_with_mqa"
+    norm: str = "self_attn.kv_a_layernorm"
+    up: str = "self_attn.kv_b_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightMap:
     """Names of a layer's tensors, without the layer's prefix and without .weight or .bias.
 
@@ -89,6 +112,7 @@ class WeightMap:
         embedding: of tokens; the whole name.
         final_norm: norm behind the last layer; the whole name.
         old_body: a word that names of tensors may begin with in place of model.
+        latent: what latent attention has in place of projections of q, k and v.
     """
 
     attention_norm: str = "input_layernorm"
@@ -108,6 +132,7 @@ class WeightMap:
     embedding: str = f"{BODY}.embed_tokens.weight"
     final_norm: str = f"{BODY}.norm.weight"
     old_body: str = ""
+    latent: LatentMap = field(default_factory=LatentMap)
 
     def mixer_norms(self, norms: str) -> tuple[str, ...]:
         """The norms around attention, by where a layer's norms are."""

@@ -28,8 +28,14 @@ _LAYER = (
     "input_layernorm.weight",
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
+    "self_attention.linear_q_proj.weight",
+    "self_attention.linear_q_down_proj.weight",
     "self_attention.q_layernorm.weight",
+    "self_attention.linear_q_up_proj.weight",
     "self_attention.k_layernorm.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.kv_layernorm.weight",
+    "self_attention.linear_kv_up_proj.weight",
     "self_attention.core_attention.softmax_offset",
     "self_attention.linear_proj.weight",
     "self_attention.linear_proj.bias",
@@ -50,7 +56,7 @@ _SAVED_AS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""megatron's checkpoints name these as Transformer Engine does."""
+"""megatron's checkpoints name these as Transformer Engine does, but with latent attention."""
 
 
 _EXPERTS = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.weight", "linear_fc2.weight"))
@@ -62,6 +68,7 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
     """Whether a layer has a parameter of those of :data:`_LAYER`; ``mixture``: it has experts."""
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
+    latent, low = model.latent.kv_rank > 0, model.latent.q_rank > 0
     absent = {
         "self_attention.linear_qkv.bias": not model.qkv_bias,
         "self_attention.core_attention.softmax_offset": not model.sinks,
@@ -75,7 +82,14 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
         "mlp.router.expert_bias": not (mixture and experts.bias),
         "mlp.shared_experts.linear_fc1.weight": not shared,
         "mlp.shared_experts.linear_fc2.weight": not shared,
-        "self_attention.q_layernorm.weight": not model.qk_norm,
+        "self_attention.linear_qkv.weight": latent,
+        "self_attention.linear_q_proj.weight": not latent or low,
+        "self_attention.linear_q_down_proj.weight": not low,
+        "self_attention.linear_q_up_proj.weight": not low,
+        "self_attention.linear_kv_down_proj.weight": not latent,
+        "self_attention.kv_layernorm.weight": not latent,
+        "self_attention.linear_kv_up_proj.weight": not latent,
+        "self_attention.q_layernorm.weight": not (model.qk_norm or low),
         "self_attention.k_layernorm.weight": not model.qk_norm,
         "input_layernorm.weight": variant.norms == "post",
         "pre_mlp_layernorm.weight": variant.norms == "post" or variant.parallel_mlp,
@@ -159,7 +173,8 @@ class SavedWeights:
             for part in _LAYER:
                 if _has(model, part, mixture):
                     slot = slot_of(f"decoder.layers.{layer}.{part}", layer, model)
-                    yield (f"{stack}.{_SAVED_AS.get(part, part)}",), number, slot
+                    key = part if model.latent.kv_rank else _SAVED_AS.get(part, part)
+                    yield (f"{stack}.{key}",), number, slot
             for expert in range(kind.mlp.experts.count):
                 for part in (*_EXPERTS, *(_EXPERT_BIASES if model.experts.biases else ())):
                     name = part.replace("experts.experts", f"experts.local_experts.{expert}")

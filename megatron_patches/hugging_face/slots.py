@@ -37,7 +37,7 @@ class Slot(Protocol):
 
 @dataclass(frozen=True)
 class Whole:
-    """A norm's weight, or a bias behind all ranks' sum, alike on all ranks."""
+    """A norm's weight, a projection to latent rows, or a bias behind all ranks' sum, alike on all ranks."""
 
     names: tuple[str, ...]
     by_expert = False

@@ -55,6 +55,8 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
     place, name = layer_prefix(model.stored_numbers[layer]), parameter.split(".", 3)[3]
     stored, symbol = model.weights, model.hybrid.symbols(model.layers)[layer:][:1]
     kind = name.rpartition(".")[2]
+    if model.latent.kv_rank and (found := _latent_slot(name, place, model)) is not None:
+        return found
     if (norm := _norms(stored).get(name)) is not None:
         return Whole((f"{place}{norm}.weight",))
     if symbol and symbol in RECURRENT:
@@ -68,7 +70,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
     if name == "self_attention.linear_proj.bias":
         return Whole((f"{place}{stored.attention_output}.bias",))
     if name == "self_attention.linear_proj.weight":
-        return Columns((f"{place}{stored.attention_output}.weight",), model.heads * model.head_dim)
+        return Columns((f"{place}{stored.attention_output}.weight",), model.heads * model.value_dim)
     if name == _CHOICE_BIAS:
         return Whole((f"{place}{stored.experts.choice_bias}",))
     if name.startswith("mlp.shared_experts."):
@@ -89,6 +91,29 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         return Whole((f"{place}{stored.down}.bias",))
     assert name == "mlp.linear_fc2.weight", f"{parameter} is no parameter of a model that is served"
     return Columns((f"{place}{stored.down}.weight",), model.ffn)
+
+
+def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
+    """Returns the slot of a parameter that only latent attention has; None for others."""
+    names, latent = model.weights.latent, model.latent
+    of_heads = {
+        "linear_q_proj": (names.query, model.head_dim),
+        "linear_q_up_proj": (names.query_up, model.head_dim),
+        "linear_kv_up_proj": (names.up, latent.key_dim + latent.value_dim),
+    }
+    replicated = {
+        "linear_q_down_proj": names.query_down,
+        "q_layernorm": names.query_norm,
+        "linear_kv_down_proj": names.down,
+        "kv_layernorm": names.norm,
+    }
+    part = name.removeprefix("self_attention.").removesuffix(".weight")
+    if part in replicated:
+        return Whole((f"{place}{replicated[part]}.weight",))
+    if part in of_heads:
+        stored, width = of_heads[part]
+        return Rows((f"{place}{stored}.weight",), ((model.heads * width,),))
+    return None
 
 
 def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> Slot:

@@ -224,6 +224,8 @@ def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOpt
     layer.module, layer.params = LatentLayer, {**layer.params, "options": options}
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     parts.self_attention.module = LatentAttention
+    epsilon = options.latent_norm_epsilon or config.layernorm_epsilon
+    parts.self_attention.params = {**parts.self_attention.params, "norm_epsilon": epsilon}
     attention, mlp = parts.self_attention.submodules, mlp_submodules(parts.mlp)
     column, row = linear_classes(te)
     attention.core_attention = PackedAttention

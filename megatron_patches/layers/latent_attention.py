@@ -45,7 +45,8 @@ class ReplicatedLinear(torch.nn.Module):
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention, whose linear layers and norms are those of the spec.
 
-    Megatron's own builds no norm of latent rows without Transformer Engine where queries have no latent rows.
+    Megatron's own builds no norm of latent rows without Transformer Engine where queries have no latent rows, and has
+    one epsilon for all norms; ``norm_epsilon`` is that of latent rows.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class LatentAttention(MLASelfAttention):
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        norm_epsilon: float,
         **named: Any,
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
@@ -67,16 +70,16 @@ class LatentAttention(MLASelfAttention):
             pg_collection=groups,
             **named,
         )
-        hidden, rank, epsilon = config.hidden_size, config.q_lora_rank, config.layernorm_epsilon
+        hidden, rank = config.hidden_size, config.q_lora_rank
         if rank is None:
             self.linear_q_proj = self._of_heads(submodules.linear_q_proj, hidden, self.q_head_dim)
         else:
             self.linear_q_down_proj = submodules.linear_q_down_proj(hidden, rank, config)
-            self.q_layernorm = submodules.q_layernorm(config=config, hidden_size=rank, eps=epsilon)
+            self.q_layernorm = submodules.q_layernorm(config=config, hidden_size=rank, eps=norm_epsilon)
             self.linear_q_up_proj = self._of_heads(submodules.linear_q_up_proj, rank, self.q_head_dim)
         rank, both = config.kv_lora_rank, config.qk_head_dim + config.v_head_dim
         self.linear_kv_down_proj = submodules.linear_kv_down_proj(hidden, rank + config.qk_pos_emb_head_dim, config)
-        self.kv_layernorm = submodules.kv_layernorm(config=config, hidden_size=rank, eps=epsilon)
+        self.kv_layernorm = submodules.kv_layernorm(config=config, hidden_size=rank, eps=norm_epsilon)
         self.linear_kv_up_proj = self._of_heads(submodules.linear_kv_up_proj, rank, both)
 
     def _of_heads(self, linear: Any, inputs: int, head_dim: int) -> Any:

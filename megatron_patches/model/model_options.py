@@ -69,6 +69,7 @@ class ModelOptions:
         plain_recurrent_norm: the norm of a gated delta net's heads multiplies by its weight, also with
             ``layernorm_zero_centered_gamma`` (Qwen3.5).
         step_min: smallest step size of Mamba-2 (Nemotron-H).
+        latent_norm_epsilon: epsilon of the norms of latent rows; 0 for that of all norms (DeepSeek-V3's is 1e-6).
     """
 
     score_softcap: float = 0.0
@@ -87,6 +88,7 @@ class ModelOptions:
     final_softcap: float = 0.0
     plain_recurrent_norm: bool = False
     step_min: float = 0.0
+    latent_norm_epsilon: float = 0.0
 
     @property
     def own_layers(self) -> bool:

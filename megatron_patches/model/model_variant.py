@@ -57,6 +57,7 @@ def model_options(shape: ModelShape) -> ModelOptions:
         final_softcap=variant.final_softcap,
         plain_recurrent_norm=hybrid.plain_norm,
         step_min=hybrid.step_min,
+        latent_norm_epsilon=shape.latent.norm_epsilon,
     )
 
 

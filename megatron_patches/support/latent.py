@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,12 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
     Raises:
         SupportError: the first of what is not served with it.
     """
+    epsilon = given.model_options.latent_norm_epsilon
     if not is_latent(config):
+        if epsilon:
+            raise SupportError(
+                f"`latent_norm_epsilon` is {epsilon}, but the model has no latent attention: leave it out."
+            )
         return
     for what, found in _refused(config, given).items():
         if found:
@@ -49,7 +55,9 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
             tp > 1 and not config.sequence_parallel
         ),
         f"`servers` is {given.servers}: set it to 0": bool(given.servers),
-        "`model_options` are not the defaults: leave them out": given.model_options != MEGATRONS,
+        "`model_options` has more than latent_norm_epsilon: leave it out": (
+            replace(given.model_options, latent_norm_epsilon=0.0) != MEGATRONS
+        ),
         f"hybrid_layer_pattern is {given.hybrid_layer_pattern!r}: leave it out": bool(given.hybrid_layer_pattern),
         "`cost_table` is set, and no table has such heads: leave it out": given.cost_table is not None,
         f"num_query_groups is {config.num_query_groups}: set it to num_attention_heads, {heads}": (

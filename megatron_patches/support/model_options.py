@@ -16,7 +16,7 @@ from megatron_patches.model.model_options import MEGATRONS, ModelOptions, Norms,
 
 _CHOICES = {"norms": Norms, "query_key_norm": QueryKeyNorm}
 _ABOVE_ZERO = ("embedding_scale", "residual_multiplier", "logit_multiplier")
-_FROM_ZERO = ("score_softcap", "final_softcap", "step_min")
+_FROM_ZERO = ("score_softcap", "final_softcap", "step_min", "latent_norm_epsilon")
 
 
 def check_model_options(options: ModelOptions, config: TransformerConfig) -> None:

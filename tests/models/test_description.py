@@ -141,7 +141,7 @@ def test_the_window_of_layers_that_have_one() -> None:
             {"num_experts": 8},
             "has num_experts 8, but the class of this model type in transformers has no such experts",
         ),
-        (LLAMA, {"kv_lora_rank": 512}, "multi-head latent attention is not served"),
+        (LLAMA, {"kv_lora_rank": 512}, "in transformers has no latent attention"),
         (LLAMA, {"hidden_act": "gelu"}, "has hidden_act 'gelu', but only silu"),
         (QWEN2, {"mlp_bias": True}, "has mlp_bias, but the class of this model type in transformers has no such"),
         (LLAMA, {"attention_dropout": 0.1}, "has attention_dropout 0.1"),

@@ -66,6 +66,7 @@ def test_a_type_is_served_or_not() -> None:
         )
 
 
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _SAMPLE = (
     *("llama, is_causal false", 'llama, tie_word_embeddings "false"', "llama, rms_norm_eps NaN", "llama, head_dim 16"),
     *("llama, rope_theta Infinity", "llama, attention_bias true", "llama, no_rope_layers [0, 1]"),
@@ -134,6 +135,34 @@ def test_experts_that_are_not_served_are_a_sentence(changed: dict[str, Any], sai
 def test_sigmoid_experts_that_are_not_served_are_a_sentence(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         describe(bases()["glm4_moe"] | changed, "config.json")
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2, but each of the 4 heads has keys and values"),
+        ({"rope_interleave": False}, "has rope_interleave false, but neighbours in a head turn together here"),
+        ({"attention_bias": True}, "has attention_bias, but projections of latent attention have no biases here"),
+        ({"v_head_dim": 13}, "latent attention cannot work: its value_dim is 13, but a key has 12"),
+        ({"topk_method": "greedy"}, "has topk_method 'greedy', but experts are chosen by score plus bias here"),
+        ({"rope_parameters": _YARN | {"truncate": False}}, "has truncate false for rotary positions, which latent"),
+    ],
+)
+def test_latent_attention_that_is_not_served_is_a_sentence(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        describe(bases()["deepseek_v3"] | changed, "config.json")
+
+
+def test_another_scaling_of_latent_attention_keeps_its_magnitudes() -> None:
+    first = bases()["deepseek_v3"] | {
+        "dtype": "float32",
+        "rope_parameters": _YARN | {"mscale": 1.5, "mscale_all_dim": 0.5},
+    }
+    model = describe(first, "config.json")
+    assert (model.head_dim, model.value_dim, model.latent.score_magnitude) == (12, 6, 0.5)
+    assert config_fields(model, "float32", first) == first
+    model = dataclasses.replace(model, rope_scaling=dataclasses.replace(model.rope_scaling, factor=8.0))
+    assert describe(config_fields(model, "float32", first), "config.json") == model
 
 
 def test_gpt_oss_without_a_word_on_experts_has_them() -> None:

@@ -11,6 +11,7 @@ from typing import Final
 from distca.models.families.arcee import ARCEE
 from distca.models.families.cohere import COHERE2
 from distca.models.families.composites import GEMMA3_IMAGES, MISTRAL3
+from distca.models.families.deepseek import DEEPSEEK_V3
 from distca.models.families.ernie import ERNIE4_5
 from distca.models.families.exaone import EXAONE4
 from distca.models.families.family import Composite, Family
@@ -56,6 +57,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "glm4_moe": GLM4_MOE,
     "qwen3_5_text": QWEN3_5,
     "nemotron_h": NEMOTRON_H,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 COMPOSITES: Final[Mapping[str, Composite]] = {
     "mistral3": MISTRAL3,

@@ -121,7 +121,7 @@ COMMON: Final[dict[str, Field]] = {
 
 _BIASES = Only(OFF, "the class of this model type in transformers has no such biases")
 _EXPERTS = Only(OFF, "the class of this model type in transformers has no such experts")
-_LATENT = Only(OFF, "multi-head latent attention is not served")
+_LATENT = Only(OFF, "the class of this model type in transformers has no latent attention")
 _SOFTCAP = Only(OFF, "scores and logits are not capped")
 _NO_ROPE = Only(OFF, "positions turn in all layers here")
 _PARTIAL = Only((None, 1), "rotary positions turn all of a head here")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from distca.models.experts import Experts
 from distca.models.fields import Field
 from distca.models.hybrid import Hybrid
+from distca.models.latent import Latent
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 
@@ -55,6 +56,7 @@ class Family:
         qkv_bias: projections of q, k and v have a bias; or the field that says whether they do.
         qk_norm: query and key heads are normed before the rotation; or the field that says whether they are.
         experts: those of its layers, by the values of its fields.
+        latent: how keys and values are expanded from narrow rows, by the values of its fields.
         sinks: every query head has a learned score without a value.
         further_layers: fields of which the first that is there says how many layers behind the last predict further
             tokens, which are carried along as they are.
@@ -85,6 +87,7 @@ class Family:
     qk_norm: bool | str = False
     sinks: bool = False
     experts: Callable[[Mapping[str, Any]], Experts] = lambda said: Experts()
+    latent: Callable[[Mapping[str, Any]], Latent] = lambda said: Latent()
     further_layers: tuple[str, ...] = ()
     quantised: Quantised | None = None
     hybrid: Callable[[Mapping[str, Any]], Hybrid] = lambda said: Hybrid()

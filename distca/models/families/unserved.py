@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 _EXPERTS = "its own names and fields of experts"
-_LATENT = "multi-head latent attention and mixtures of experts"
 _MULTIPLIERS = "multipliers of embeddings, residuals and logits"
 _RECURRENT = "layers that are no attention"
 _OWN_POSITIONS = "positions that are not rotary, and LayerNorm"
@@ -19,12 +18,11 @@ UNSERVED: Final[dict[str, str]] = {
     "hunyuan_v1_moe": _EXPERTS,
     "ernie4_5_moe": _EXPERTS,
     "minimax_m2": _EXPERTS,
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT,
-    "kimi_k2": _LATENT,
-    "longcat_flash": _LATENT,
-    "mistral4": _LATENT,
+    "deepseek_v2": "routers by softmax with groups",
+    "deepseek_v32": "indexers of keys",
+    "kimi_k2": "code of its own",
+    "longcat_flash": "two attentions in a layer and experts without weights",
+    "mistral4": "latent attention by this class",
     "minicpm3": "multi-head latent attention and " + _MULTIPLIERS,
     "minicpm": _MULTIPLIERS,
     "internlm2": "one tensor of q, k and v with groups of heads inside, and code of its own",

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import family_models
 from distca.testing.ranks import run_ranks
+from megatron_patches.versions import has_gated_delta_net
 from distca.testing.reference_attention import relative_error
 
 TOLERANCE = 1e-5
@@ -220,11 +221,13 @@ def _tensors(folder):
     return found
 
 
+LATENT = ("deepseek_v3", "moonlight") if has_gated_delta_net() else ()
 ROUND_TRIPS = (
     *("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3", "phi3", "seed_oss"),
     *("mistral3", "mistral, windows", "gemma2", "gemma3", "olmo3", "smollm3", "granite"),
     *("ministral3", "cohere2", "exaone4", "glm4", "ernie4_5", "hunyuan", "phi4_mini", "gemma3 with images"),
     *("gpt_oss, dense", "arcee, biases", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"),
+    *LATENT,
     *family_models.FUSED,
     *("qwen3_5", "qwen3_5 with images, tied"),
 )
@@ -234,9 +237,9 @@ ROUND_TRIPS = (
     "ranks,layouts,names",
     [
         (1, [(1, 1)], ROUND_TRIPS),
-        (2, [(1, 1)], ("gpt_oss", "glm4_moe", *family_models.FUSED)),
+        (2, [(1, 1)], ("gpt_oss", "glm4_moe", *LATENT[1:], *family_models.FUSED)),
         pytest.param(4, [(2, 2)], [*CUT, "gemma3", "olmoe", "gpt_oss"], marks=pytest.mark.slow),
-        pytest.param(4, [(2, 1)], ("mixtral", "gpt_oss", "glm4_moe"), marks=pytest.mark.slow),
+        pytest.param(4, [(2, 1)], ("mixtral", "gpt_oss", "glm4_moe", *LATENT[:1]), marks=pytest.mark.slow),
     ],
 )
 def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, names, tmp_path):
@@ -279,15 +282,17 @@ def _scaled(name, weight, generator):
     return {name: values, f"{name}_scale_inv": factors}, (values.float() * spread).to(torch.bfloat16)
 
 
+_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 QUANTISED = {
     "gpt_oss": (_packed, ("experts.gate_up_proj", "experts.down_proj"), {"quant_method": "mxfp4"}),
-    "qwen3_moe": (_scaled, ("_proj.weight",), {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "qwen3_moe": (_scaled, ("_proj.weight",), _FP8),
+    "deepseek_v3": (_scaled, ("_proj.weight", "_proj_with_mqa.weight"), _FP8 | {"activation_scheme": "dynamic"}),
 }
 WIDE = {"hidden_size": 160, "intermediate_size": 264, "moe_intermediate_size": 136}
 """Sizes of more than one block."""
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", *LATENT[:1]])
 def test_quantised_weights_are_trained_and_exported_as_bfloat16(name, tmp_path, monkeypatch):
     """With two tensor-parallel ranks, which share the experts too. What transformers makes of the export is what it
     makes of the same numbers in bfloat16."""

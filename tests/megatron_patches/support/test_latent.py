@@ -84,6 +84,13 @@ def test_arguments_that_are_refused(arguments: dict[str, Any]) -> None:
     assert said is not None and next(iter(arguments)) in said
 
 
+def test_the_epsilon_of_latent_rows_is_served_with_them_alone() -> None:
+    options = replace(ModelOptions(), latent_norm_epsilon=1e-6)
+    assert _said(_config(), model_options=options) is None
+    said = _said(TransformerConfig(**LLAMA), model_options=options)
+    assert said is not None and said.startswith("`latent_norm_epsilon` is 1e-06, but the model has no latent attention")
+
+
 def test_tensor_parallel_ranks_share_rows() -> None:
     said = _said(_config(tensor_model_parallel_size=2))
     assert said is not None and "sequence_parallel is False with tensor_model_parallel_size 2: set" in said

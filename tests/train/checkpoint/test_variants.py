@@ -79,7 +79,7 @@ def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: P
 
 def test_sinks_biases_experts_and_recurrent_layers_go_through_a_checkpoint(tmp_path: Path) -> None:
     names = ("gpt_oss, dense", "arcee, biases", "qwen3_moe", "gpt_oss", "glm4_moe", "glm4_moe, fused")
-    names += HYBRIDS if has_gated_delta_net() else ()
+    names += (*HYBRIDS, "deepseek_v3", "moonlight") if has_gated_delta_net() else ()
     commands = []
     for name in names:
         family_models.write_folder(name, tmp_path / name / "first")
@@ -125,6 +125,7 @@ def test_mixtures_train_from_their_folders_and_are_exported(tmp_path: Path) -> N
     """Experts in one tensor stay so, a layer that predicts further tokens comes along, and MXFP4 becomes bfloat16."""
     write_texts(tmp_path / "texts")
     cases = {"glm": "glm4_moe, fused", "oss": "gpt_oss, mxfp4"}
+    cases |= {"moon": "moonlight"} if has_gated_delta_net() else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
         models = {name: family_models.write_folder(case, tmp_path / name, BF16) for name, case in cases.items()}
