@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import family_models
 from distca.testing.ranks import run_ranks
-from megatron_patches.versions import has_gated_delta_net
 from distca.testing.reference_attention import relative_error
+from megatron_patches.versions import has_gated_delta_net
 
 TOLERANCE = 1e-5
 CUT = (
