@@ -146,8 +146,8 @@ def allocate_as_on_gpus(patch: Any) -> None:
     patch(norms.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
     patch(norms.RMSNorm, "fill", lambda self, x, out: out.zero_())
     patch(fused_swiglu, "swiglu", _Swiglu.apply)
-    for module in (mlp, grouped):
-        patch(module, "weighted_bias_swiglu_impl", _WeightedSwiglu.apply)
+    patch(mlp, "weighted_bias_swiglu_impl", _WeightedSwiglu.apply)
+    patch(grouped, "swiglu", lambda x, factors: _WeightedSwiglu.apply(x, None, factors))
     patch(fused_swiglu, "fill_swiglu", lambda x, out: out.zero_())
     for module in (layer, fused_rope):
         patch(module, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))
