@@ -192,7 +192,12 @@ CASES["nemotron_h"] = (
         **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6, "time_step_min": 0.3},
     },
 )
-FUSED = {"mixtral, fused": "mixtral", "glm4_moe, fused": "glm4_moe"}
+_QWEN_EXPERTS = _QWEN_HYBRID | {
+    **{"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16},
+}
+CASES |= {"qwen3_5_moe": ("Qwen3_5MoeText", _QWEN_EXPERTS), "qwen3_next": ("Qwen3Next", _QWEN_EXPERTS)}
+FUSED = {f"{name}, fused": name for name in ("mixtral", "glm4_moe", "qwen3_5_moe")}
 """Cases whose folders have all experts of a layer in one tensor, as version 5 has them in memory, and what they are."""
 PACKED = {"gpt_oss, mxfp4": "gpt_oss"}
 """Cases whose experts are numbers of MXFP4, stored as such, and what they are."""

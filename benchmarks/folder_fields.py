@@ -121,6 +121,19 @@ def bases() -> dict[str, dict[str, Any]]:
         **{"num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "initializer_range": 0.3},
         **{"rms_norm_eps": 1e-5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     }
+    hybrid: dict[str, Any] = {
+        **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+        **{
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+        },
+    }
+    mixture = hybrid | {
+        **{"num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    }
     own: dict[str, dict[str, Any]] = {
         "mistral": {"sliding_window": None, "head_dim": 8},
         "ministral": {"sliding_window": max(LENGTHS), "head_dim": 8},
@@ -158,11 +171,9 @@ def bases() -> dict[str, dict[str, Any]]:
             **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
             "rope_parameters": _ROPE,
         },
-        "qwen3_5_text": {
-            **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
-            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-            **{"linear_key_head_dim": 8, "linear_value_head_dim": 6},
-        },
+        "qwen3_5_text": hybrid,
+        "qwen3_5_moe_text": mixture,
+        "qwen3_next": mixture,
         "nemotron_h": {
             **{"head_dim": 8, "layers_block_type": ["linear_attention", "mlp", "full_attention"]},
             **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6, "time_step_min": 0.1},
@@ -174,11 +185,14 @@ def bases() -> dict[str, dict[str, Any]]:
     images = shrunk(PUBLIC["gemma-3-12b"].fields)
     images["text_config"] |= {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2}
     mistral = shrunk(PUBLIC["Mistral-Small-3.2-24B"].fields)
-    qwen = {"text_config": found["qwen3_5_text"], "vision_config": VISION_OF_QWEN, "tie_word_embeddings": False}
+    qwen = {"vision_config": VISION_OF_QWEN, "tie_word_embeddings": False}
+    vision_moe = VISION_OF_QWEN | {"model_type": "qwen3_5_moe_vision"}
     return found | {
         "mistral3": mistral | {"tie_word_embeddings": False},
         "gemma3": images,
-        "qwen3_5": qwen | {"model_type": "qwen3_5"},
+        "qwen3_5": qwen | {"model_type": "qwen3_5", "text_config": found["qwen3_5_text"]},
+        "qwen3_5_moe": qwen
+        | {"model_type": "qwen3_5_moe", "text_config": found["qwen3_5_moe_text"], "vision_config": vision_moe},
     }
 
 

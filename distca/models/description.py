@@ -60,7 +60,7 @@ class ModelDescription(ModelShape):
     def weights(self) -> WeightMap:
         """Names of the tensors of its layers."""
         weights = FAMILIES[text_family(self.family)].weights
-        return replace(weights, experts=FUSED) if self.fused_experts else weights
+        return replace(weights, experts=weights.experts.fused()) if self.fused_experts else weights
 
     @property
     def stored_parts(self) -> list[tuple[int, str]]:
@@ -223,6 +223,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
     said = values.read
     heads, hidden = (said[name] for name in ("num_attention_heads", "hidden_size"))
     layers, hybrid = _layers(family, said, where)
+    experts = _experts(family, said, layers, where)
     kv_heads = said["num_key_value_heads"] or heads
     rope_config, window_base = config, 0.0
     if family.window_rope is not None:
@@ -243,7 +244,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         family=kind,
         layers=layers,
         hidden=hidden,
-        ffn=said["intermediate_size"],
+        ffn=said.get("intermediate_size") or experts.ffn,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -255,7 +256,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         qkv_bias=bool(said[family.qkv_bias]) if isinstance(family.qkv_bias, str) else family.qkv_bias,
         qk_norm=bool(said[family.qk_norm]) if isinstance(family.qk_norm, str) else family.qk_norm,
         sinks=family.sinks,
-        experts=_experts(family, said, layers, where),
+        experts=experts,
         hybrid=hybrid,
         latent=latent,
         positions=said["max_position_embeddings"],

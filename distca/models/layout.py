@@ -114,6 +114,8 @@ def _experts(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     if experts.shared_ffn:
         shapes |= {f"{part}.weight": (experts.shared_ffn, model.hidden) for part in names.shared_gate_up}
         shapes[f"{names.shared_down}.weight"] = (model.hidden, experts.shared_ffn)
+    if experts.shared_gate:
+        shapes[f"{names.shared_gate}.weight"] = (1, model.hidden)
     if names.stacked:
         (gate_up,), inner = names.gate_up, 2 * experts.ffn
         for part, rows, columns in ((gate_up, inner, model.hidden), (names.down, model.hidden, experts.ffn)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distca.models.pieces import piece_name
 from distca.models.stored import BODY
@@ -17,6 +17,7 @@ class ExpertMap:
         choice_bias: what is added to its scores before the choice; the whole name.
         shared_gate_up: gate and up projections of the shared expert.
         shared_down: its last projection.
+        shared_gate: what its output is multiplied by the sigmoid of, where the family has it.
         experts: what the names of experts begin with, before their number.
         gate_up: an expert's gate and up projections, behind its number; a single name holds all rows of the gate, then
             those of up.
@@ -29,11 +30,17 @@ class ExpertMap:
     choice_bias: str = "mlp.gate.e_score_correction_bias"
     shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
     experts: str = "mlp.experts"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     stacked: bool = False
     input_first: bool = False
+
+    def fused(self) -> ExpertMap:
+        """The names with all experts of a layer in one tensor; the shared expert keeps its own."""
+        shared = {name: getattr(self, name) for name in ("shared_gate_up", "shared_down", "shared_gate")}
+        return replace(FUSED, **shared)
 
     def of(self, number: int, part: str, kind: str = "weight") -> str:
         """The name of the weight or of the bias of a part of an expert."""
@@ -55,10 +62,12 @@ class RecurrentMap:
         place: what all of them begin with.
         projections: of the first one by name, without .weight, how many parts it holds of those that
             :meth:`distca.models.hybrid.Hybrid.projected` has, one behind the other.
+        by_key_head: the parts of each key head lie together (Qwen3-Next).
     """
 
     place: str = "linear_attn"
     projections: tuple[tuple[str, int], ...] = ()
+    by_key_head: bool = False
 
     def name(self, part: str) -> str:
         """The name of a tensor."""

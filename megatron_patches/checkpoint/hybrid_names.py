@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from distca.models.hybrid import ATTENTION, DELTA_NET, MAMBA, MLP
+from distca.models.hybrid import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP
 
 _MIXERS: Final[dict[str, tuple[str, ...]]] = {
     DELTA_NET: (
@@ -28,7 +28,10 @@ _IN_PARTS: Final = {
 }
 """Parameters that are saved in parts, each under a key of its own."""
 _NORMS: Final = {DELTA_NET: "self_attention.in_proj.layer_norm_weight", MAMBA: "mixer.in_proj.layer_norm_weight"}
-_AROUND: Final = {ATTENTION: ("input_layernorm.", "self_attention."), MLP: ("pre_mlp_layernorm.", "mlp.linear")}
+_AROUND: Final = {
+    ATTENTION: ("input_layernorm.", "self_attention."),
+    **dict.fromkeys((MLP, EXPERTS), ("pre_mlp_layernorm.", "mlp.")),
+}
 
 
 def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from distca.errors import ModelError
 from distca.models.description import ModelDescription
-from distca.models.hybrid import RECURRENT
+from distca.models.hybrid import EXPERTS, RECURRENT
 from megatron_patches.checkpoint.hybrid_names import parameters_of, saved_as
 from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
@@ -50,6 +50,7 @@ _LAYER = (
     "mlp.router.expert_bias",
     "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_experts.gate_weight",
     "post_mlp_layernorm.weight",
 )
 _SAVED_AS = {
@@ -90,6 +91,7 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
         "self_attention.kv_layernorm.weight": not latent,
         "self_attention.linear_kv_up_proj.weight": not latent,
         "self_attention.q_layernorm.weight": not (model.qk_norm or low),
+        "mlp.shared_experts.gate_weight": not (shared and experts.shared_gate),
         "self_attention.k_layernorm.weight": not model.qk_norm,
         "input_layernorm.weight": variant.norms == "post",
         "pre_mlp_layernorm.weight": variant.norms == "post" or variant.parallel_mlp,
@@ -156,13 +158,16 @@ class SavedWeights:
         for name in (last, *(() if model.tie_embeddings else ("output_layer.weight",))):
             yield (name,), None, slot_of(name, -1, model)
 
-    def _of_hybrid(self) -> Iterator[tuple[tuple[str, ...], None, Slot]]:
+    def _of_hybrid(self) -> Iterator[tuple[tuple[str, ...], int | None, Slot]]:
         model = self._model
         for layer, symbol in enumerate(model.hybrid.symbols(model.layers)):
             place = f"decoder.layers.{layer}"
-            for part in parameters_of(symbol, [each for each in _LAYER if _has(model, each, mixture=False)]):
+            of_layer = [each for each in _LAYER if _has(model, each, mixture=symbol == EXPERTS)]
+            for part in parameters_of(symbol, of_layer):
                 keys = saved_as(symbol, part) if symbol in RECURRENT else (_SAVED_AS.get(part, part),)
                 yield tuple(f"{place}.{key}" for key in keys), None, slot_of(f"{place}.{part}", layer, model)
+            if symbol == EXPERTS:
+                yield from self._of_experts(layer)
 
     def _of_layers(self) -> Iterator[tuple[tuple[str, ...], int | None, Slot]]:
         model = self._model
@@ -175,10 +180,15 @@ class SavedWeights:
                     slot = slot_of(f"decoder.layers.{layer}.{part}", layer, model)
                     key = part if model.latent.kv_rank else _SAVED_AS.get(part, part)
                     yield (f"{stack}.{key}",), number, slot
-            for expert in range(kind.mlp.experts.count):
-                for part in (*_EXPERTS, *(_EXPERT_BIASES if model.experts.biases else ())):
-                    name = part.replace("experts.experts", f"experts.local_experts.{expert}")
-                    yield (f"{stack}.{part}",), expert, slot_of(f"decoder.layers.{layer}.{name}", layer, model)
+            if mixture:
+                yield from self._of_experts(layer)
+
+    def _of_experts(self, layer: int) -> Iterator[tuple[tuple[str, ...], int | None, Slot]]:
+        model, place = self._model, f"decoder.layers.{layer}"
+        for expert in range(model.experts.count):
+            for part in (*_EXPERTS, *(_EXPERT_BIASES if model.experts.biases else ())):
+                name = part.replace("experts.experts", f"experts.local_experts.{expert}")
+                yield (f"{place}.{part}",), expert, slot_of(f"{place}.{name}", layer, model)
 
     def _read(self, key: str, number: int | None) -> torch.Tensor:
         stored = self._metadata.state_dict_metadata.get(key)

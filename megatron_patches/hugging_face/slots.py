@@ -94,6 +94,39 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class HeadRows:
+    """The same parts as of :class:`Rows`, of which a folder has those of each head together.
+
+    Attributes:
+        parts: by tensor of the folder the rows of its parts, of all heads.
+        heads: of all ranks.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[tuple[int, ...], ...]
+    heads: int
+    by_expert = False
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        own, shares = self.heads // ranks, []
+        for name, sizes in zip(self.names, self._of_head(), strict=True):
+            rows = files.read(name, slice(rank * own * sum(sizes), (rank + 1) * own * sum(sizes)))
+            shares += [part.flatten(0, 1) for part in rows.unflatten(0, (own, -1)).split(sizes, dim=1)]
+        return torch.cat(shares)
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        whole = Rows(self.names, self.parts).tensors(shares)
+        return tuple(
+            torch.cat([part.unflatten(0, (self.heads, -1)) for part in tensor.split(sizes)], dim=1).flatten(0, 1)
+            for tensor, sizes in zip(whole, self.parts, strict=True)
+        )
+
+    def _of_head(self) -> list[list[int]]:
+        """Rows of the parts of one head, by tensor."""
+        return [[size // self.heads for size in sizes] for sizes in self.parts]
+
+
+@dataclass(frozen=True)
 class Columns:
     """A projection whose input is cut."""
 

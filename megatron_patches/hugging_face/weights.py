@@ -23,6 +23,7 @@ from distca.models.tensors import TensorFiles
 from distca.models.weight_map import WeightMap
 from megatron_patches.hugging_face.slots import (
     Columns,
+    HeadRows,
     InPlace,
     InputFirst,
     QueryKeyValue,
@@ -77,6 +78,8 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         parts, shared = stored.experts, model.experts.shared_ffn
         if name == "mlp.shared_experts.linear_fc1.weight":
             return _gate_up(tuple(f"{place}{part}.weight" for part in parts.shared_gate_up), shared, gated=True)
+        if name == "mlp.shared_experts.gate_weight":
+            return Whole((f"{place}{parts.shared_gate}.weight",))
         assert name == "mlp.shared_experts.linear_fc2.weight", f"{parameter} is of no shared expert that is served"
         return Columns((f"{place}{parts.shared_down}.weight",), shared)
     if name.startswith("mlp.router."):
@@ -144,7 +147,8 @@ def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) ->
     if name == "in_proj.weight":
         rows = iter(hybrid.projected(mixer))
         parts = tuple(tuple(islice(rows, count)) for _, count in stored.projections)
-        return Rows(tuple(whole_name(f"{each}.weight") for each, _ in stored.projections), parts)
+        names = tuple(whole_name(f"{each}.weight") for each, _ in stored.projections)
+        return HeadRows(names, parts, hybrid.key_heads) if stored.by_key_head else Rows(names, parts)
     if name.startswith("conv1d"):
         return Rows((whole_name(name.replace("_", ".")),), (hybrid.convolved(mixer),))
     if name in ("dt_bias", "A_log", "D"):

@@ -35,6 +35,8 @@ def test_layer_of_a_folder_has_a_mixer_and_its_mlp_or_one_of_them() -> None:
     assert (qwen.layers, list(qwen.stored_numbers)) == (4, [0, 0, 1, 1])
     assert (nemotron.layers, list(nemotron.stored_numbers)) == (3, [0, 1, 2])
     assert [kind.recurrent for kind in qwen.layer_kinds] == ["G", ""]
+    mixture = describe(FOLDERS["qwen3_next"], "config.json")
+    assert mixture.hybrid.pattern == "GE*E" and [kind.mlp.experts.count for kind in mixture.layer_kinds] == [4, 4]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,13 @@ from distca.models.families.nemotron_hybrid import NEMOTRON_H
 from distca.models.families.olmo import OLMO2, OLMO3
 from distca.models.families.phi import PHI3
 from distca.models.families.qwen import QWEN2, QWEN3
-from distca.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_IMAGES
+from distca.models.families.qwen_hybrid import (
+    QWEN3_5,
+    QWEN3_5_IMAGES,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_IMAGES,
+    QWEN3_NEXT,
+)
 from distca.models.families.smollm import SMOLLM3
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -58,11 +64,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_5_text": QWEN3_5,
     "nemotron_h": NEMOTRON_H,
     "deepseek_v3": DEEPSEEK_V3,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_next": QWEN3_NEXT,
 }
 COMPOSITES: Final[Mapping[str, Composite]] = {
     "mistral3": MISTRAL3,
     "gemma3": GEMMA3_IMAGES,
     "qwen3_5": QWEN3_5_IMAGES,
+    "qwen3_5_moe": QWEN3_5_MOE_IMAGES,
 }
 
 

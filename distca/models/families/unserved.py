@@ -50,7 +50,6 @@ UNSERVED: Final[dict[str, str]] = {
     "llama4": "chunks of attention, layers without rotary positions and mixtures of experts",
     "llama4_text": "chunks of attention, layers without rotary positions and mixtures of experts",
     "gemma4": "heads of 512, and keys that are values",
-    "qwen3_next": _RECURRENT,
     "jamba": _RECURRENT,
     "mamba": _RECURRENT,
     "mamba2": _RECURRENT,

@@ -28,6 +28,7 @@ CUT = (
     "gpt_oss, dense",
     "arcee, biases",
     "qwen3_5 with images, tied",
+    "nemotron_h",
 )
 """Cases of tensor-parallel ranks and stages: together they have every weight, bias and norm that these cut or place."""
 REPLICATED = ("llama", "gemma2")
@@ -229,7 +230,7 @@ ROUND_TRIPS = (
     *("gpt_oss, dense", "arcee, biases", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"),
     *LATENT,
     *family_models.FUSED,
-    *("qwen3_5", "qwen3_5 with images, tied"),
+    *("qwen3_5 with images, tied", "nemotron_h", "qwen3_next"),
 )
 
 

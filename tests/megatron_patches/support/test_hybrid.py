@@ -108,3 +108,25 @@ def test_patterns_that_are_served(pattern: str) -> None:
 )
 def test_patterns_that_are_refused(pattern: str, changed: dict[str, Any], said: str) -> None:
     assert said in (_said({**STACK, **changed}, pattern=pattern) or "")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "said"),
+    [
+        ("G-*-", ModelOptions(plain_recurrent_norm=True, rotations=(None,) * 4), None),
+        ("M-*M", ModelOptions(step_min=0.1), None),
+        (
+            "M-*M",
+            ModelOptions(plain_recurrent_norm=True),
+            "`plain_recurrent_norm` is True, but hybrid_layer_pattern is",
+        ),
+        ("G-*-", ModelOptions(step_min=0.1), "'G-*-', without M, whose layers alone have it: leave it out"),
+        ("", ModelOptions(step_min=0.1), "`step_min` is 0.1, but hybrid_layer_pattern is ''"),
+        ("G-*-", ModelOptions(norms="post"), "more than rotations, plain_recurrent_norm, step_min: leave it out"),
+    ],
+)
+def test_options_of_recurrent_layers_belong_to_such_layers(
+    pattern: str, options: ModelOptions, said: str | None
+) -> None:
+    refused = _said(STACK, pattern=pattern, options=options)
+    assert refused is None if said is None else said in str(refused)
