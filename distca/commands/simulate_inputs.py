@@ -52,12 +52,13 @@ def read_model(name: str) -> ModelShape:
     for key in ("tie_embeddings", "sinks"):
         if not isinstance(more[key], bool):
             raise OptionError(f"--model {name} has {key} {more[key]!r}; it must be true or false.")
-    if not latent and "head_dim" not in sizes and sizes["hidden"] % sizes["heads"]:
+    has_latent = bool(latent.get("kv_rank"))  # a run's own config.yaml has the group in any case
+    if not has_latent and "head_dim" not in sizes and sizes["hidden"] % sizes["heads"]:
         raise OptionError(
             f"--model {name} has hidden {sizes['hidden']}, which is not divisible by heads {sizes['heads']}; change "
             "one or give head_dim."
         )
-    head_dim = {"head_dim": 0 if latent else sizes["hidden"] // sizes["heads"]}
+    head_dim = {"head_dim": 0 if has_latent else sizes["hidden"] // sizes["heads"]}
     _check_windows(name, more["layer_types"], more["window"])
     _check_fields(name, "experts", experts, asdict(Experts()))
     _check_fields(name, "latent", latent, asdict(Latent()))
@@ -66,7 +67,7 @@ def read_model(name: str) -> ModelShape:
     wrong = [f"experts that cannot be: {each}" for each in own.problems(sizes["layers"])]
     wrong += [f"latent attention that cannot be: {each}" for each in attention.problems()]
     wrong += [f"a hybrid stack that cannot be: its {each}" for each in stack.problems(sizes["layers"])]
-    if latent and sizes["kv_heads"] != sizes["heads"]:
+    if has_latent and sizes["kv_heads"] != sizes["heads"]:
         wrong.append(
             f"latent attention and kv_heads {sizes['kv_heads']}, but every head has keys; set it to {sizes['heads']}."
         )

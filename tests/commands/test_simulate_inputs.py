@@ -6,6 +6,7 @@ import pytest
 from distca.commands.simulate_inputs import read_model
 from distca.errors import OptionError
 from distca.simulate import MODELS, dense
+from distca.train.config.cli import parse_run_config, to_yaml
 
 
 def test_models_are_names_or_configurations(tmp_path: Path) -> None:
@@ -16,6 +17,11 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
         "model: {layers: 2, hidden: 64, ffn: 64, heads: 2, kv_heads: 1, tie_embeddings: true}"
     )
     assert read_model(str(tmp_path / "tied.yaml")) == dense(2, 64, 64, 2, 1, 32, tie_embeddings=True)
+    own = parse_run_config(["--model.experts.count", "4", "--model.experts.ffn", "8"])  # with all groups written out
+    (tmp_path / "config.yaml").write_text(to_yaml(own))
+    found, wanted = read_model(str(tmp_path / "config.yaml")), own.model
+    assert (found.layers, found.heads, found.kv_heads) == (wanted.layers, wanted.heads, wanted.kv_heads)
+    assert found.experts == wanted.experts and found.latent == wanted.latent
     cut = read_model(str(configurations / "qwen3.5-9b-like-cut.yaml"))
     assert cut == replace(MODELS["qwen3.5-9b"], layers=8, vocabulary=32_000, qk_norm=False)
     sizes = "layers: {}, hidden: 64, ffn: 64, heads: {}, kv_heads: 1"
