@@ -7,6 +7,7 @@ given mask, every document is a sequence of its own. What Megatron does not have
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,9 +52,12 @@ def run_unmodified(
 
 def computed_once(compute: Callable[[], T]) -> T:
     """Returns on every rank what the first rank computes; the result must not hold tensors of a GPU."""
-    result = [compute() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result, device=torch.device("cpu"))
-    return cast(T, result[0])
+    packed = io.BytesIO()
+    if dist.get_rank() == 0:
+        torch.save(compute(), packed)  # all tensors at once, where pickling takes each by itself
+    sent = [packed.getvalue()]
+    dist.broadcast_object_list(sent, device=torch.device("cpu"))
+    return cast(T, torch.load(io.BytesIO(sent[0]), weights_only=False))
 
 
 def _plain_outcome(case: ParityCase, model: GPTModel) -> Outcome:

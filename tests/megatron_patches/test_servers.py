@@ -49,25 +49,25 @@ def _in_two_worlds(folder: str) -> list[Any]:
         return [serve(store, rank - HOMES, pool=pool) for pool in range(len(CASES))]
     dist.init_process_group("gloo", init_method=f"file://{folder}/homes", rank=rank, world_size=HOMES)
     from distca.parity.cases import ParityCase, ParityShape
+    from distca.parity.unmodified import unmodified_model
 
-    found = []
-    for settings in CASES:
-        case = ParityCase(**{"micro_batches": MICRO_BATCHES, "shape": ParityShape(layers=2)} | settings)
-        found.append(_compared(case))
+    usual: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "shape": ParityShape(layers=2)}
+    cases, found = [ParityCase(**usual | settings) for settings in CASES], []
+    models = [unmodified_model(case, torch.float32) for case in cases]  # first, as each needs groups of one rank
+    for case, model in zip(cases, models, strict=True):
+        found.append(_compared(case, {name: parameter.detach() for name, parameter in model.named_parameters()}))
         gc.collect()  # servers go when their CAD does
     return found
 
 
-def _compared(case: Any) -> tuple[float, float, int]:
+def _compared(case: Any, weights: dict[str, torch.Tensor]) -> tuple[float, float, int]:
     from dataclasses import replace
 
-    from distca.parity import disaggregated, outcome, unmodified
+    from distca.parity import disaggregated, outcome
     from distca.parity.cases import case_documents
     from megatron_patches.training.training_step import summed_loss_step
 
     cpu = torch.device("cpu")
-    made = unmodified.unmodified_model(case, torch.float32)
-    weights = {name: parameter.detach() for name, parameter in made.named_parameters()}
     alone = disaggregated.run_disaggregated(replace(case, speeds=()), torch.float32, cpu, "reference", weights)
     cad, model = disaggregated.attached(replace(case, servers=SERVERS), torch.float32, cpu, "reference", weights)
     ddp = cad.data_parallel(model, distributed_optimizer=False)

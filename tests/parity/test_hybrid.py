@@ -12,6 +12,7 @@ import torch
 
 from distca.testing.ranks import run_ranks
 from megatron_patches.versions import has_gated_delta_net
+from tests.parity.checkpoints import loaded_from_checkpoints
 from tests.parity.test_parity import _check, _suite
 
 CPU = torch.device("cpu")
@@ -72,38 +73,12 @@ def _name_in_stack(name: str) -> str:
     return ".".join(parts)
 
 
-def _loaded_from_checkpoints(cases: list[Any], path: Path) -> list[float]:
-    """By case, the largest difference of weights that were saved by two tensor-parallel ranks and loaded by one."""
-    from megatron.core import dist_checkpointing
-
-    from distca.parity import disaggregated, unmodified
-    from megatron_patches.checkpoint.whole_weights import save_weights
-
-    whole, differences = [], []
-    for case in cases:
-        model = unmodified.unmodified_model(case, torch.float32)
-        whole.append({name: p.detach() for name, p in model.named_parameters()})
-    for number, (case, weights) in enumerate(zip(cases, whole, strict=True)):
-        folder = path / str(number)
-        folder.mkdir(exist_ok=True)
-        _, saved = disaggregated.attached(case, torch.float32, CPU, "reference", weights)
-        save_weights(saved, folder)
-    for number, (case, weights) in enumerate(zip(cases, whole, strict=True)):
-        zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        _, loaded = disaggregated.attached(replace(case, tp=1), torch.float32, CPU, "reference", zeros)
-        read = dist_checkpointing.load({"model": loaded.sharded_state_dict()}, str(path / str(number)))
-        loaded.load_state_dict(read["model"])
-        found = dict(loaded.named_parameters())
-        differences.append(max((found[name] - weight).abs().max().item() for name, weight in weights.items()))
-    return differences
-
-
 def _on_two_ranks(path: Path) -> tuple[list[float], float]:
     llama = _llama_as_both()
     from distca.parity import hybrid
 
     saved = [hybrid.hybrid_cases()[0], *(hybrid.hybrid_model_cases()[number] for number in (0, 3))]
-    return _loaded_from_checkpoints(saved, path), llama
+    return loaded_from_checkpoints(saved, path), llama
 
 
 def test_blocks_in_float64_and_whole_models_in_float32() -> None:

@@ -1,12 +1,11 @@
 """Models that differ outside core attention, against unmodified megatron-core, and against a plain decoder where that
 lacks something."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
+from tests.parity.checkpoints import loaded_from_checkpoints
 from tests.parity.test_parity import _check, _suite
 
 CPU = torch.device("cpu")
@@ -52,26 +51,10 @@ def test_loss_and_every_gradient():
 
 
 def _resharded(path):
-    """The largest difference of weights that were saved by two tensor-parallel ranks and loaded by one."""
     _suite()
-    from megatron.core import dist_checkpointing
+    from distca.parity import variants
 
-    from distca.parity import disaggregated, unmodified, variants
-    from megatron_patches.checkpoint.whole_weights import save_weights
-
-    differences = []
-    for number, case in enumerate(variants.option_variants(2)):
-        folder = path / str(number)
-        folder.mkdir(exist_ok=True)
-        weights = {name: p.detach() for name, p in unmodified.unmodified_model(case, torch.float32).named_parameters()}
-        _, saved = disaggregated.attached(case, torch.float32, CPU, "reference", weights)
-        save_weights(saved, folder)
-        zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        _, loaded = disaggregated.attached(replace(case, tp=1), torch.float32, CPU, "reference", zeros)
-        loaded.load_state_dict(dist_checkpointing.load({"model": loaded.sharded_state_dict()}, str(folder))["model"])
-        found = dict(loaded.named_parameters())
-        differences += [(found[name] - weight).abs().max().item() for name, weight in weights.items()]
-    return differences
+    return loaded_from_checkpoints(variants.option_variants(2), path)
 
 
 @pytest.mark.slow
