@@ -18,7 +18,7 @@ PARTS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "mxfp4": {BLOCKS: ("U8",), SCALES: ("U8",)},
     "fp8": {"": ("F8_E4M3",), FACTORS: ("F32", "BF16", "F16")},
 }
-"""By kind, the ends of the names of a tensor's parts in the files, and the types that each may have."""
+"""The ends of the names of a tensor's parts in the files, and the types that each may have; by kind."""
 FP8_BLOCK: Final = 128
 """Rows of a block, and its columns."""
 _SHARING = 32

@@ -28,7 +28,7 @@ _MOST_OVERHEAD = 1.0
 """Share of the time it moves that a cut may add: so much moves that a server which nobody can relieve costs more."""
 
 Growth = dict[Direction, np.ndarray]
-"""By direction, [K] the factor by which cuts made all work grow in the plan before."""
+"""The factor, [K], by which cuts made all work grow in the plan before; by direction."""
 
 
 def schedule_unlike(
