@@ -105,7 +105,7 @@ def _choices(head_dim: int) -> list[tuple[str, str]]:
         rows += _operation_rows(head_dim, device)
     rows.append(("kernel of recurrent layers in bf16", _recurrent_kernel(device)))
     rows.append(("transport", _choice(transport_reasons())))
-    shown = "nccl; it has not been run on GPUs yet" if device.type == "cuda" else "gloo"
+    shown = "nccl" if device.type == "cuda" else "gloo"
     rows.append(("transport beside servers without a model", shown))
     return rows + transport_rows()
 
