@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are expanded from one
-    narrow row with a norm of its own, and heads share the part of their keys that positions turn.
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are expanded from narrow rows, and heads share
+    the part of keys that positions turn.
 
     Attributes:
         kv_rank: width of the rows that keys and values are expanded from; 0 for other attention.

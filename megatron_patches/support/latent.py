@@ -1,4 +1,9 @@
-"""Refusals of what multi-head latent attention is not served with."""
+"""Refusals of what multi-head latent attention is not served with.
+
+GPUs are refused until they were shown: tests/gpu/test_latent.py has to pass there, a run with disaggregated attention
+has to agree with one at home, and its peak memory with the prediction. Costs are then those of a model of the kernel,
+unless `distca profile` learns to measure values that are narrower than keys.
+"""
 
 from __future__ import annotations
 
