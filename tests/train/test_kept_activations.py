@@ -7,6 +7,7 @@ import torch
 from distca.testing.ranks import run_cases
 from distca.train.config.cli import parse_run_config
 from distca.train.run.memory import predict_memory
+from megatron_patches.versions import has_gated_delta_net
 from tests.train.live_memory import LeanNorm, LiveBytes
 
 pytestmark = pytest.mark.slow
@@ -91,8 +92,7 @@ VARIANTS = (
     (True, {"norms": "post", "query_key_norm": "width"}),
     (False, {"parallel_mlp": "true", "rotary_percent": 0.5}),
     (False, {"activation": "relu2", "gated": "false", "mlp_bias": "true"}),
-    (False, LATENT | {"latent.q_rank": 96}),
-    (False, LATENT),
+    *(((False, LATENT | {"latent.q_rank": 96}), (False, LATENT)) if has_gated_delta_net() else ()),
 )
 
 

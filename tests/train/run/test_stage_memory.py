@@ -20,6 +20,7 @@ from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import RunConfig
 from distca.train.data.corpus import open_corpus
 from distca.train.run import memory
+from megatron_patches.versions import has_gated_delta_net
 from tests.train.live_memory import LiveBytes, allocate_as_on_gpus
 from tests.train.small_runs import StepByStep
 
@@ -67,6 +68,8 @@ LATENT = {"model.kv_heads": 4, "model.latent.kv_rank": 48, "model.latent.key_dim
 LATENT |= {"model.latent.value_dim": 24}
 OF_LATENT = [LATENT | AT_HOME | {"train.recompute": "none"}, LATENT | {"train.recompute": "mlp"}]
 OF_LATENT += [LATENT | {"train.recompute": "all", "model.latent.q_rank": 32}]
+if not has_gated_delta_net():  # with which latent attention is refused
+    OF_LATENT = []
 
 # Small states, of which a document that goes on in pong has one.
 HYBRID = {
