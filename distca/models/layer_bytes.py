@@ -101,11 +101,6 @@ class LayerBytes:
     def _has_mlp(self) -> bool:
         return self.kind.mlp.projected > 0 or self._mixes
 
-    @cached_property
-    def _mixed(self) -> int:
-        """Elements of what the mixer's core puts out."""
-        return self.shape.hybrid.values // self.tp if self.kind.recurrent else self.o
-
     def kept_by_core(self) -> int:
         """Bytes that a recurrent core and the gated norm behind it keep at home: the rows before the convolution, its
         gates, o and its gate; and of a gate behind attention. What is multiplied by a gate is kept too, unless all is
@@ -164,9 +159,9 @@ class LayerBytes:
         """Beside q, k, v, o and log-sum-exp of the attention kernel; where servers keep these, with o at home."""
         if self.recomputed_whole:
             return self.value * self.hidden + self.kept_by_experts()
-        o = self._mixed if self.disaggregated and self.keep else 0
+        o = self.o if self.disaggregated and self.keep and not self.kind.recurrent else 0
         if self.recompute == "all":
-            # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
+            # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway. A core has its own.
             return self.value * (self.hidden + o) + self.kept_by_core() + self.kept_by_experts()
         kept = self.segment() + self._head_norms() + self._latent_rows()
         kept += self.kept_by_experts() - self.recomputed_mlp()
@@ -190,7 +185,7 @@ class LayerBytes:
         if self.keep_outputs:
             elements += (0 if self._mixes else self.ffn) + self._normed_inputs
         if self.disaggregated and self.keep:
-            elements += self._mixed if not self.kind.recurrent else 0  # o at home
+            elements += self.o if not self.kind.recurrent else 0  # o at home
         return self.value * elements + copies + self.norms * 4
 
     def kept_by_experts(self) -> int:

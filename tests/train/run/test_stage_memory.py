@@ -76,6 +76,7 @@ HYBRID = {
     "model.layers": "4", "model.hybrid.pattern": "G-*-", "model.hybrid.key_heads": "2", "model.hybrid.value_heads": "4",
     "model.hybrid.key_dim": "8", "model.hybrid.value_dim": "16", "model.hybrid.output_gate": "true",
 }  # fmt: skip
+OF_HYBRID = [HYBRID, HYBRID | AT_HOME, HYBRID | {"train.recompute": "all"}]
 
 
 def _config(stages: int, layers: int, case: dict[str, str]) -> RunConfig:
@@ -136,7 +137,7 @@ def _take_servers_of(routes: StepRoutes) -> None:
 @pytest.mark.parametrize(
     "stages, cases",
     [
-        (1, [OFFLOAD, MIXED, OUTPUTS, *MIXTURES, *OF_LATENT, HYBRID, HYBRID | AT_HOME]),
+        (1, [OFFLOAD, MIXED, OUTPUTS, *MIXTURES, *OF_LATENT, *OF_HYBRID]),
         (2, [*CASES, MIXED, OUTPUTS | AT_HOME]),
         (3, CASES[1:2]),
     ],
