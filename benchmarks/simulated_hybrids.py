@@ -6,9 +6,9 @@ context parallelism.
 Qwen3.5's 9B and 27B in bfloat16, 128K tokens of the long-context mixes per four GPUs, 8 GPUs a node with 50 GB/s each
 between nodes. Each mode takes the fastest of 4, 2 and 1 tensor-parallel ranks and of one or two micro-batches, with as
 many tokens less on each server, and recomputes the least that fits into memory. In recurrent layers context parallelism
-exchanges heads, as Megatron-Core does. "free-heads" counts these exchanges as nothing, which no way to run these layers over ranks beats;
-"hidden" counts gathers and exchanges only as far as they are longer than what lies beside. Seconds of attention are
-those of an H100 for heads of 256 and a document of 64K, of recurrent cores those of fla 0.5.1 on an H200
+exchanges heads, as Megatron-Core does. "free-heads" counts these exchanges as nothing, which no way to run these layers
+over ranks beats; "hidden" counts gathers and exchanges only as far as they are longer than what lies beside. Seconds of
+attention are those of an H100 for heads of 256 and a document of 64K, of recurrent cores those of fla 0.5.1 on an H200
 (distca/plan/cost/recurrent.py), all else is the H200's.
 """
 
@@ -100,8 +100,8 @@ def run_mode(jobs: list[Job], mode: str, draws: Callable[[Job], list[Workload]])
 
 
 def _summaries(job: Job, workload: Workload) -> dict[str, Any]:
-    """What recurrent layers move in a step: GiB of one layer on all servers and on the busiest one's links, and most
-    pieces of a document and summaries that a rank reads."""
+    """Figures of one recurrent layer in a step: GiB that travel between all GPUs, MiB of summaries on the busiest GPU's
+    links in one direction, and most summaries that a rank reads in forward."""
     what = job.recurrence
     halves = [half for layouts in planned(job, workload).layouts for half in recurrent_halves(layouts, what.halo_rows)]
     sent = np.zeros((2, job.servers))
@@ -112,7 +112,7 @@ def _summaries(job: Job, workload: Workload) -> dict[str, Any]:
     return {
         "summaries_gib_per_layer": sum(half.travelling_bytes(what) for half in halves) * job.tp / 2**30,
         "summaries_mib_busiest": float(sent.max()) / 2**20,
-        "summaries_read": int(sum(half.forward.read for half in halves).max()),
+        "summaries_read": int(np.sum([half.forward.read for half in halves], axis=0).max()),
     }
 
 

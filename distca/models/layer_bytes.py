@@ -161,7 +161,8 @@ class LayerBytes:
             return self.value * self.hidden + self.kept_by_experts()
         o = self.o if self.disaggregated and self.keep and not self.kind.recurrent else 0
         if self.recompute == "all":
-            # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway. A core has its own.
+            # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway. A recurrent
+            # core's is counted with it.
             return self.value * (self.hidden + o) + self.kept_by_core() + self.kept_by_experts()
         kept = self.segment() + self._head_norms() + self._latent_rows()
         kept += self.kept_by_experts() - self.recomputed_mlp()
