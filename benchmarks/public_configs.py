@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from benchmarks.family_models import VISION_OF_QWEN
+
 
 class Public(NamedTuple):
     """A model's configuration.
@@ -45,6 +47,10 @@ def _sizes(
     }
 
 
+def _without(*names: str, of: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in of.items() if name not in names}
+
+
 def _of(model_type: str, architecture: str, sizes: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     return {"model_type": model_type, "architectures": [architecture], **sizes, **fields}
 
@@ -62,6 +68,27 @@ def _deepseek(*sizes: Any, **fields: Any) -> dict[str, Any]:
         **{"aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 1},
     }
     return _of("deepseek_v3", "DeepseekV3ForCausalLM", _sizes(*sizes), **own | fields)
+
+
+_HYBRID = ["linear_attention"] * 3 + ["full_attention"]
+
+
+def _qwen_hybrid(model_type: str, sizes: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mlp_only_layers": [],
+    }
+    kept = {name: value for name, value in sizes.items() if name != "rope_theta" or "rope_parameters" not in fields}
+    return {"model_type": model_type, **kept, **own, **fields}
 
 
 def _mistral(*sizes: Any, **fields: Any) -> dict[str, Any]:
@@ -300,6 +327,80 @@ PUBLIC: dict[str, Public] = {
             tie_word_embeddings=True,
         ),
         warned=_CODE,
+    ),
+    "Qwen3.5-9B": Public(
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "image_token_id": 248056,
+            "video_token_id": 248057,
+            "vision_start_token_id": 248053,
+            "vision_end_token_id": 248054,
+            "tie_word_embeddings": False,
+            "vision_config": {"model_type": "qwen3_5"},
+            "text_config": _qwen_hybrid(
+                "qwen3_5_text",
+                _sizes(4096, 32, 12288, 16, 4, 248320, 262144, 1e7),
+                mamba_ssm_dtype="float32",
+                mtp_num_hidden_layers=1,
+                mtp_use_dedicated_embeddings=False,
+                layer_types=_HYBRID * 8,
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 1e7,
+                    "partial_rotary_factor": 0.25,
+                    "mrope_interleaved": True,
+                    "mrope_section": [11, 11, 10],
+                },
+            ),
+        }
+    ),
+    "Qwen3-Next-80B-A3B": Public(
+        _qwen_hybrid(
+            "qwen3_next",
+            _sizes(2048, 48, 5120, 16, 2, 151936, 262144, 1e7),
+            architectures=["Qwen3NextForCausalLM"],
+            decoder_sparse_step=1,
+            moe_intermediate_size=512,
+            norm_topk_prob=True,
+            num_experts=512,
+            num_experts_per_tok=10,
+            output_router_logits=False,
+            partial_rotary_factor=0.25,
+            router_aux_loss_coef=0.001,
+            shared_expert_intermediate_size=512,
+        )
+    ),
+    "Nemotron-H-8B-Base": Public(
+        _without("hidden_act", "rope_theta", of=_sizes(4096, 52, 21504, 32, 8, 131072, 8192, 1e4))
+        | {
+            "architectures": ["NemotronHForCausalLM"],
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            "attention_bias": False,
+            "attention_head_dim": 128,
+            "chunk_size": 128,
+            "conv_kernel": 4,
+            "hidden_dropout": 0.0,
+            "layer_norm_epsilon": 1e-5,
+            "mamba_head_dim": 64,
+            "mamba_hidden_act": "silu",
+            "mamba_num_heads": 128,
+            "mamba_proj_bias": False,
+            "mlp_bias": False,
+            "mlp_hidden_act": "relu2",
+            "n_groups": 8,
+            "residual_in_fp32": False,
+            "rescale_prenorm_residual": True,
+            "sliding_window": None,
+            "ssm_state_size": 128,
+            "time_step_floor": 0.0001,
+            "time_step_max": 0.1,
+            "time_step_min": 0.001,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "use_mamba_kernels": True,
+        }
     ),
     "Seed-OSS-36B": Public(
         _of(
@@ -575,7 +676,8 @@ _VISION = {
 def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The same with small sizes, where heads share keys as they did, and ids of tokens that the vocabulary has."""
     if "text_config" in fields:
-        vision = _VISION | {"model_type": fields["vision_config"]["model_type"]}
+        several = "qwen" in fields["model_type"]
+        vision = (VISION_OF_QWEN if several else _VISION) | {"model_type": fields["vision_config"]["model_type"]}
         tokens = {"mm_tokens_per_image": 4} if "mm_tokens_per_image" in fields else {}
         return dict(fields) | {"text_config": shrunk(fields["text_config"]), "vision_config": vision} | tokens
     groups = min(fields["num_attention_heads"] // fields["num_key_value_heads"], 4)
@@ -597,6 +699,15 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
         small |= {"n_routed_experts": 4 * small["n_group"], "num_experts_per_tok": chosen, "first_k_dense_replace": 1}
         small |= {"moe_intermediate_size": 16, "kv_lora_rank": 20, "q_lora_rank": small["q_lora_rank"] and 12}
         small |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    if "linear_num_key_heads" in fields:
+        small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        small |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6, "layer_types": _HYBRID[2:]}
+    if "shared_expert_intermediate_size" in fields:
+        small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        small |= {"shared_expert_intermediate_size": 16}
+    if "hybrid_override_pattern" in fields:
+        small |= {"hybrid_override_pattern": "M-*", "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2}
+        small |= {"ssm_state_size": 6, "head_dim": 8, "num_hidden_layers": 3}
     if small["model_type"] in ("phi3", "smollm3", "glm4", "glm4_moe", "deepseek_v3"):
         small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return small
