@@ -32,6 +32,7 @@ from megatron.core.utils import unwrap_model
 from distca.data.batch import Document
 from distca.errors import SupportError
 from distca.ops.logits import LogitTransform
+from distca.plan import PlanOptions
 from distca.runtime.attention_server import PoolTerms, Served
 from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
 from megatron_patches.experts.balance import ExpertLoad, LayerLoad
@@ -145,12 +146,15 @@ class CAD:
         self._remote = None
         if given.servers:
             check_with_servers(config, any(self._kinds.recurrences), given.offload)
-            self._remote = RemoteServers(given.servers, config.tensor_model_parallel_size, given.transport, self.device)
+            tp = config.tensor_model_parallel_size
+            self._remote = RemoteServers(given.servers, tp, given.transport, self.device)
+        self._how = how
         self.pool = join_pool(config, self._kinds, self.device, given, how, self._remote)
-        self.options = plan_options(config, self._kinds, self.pool.kernel, self.device, given, how, self._remote)
+        self.options = self._options_with(given)
         if self._remote is not None:
-            spec = attention_spec(config, self._kinds, self.device, given)
-            self._remote.tell_terms(PoolTerms(self.options, spec, given.kernel, how))
+            self._servers_at_first = self._remote.numbers
+            self._remote.begin(self._terms())
+        self._ran: Step | None = None
         self.folder = Path()
         self._ahead: AgreedSteps | None = None
         self._single_steps = 0
@@ -164,6 +168,31 @@ class CAD:
             config.disable_parameter_transpose_cache = True
         if not self._own_layers:
             fuse_rotation(config)
+
+    def _options_with(self, given: CadArguments) -> PlanOptions:
+        return plan_options(self.config, self._kinds, self.pool.kernel, self.device, given, self._how, self._remote)
+
+    def _terms(self) -> PoolTerms:
+        spec = attention_spec(self.config, self._kinds, self.device, self._given)
+        return PoolTerms(self.options, spec, self._given.kernel, self._how)
+
+    def _terms_of_change(self) -> PoolTerms:
+        """Plan with the servers that are there now; returns what they must know."""
+        assert self._remote is not None
+        numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
+        homes, given = self.options.homes, self._given
+        speeds = given.speeds
+        if speeds:  # a server of a new number has the speed of its table
+            of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
+            speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
+        nodes = given.ranks_per_node
+        if nodes and (homes + len(numbers) // tp) % nodes:
+            nodes = 0
+        rate = given.server_gb_s if numbers else 0.0
+        self.options = self._options_with(
+            replace(given, servers=len(numbers), speeds=speeds, ranks_per_node=nodes, server_gb_s=rate)
+        )
+        return self._terms()
 
     @property
     def te_linears(self) -> bool:
@@ -334,7 +363,10 @@ class CAD:
             self._ahead = AgreedSteps(self.device)
         return self._ahead.ahead((self._make_step(*each) for each in enumerate(steps, first)), first)
 
-    def _make_step(self, number: int, documents: StepDocuments | Sequence[Sequence[Document]]) -> Step:
+    def _make_step(
+        self, number: int, documents: StepDocuments | Sequence[Sequence[Document]], dealt: bool = False
+    ) -> Step:
+        """``dealt``: documents stay in the micro-batches in which they are."""
         documents, given = listed(documents), self._given
         check_room(documents, self.options.ranks, given.tokens_per_rank)
         return make_step(
@@ -344,7 +376,7 @@ class CAD:
             self._rank,
             self.device,
             lengths=self._lengths,
-            room=self.options.ranks * given.tokens_per_rank if given.deal and given.disaggregate else 0,
+            room=self.options.ranks * given.tokens_per_rank if given.deal and given.disaggregate and not dealt else 0,
             vocabulary=self._vocabulary,
             recurrences=self._kinds.recurrences,
             number=number,
@@ -375,19 +407,46 @@ class CAD:
         Returns:
             What was reported, by micro-batch; empty on stages without the loss.
         """
-        counted = made_ready(model, step, forward_step, self.pool, self.options, forward_only=forward_only)
-        if self._remote is not None:
-            self._remote.run(step.announced, step.plan, forward_only)
-        if self._stages > 1 and step.routes is not None:
-            reports = run_ticks(
-                model, step.batches, counted, step.plan, step.routes, self.pool, forward_only=forward_only
-            )
-        else:
-            reports = run_schedule(model, step.batches, counted, forward_only=forward_only)
+        while True:
+            step = self._with_present_servers(step)
+            reports = self._run(step, forward_step, model, forward_only)
+            if self._remote is None or self._remote.is_served():
+                break
+        self._ran = step
         if not forward_only:
             note_trained(model)
         step.queued()
         return reports
+
+    def _with_present_servers(self, step: Step) -> Step:
+        """The step, planned again where servers have gone or come."""
+        if self._remote is None:
+            return step
+        if self._remote.wants_change():
+            self._remote.change(self._terms_of_change)
+        if step.generation == self._remote.generation:
+            return step
+        again = self._make_step(0, step.documents, dealt=True)
+        return replace(again, waited_ms=step.waited_ms, queued=step.queued)
+
+    def _run(
+        self, step: Step, forward_step: ForwardStep, model: DistributedDataParallel, forward_only: bool
+    ) -> list[Any]:
+        counted = made_ready(model, step, forward_step, self.pool, self.options, forward_only=forward_only)
+        if self._remote is not None:
+            self._remote.run(step.announced, step.plan, forward_only)
+        if self._stages > 1 and step.routes is not None:
+            return run_ticks(model, step.batches, counted, step.plan, step.routes, self.pool, forward_only=forward_only)
+        return run_schedule(model, step.batches, counted, forward_only=forward_only)
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """Numbers of the servers without a model that are there, in the order in which they follow the homes."""
+        return () if self._remote is None else self._remote.numbers
+
+    def as_run(self, step: Step) -> Step:
+        """``step``, the last one that ran, as it ran: planned again where servers without a model went or came."""
+        return self._ran if self._remote is not None and self._ran is not None else step
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
         """How probable the model finds every document of a step, token by token, on all data-parallel ranks; every rank
@@ -402,12 +461,21 @@ class CAD:
             probability of tokens 1, 2 ... n - 1, each after those before it. Empty on stages without the loss.
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
-        return [[each[:-1] for each in documents] for documents in gather_documents(step, values)]
+        return [[each[:-1] for each in documents] for documents in gather_documents(self.as_run(step), values)]
 
-    def served(self, step: Step) -> list[Served] | None:
-        """The seconds and memory that a step took on each server without a model, in order; this waits until they have
-        said it. None on other ranks than the first, and without servers."""
-        return None if self._remote is None else self._remote.served(step.announced)
+    def let_server_go(self, number: int) -> None:
+        """Go on without the server without a model of this number from the next step on; every rank calls it.
+
+        Raises:
+            SupportError: on GPUs, where servers stay to the end.
+        """
+        if self._remote is not None:
+            self._remote.let_go(number)
+
+    def served(self, step: Step) -> list[Served | None] | None:
+        """The seconds and memory that the last step took on each server without a model, in order; this waits until all
+        have said it. None of a server that is gone since. None on other ranks than the first, and without servers."""
+        return None if self._remote is None else self._remote.served(self.as_run(step).announced)
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
         """How rows were spread over experts in all micro-batches that were trained on since the last call.

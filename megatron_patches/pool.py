@@ -12,7 +12,6 @@ from distca.recurrent import choose_recurrent_kernel
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import Transport, choose_transport
-from distca.transport.collective import CollectiveTransport
 from megatron_patches.arguments import CadArguments, How
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.groups import server_pool_group
@@ -51,7 +50,7 @@ def join_pool(
     needed = receive_buffer_gb(attention_shape(config), given.tokens_per_rank, resend=how == "resend", sinks=sinks)
     transport: Transport
     if remote is not None:
-        transport = CollectiveTransport(remote.group)
+        transport = remote.transport
     else:
         transport = choose_transport(given.transport, server_pool_group(), given.nvshmem_buffer_gb or needed)
     parking = Offload(device) if given.offload else None

@@ -148,9 +148,9 @@ class Board:
                 self._broken_at = self._broken_at or time.monotonic()
 
     def _beat(self) -> None:
-        self._store.add(f"{_PREFIX}/beat/{self._node}", 1)
-        for number, name in enumerate(self._names if self._listens else ()):
-            beats = self._store.add(f"{_PREFIX}/beat/{number}", 0)
+        self._store.add(f"{_PREFIX}/beat/{self._names[self._node]}", 1)
+        for name in self._names if self._listens else ():
+            beats = self._store.add(f"{_PREFIX}/beat/{name}", 0)
             if beats != self._beats[name][0]:
                 self._beats[name] = (beats, time.monotonic())
 

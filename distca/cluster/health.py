@@ -96,6 +96,7 @@ class Health:
             ranks = list(range(len(everyone)))
         self._hosts = {rank: each.host for rank, each in zip(ranks, everyone, strict=True)}
         self._processes = {rank: each.process for rank, each in zip(ranks, everyone, strict=True)}
+        self._may_go = set() if pool is None else pool.may_go
         self.asked_by = ""
         self._stops_when_asked = False
         self._doing = "starting"
@@ -260,7 +261,8 @@ class Health:
             )
 
     def _dead(self) -> list[int]:
-        return [rank for rank, process in self._processes.items() if rank != self._rank and not process.is_running()]
+        others = (pair for pair in self._processes.items() if pair[0] != self._rank and pair[0] not in self._may_go)
+        return [rank for rank, process in others if not process.is_running()]
 
     def _known(self) -> Failure | None:
         return None if self._board is None else self._board.failure
@@ -349,7 +351,7 @@ class Health:
                     self._say(found)
                 _flush()
             if self._board is not None:
-                self._board.heard(len(self._processes) - len(self._dead()), _HEARD_S)
+                self._board.heard(sum(each.is_running() for each in self._processes.values()), _HEARD_S)
             self._give_up(found.code)
 
     def _say(self, failure: Failure) -> None:

@@ -6,21 +6,22 @@ Homes alone are torch.distributed's default world. Both meet in the store behind
 from __future__ import annotations
 
 import logging
+import time
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from distca.cluster.pool_store import PoolStore
+from distca.cluster.pool_store import POLL_S, PoolStore
 from distca.cluster.process import Member
-from distca.errors import LaunchError
 
 logger = logging.getLogger(__name__)
 
 MEETING = timedelta(minutes=9)
 """In which servers have to come; other homes wait in a collective meanwhile, which gives up after ten."""
-_LEAVING = timedelta(seconds=10)
+_LEAVING_S = 10.0
 _MISSING = (
     "Server {} of the {} that `servers` asks for has not come: start servers with SERVERS={} of pretrain_llama.sh, "
     "on every machine alike."
@@ -74,12 +75,20 @@ class Members:
         meeting = PoolStore(store, "run")
         meeting.put(f"server/{number}", Member.here())
         homes, everyone = meeting.take("members", MEETING, "No homes have come that ask for servers without a model.")
-        return Members(meeting, everyone, homes + number, homes)
+        me = Member.here()
+        if me in everyone:
+            return Members(meeting, everyone, homes + number, homes)
+        return Members(meeting, [*everyone, me], len(everyone), homes)  # it comes while homes train
 
     @property
     def is_server(self) -> bool:
         """Whether this process is a server without a model."""
         return self.own >= self.homes
+
+    @property
+    def may_go(self) -> set[int]:
+        """Those without whom the run goes on: servers on CPUs."""
+        return set() if torch.cuda.is_available() else set(range(self.homes, len(self.everyone)))
 
     @property
     def store(self) -> dist.Store:
@@ -102,8 +111,10 @@ class Members:
         if self.own:
             return
         self._meeting.put("over", True)
-        for number in range(len(self.everyone) - self.homes):
-            try:
-                self._meeting.take(f"left/{number}", _LEAVING)
-            except LaunchError:
-                logger.warning("Server %d has not ended in %.0f s after the run.", number, _LEAVING.total_seconds())
+        until = time.monotonic() + _LEAVING_S
+        for number, server in enumerate(self.everyone[self.homes :]):
+            while server.process.is_running() and not self._meeting.has(f"left/{number}"):
+                if time.monotonic() > until:
+                    logger.warning("Server %d has not ended in %.0f s after the run.", number, _LEAVING_S)
+                    break
+                time.sleep(POLL_S)

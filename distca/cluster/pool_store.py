@@ -85,6 +85,19 @@ class PoolStore:
                 self._store.delete_key(f"message/{self._messages - _KEPT}")
             self._messages += 1
 
+    @property
+    def told(self) -> int:
+        """How many messages were left, or heard, so far."""
+        return self._messages
+
+    def hear_from(self, message: int) -> None:
+        """Hear message number ``message`` next."""
+        self._messages = message
+
+    def count(self, key: str, more: int = 0) -> int:
+        """A number that all of them count up; returns what it is then."""
+        return int(self._store.add(key, more))
+
     def hear(self, patience: timedelta) -> tuple[str, Any]:
         """The next message, on a server.
 
@@ -97,7 +110,9 @@ class PoolStore:
         self._messages += 1
         return found
 
-    def group(self, name: str, rank: int, size: int, device: torch.device) -> dist.ProcessGroup:
+    def group(
+        self, name: str, rank: int, size: int, device: torch.device, patience: timedelta = TIMEOUT
+    ) -> dist.ProcessGroup:
         """A group over ranks of several worlds, whose first collective has run; all of them call it together.
 
         Args:
@@ -105,6 +120,10 @@ class PoolStore:
             rank: this process's, in the group.
             size: how many ranks it has.
             device: of this process: rows of GPUs go by NCCL, of CPUs by gloo.
+            patience: in which all must come.
+
+        Raises:
+            RuntimeError: one did not.
         """
         with _without_split():
             group, _ = c10d._new_process_group_helper(
@@ -114,14 +133,24 @@ class PoolStore:
                 c10d.Backend("nccl" if device.type == "cuda" else "gloo"),
                 dist.PrefixStore(name, self._store),
                 group_name=c10d.GroupName(f"{self._name}/{name}"),
-                timeout=TIMEOUT,
+                timeout=patience,
             )
         # By ranks of the default world; the others, of whom some are in other worlds, have no such rank here.
         places = {-1 - place: place for place in range(size) if place != rank}
         c10d._world.pg_group_ranks[group] = {dist.get_rank(): rank} | places
         # NCCL connects ranks at their first collective: now, and not while others wait for rows.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if patience != TIMEOUT:
+            c10d._set_pg_timeout(TIMEOUT, group)
         return group
+
+
+def give_up(group: dist.ProcessGroup) -> None:
+    """Give up a group, of which a rank may be gone. NCCL ends what is under way. Gloo's connections close with the last
+    reference to the group, and ranks that wait for this one then get an error."""
+    if "nccl" in str(dist.get_backend(group)):
+        group._get_backend(torch.device("cuda")).abort()  # type: ignore[attr-defined]
+    dist.destroy_process_group(group)
 
 
 @contextmanager

@@ -18,13 +18,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from distca.attention import AttentionSpec, choose_kernel
+from distca.attention import AttentionSpec, Kernel, choose_kernel
 from distca.cluster.hostname import machine_name
 from distca.cluster.interface import LOOPBACK, bind_gloo
-from distca.cluster.pool_store import PoolStore
+from distca.cluster.pool_store import PoolStore, give_up
+from distca.cluster.process import Process
 from distca.cluster.timeout import TIMEOUT
 from distca.device.host_to_device import uploading
-from distca.errors import DistcaError, SupportError
+from distca.errors import DistcaError, LaunchError, SupportError
 from distca.plan import PlanOptions
 from distca.plan.step import StepPlan
 from distca.plan.step_file import StepInputs
@@ -33,6 +34,7 @@ from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
 from distca.runtime.ping_pong import run_layers
 from distca.runtime.server import AttentionPool
 from distca.runtime.timeline import Timeline
+from distca.transport.breakable import is_lost_peer
 from distca.transport.collective import CollectiveTransport, nccl_goes_first
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ _PLANNED_AHEAD = 3
 """Plans that are kept: of the step that runs, the next one, and one of another loop."""
 _REMEMBERED = 16
 """Steps for which the store holds what they took; homes ask for some of them, and soon."""
+FORMING = timedelta(seconds=20)
+"""In which all homes and servers of a generation but the first must connect."""
 HOMES_QUIET = timedelta(days=7)
 """In which homes may say nothing: they evaluate, save, or wait for data."""
 
@@ -62,10 +66,47 @@ class PoolTerms:
     backward: Any
 
 
+@dataclass(frozen=True)
+class Comer:
+    """A server without a model, as it says who it is.
+
+    Attributes:
+        number: that was given to it.
+        machine: its name.
+        device: "cuda" or "cpu".
+        process: its own.
+    """
+
+    number: int
+    machine: str
+    device: str
+    process: Process
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The servers of a pool from one change to the next.
+
+    Attributes:
+        number: from 0; each has process groups of its own.
+        servers: those that serve, in order: with tensor parallelism every ``tp`` of them, one for each rank, share a
+            place in the pool.
+        terms: of the homes' model, with these servers.
+        told: number of the first message to them.
+    """
+
+    number: int
+    servers: tuple[Comer, ...]
+    terms: PoolTerms
+    told: int
+
+
 def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta = TIMEOUT) -> int:
     """Serve core attention to homes until they let their servers go; returns how many steps were served.
 
     A process that sees GPUs serves on its current device, and rows go by NCCL; one without serves on its CPU by gloo.
+    It may come while homes train already, also with the number of a server that has died: they take it in before their
+    next step.
 
     Args:
         store: that of the homes' world: a TCPStore at their MASTER_ADDR and MASTER_PORT.
@@ -74,7 +115,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         patience: in which homes must come.
 
     Raises:
-        LaunchError: no homes come.
+        LaunchError: no homes come, or they have a server of this number.
         SupportError: the homes compute on GPUs and this process has none, or the other way round.
         KernelError: the homes' kernel cannot run here, or is wrong here.
     """
@@ -85,17 +126,26 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         bind_gloo(_host(store))
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     meeting = PoolStore(store, pool)
-    meeting.put(f"server/{number}", (machine_name(), device.type))
-    sizes = meeting.take("sizes", patience, "No homes have come that ask for servers without a model.")
-    tp, homes, ranks, homes_device = sizes
-    check_device(homes_device, device.type, number)
-    place = homes + number // tp
-    group = meeting.group(f"part/{number % tp}", place, ranks, device)
-    terms: PoolTerms = meeting.take("terms", patience)
-    kernel = choose_kernel(terms.kernel, replace(terms.spec, device=device))
-    attention = AttentionPool(CollectiveTransport(group), kernel, Timeline(device), terms.backward)
-    logger.info("Server %d of the pool serves core attention of %d homes.", number, terms.options.homes)
-    return _Server(meeting, attention, terms, number, place, device).run()
+    me = Comer(number, machine_name(), device.type, Process.here())
+    if not meeting.has("generation/0"):
+        meeting.put(f"server/{number}", me)
+    first: Generation = meeting.take(
+        "generation/0", patience, "No homes have come that ask for servers without a model."
+    )
+    check_device(first.terms.spec.device.type, device.type, number)
+    kernel = choose_kernel(first.terms.kernel, replace(first.terms.spec, device=device))
+    if me not in first.servers:
+        meeting.put(f"comer/{meeting.count('comers', 1) - 1}", me)
+        answer = meeting.take(f"welcome/{me.process}", HOMES_QUIET)
+        if isinstance(answer, str):
+            raise LaunchError(answer)
+        first = answer
+    return _Server(meeting, me, kernel, device).run(first)
+
+
+def group_name(generation: int, part: int) -> str:
+    """The name of the process group of a tensor-parallel rank's pool."""
+    return f"{generation}/part/{part}"
 
 
 def _host(store: dist.Store) -> str:
@@ -132,22 +182,68 @@ class Served:
 
 
 class _Server:
-    def __init__(
-        self, store: PoolStore, pool: AttentionPool, terms: PoolTerms, number: int, place: int, device: torch.device
-    ) -> None:
-        self._store, self._pool, self._terms = store, pool, terms
-        self._number, self._place, self._device = number, place, device
-        spec = terms.spec
-        self._layer = EmptyLayer(spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, device)
+    def __init__(self, store: PoolStore, me: Comer, kernel: Kernel, device: torch.device) -> None:
+        self._store, self._me, self._kernel, self._device = store, me, kernel, device
         self._planned: dict[int, Future[tuple[StepPlan, StepRoutes]]] = {}
+        self._group: dist.ProcessGroup | None = None
 
-    def run(self) -> int:
+    @property
+    def _number(self) -> int:
+        return self._me.number
+
+    def _join(self, generation: Generation) -> None:
+        """Become part of the pool; all its homes and servers do together. Where one of them does not come, homes say
+        that the pool changes once more."""
+        terms, spec, options = generation.terms, generation.terms.spec, generation.terms.options
+        place = generation.servers.index(self._me)
+        tp = len(generation.servers) // options.servers
+        self._place, self._terms = options.homes + place // tp, terms
+        self._layer = EmptyLayer(spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, self._device)
+        name = group_name(generation.number, place % tp)
+        self._store.hear_from(generation.told)
+        patience = FORMING if generation.number else TIMEOUT
+        try:
+            group = self._store.group(name, self._place, options.pool_ranks, self._device, patience)
+        except RuntimeError:
+            if not generation.number:
+                raise
+            logger.warning("The pool did not form.", exc_info=True)
+            return
+        self._pool = AttentionPool(CollectiveTransport(group), self._kernel, Timeline(self._device), terms.backward)
+        self._group = group
+        logger.info("Server %d of the pool serves core attention of %d homes.", self._number, options.homes)
+
+    def _leave(self) -> None:
+        """Give up the pool, also where it is broken."""
+        group, self._group = self._group, None
+        if group is not None:
+            # Whoever waits for this server must learn that it does not go on.
+            self._pool = replace(self._pool, transport=None)  # type: ignore[arg-type]
+            give_up(group)
+
+    def _rejoin(self, number: int) -> bool:
+        """Be part of the pool's next generation; returns whether this server is."""
+        self._leave()
+        self._planned.clear()
+        self._store.put(f"here/{number}/{self._number}", self._me)
+        generation: Generation = self._store.take(f"generation/{number}", HOMES_QUIET)
+        if self._me not in generation.servers:
+            return False
+        self._join(generation)
+        return True
+
+    def run(self, generation: Generation) -> int:
         served = 0
+        self._join(generation)
         with ThreadPoolExecutor(1, "distca-plan", initializer=self._begin) as thread:
             while True:
                 kind, content = self._store.hear(HOMES_QUIET)
                 if kind == "end":
                     return served
+                if kind == "change":
+                    if not self._rejoin(content):
+                        return served
+                    continue
                 if kind == "plan":
                     step, lengths = content
                     self._planned[step] = thread.submit(self._plan, step, lengths)
@@ -156,9 +252,28 @@ class _Server:
                     continue
                 step, lengths, forward_only = content
                 found = self._planned.pop(step, None) or thread.submit(self._plan, step, lengths)
-                self._serve(*found.result(), forward_only)
-                self._tell_served(step)
-                served += 1
+                if self._group is not None and self._has_served(*found.result(), forward_only):
+                    self._tell_served(step)
+                    served += 1
+                else:  # homes will see it, and change the pool
+                    self._store.put(f"served/{step}/{self._number}", None)
+
+    def _has_served(self, plan: StepPlan, routes: StepRoutes, forward_only: bool) -> bool:
+        """Serve a step; False where another rank of the pool was gone.
+
+        Raises:
+            RuntimeError: this server itself failed.
+        """
+        try:
+            self._serve(plan, routes, forward_only)
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            logger.warning("Server %d lost another rank of the pool: %s", self._number, str(error).splitlines()[0])
+            error.__traceback__ = None  # its frames hold the group
+            self._leave()
+            return False
+        return True
 
     def _begin(self) -> None:
         """In the planning thread, before it copies routes to the device."""

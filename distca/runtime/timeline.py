@@ -15,6 +15,7 @@ import torch
 
 from distca.device.clock import Clock, Instant
 from distca.transport import Handle
+from distca.transport.breakable import BreakableHandle
 from distca.transport.collective import CollectiveHandle
 from distca.words import NANO_NAMES
 
@@ -126,7 +127,7 @@ class Timeline:
             self._spans.append(span)
             if self.clock.on_gpu:
                 self._end_on_side_stream(span, works)
-            elif isinstance(handle, CollectiveHandle):
+            elif isinstance(handle, CollectiveHandle | BreakableHandle):
                 handle.tell(lambda: setattr(span, "end", self.clock.now()))
         if goes_on:
             self.open(*goes_on, past_launches=True)

@@ -5,8 +5,11 @@ The homes' first rank alone talks to them, through the store behind the homes' w
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -15,12 +18,19 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import distributed_c10d as c10d
 
-from distca.cluster.pool_store import PoolStore
-from distca.errors import PlanError, SupportError
+from distca.cluster.pool_store import POLL_S, PoolStore
+from distca.cluster.timeout import TIMEOUT
+from distca.errors import LaunchError, PlanError, SupportError
 from distca.plan.step import StepPlan
 from distca.plan.step_file import StepInputs
-from distca.runtime.attention_server import PoolTerms, Served, check_device
+from distca.runtime.attention_server import FORMING, Comer, Generation, PoolTerms, Served, check_device, group_name
+from distca.transport.breakable import BreakableTransport
 
+logger = logging.getLogger(__name__)
+
+_HERE_S = 15.0
+"""In which a server that lives answers that the pool changes."""
+_TRIES = 5
 _pools = count()
 """Numbers of the pools that this process makes; the same on all homes, which make them together."""
 
@@ -45,6 +55,9 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
 class RemoteServers:
     """Servers without a model; every home makes one together.
 
+    On CPUs they may go and come: a *generation* of the pool has the same servers throughout, and process groups of its
+    own. On GPUs nobody has shown that NCCL survives it, and a server that is gone ends the run.
+
     Args:
         servers: how many, of all tensor-parallel ranks together.
         tp: tensor-parallel ranks, each of which is served by equally many.
@@ -52,8 +65,9 @@ class RemoteServers:
         device: of this rank.
 
     Attributes:
-        machines: of those that serve this rank's pool, in order.
-        group: this rank's pool: homes, then servers.
+        transport: to this rank's pool: homes, then servers.
+        generation: number of the pool's generation.
+        numbers: of the servers of all tensor-parallel ranks, in order, as they were given to them.
 
     Raises:
         SupportError: what does not go together with them.
@@ -70,29 +84,43 @@ class RemoteServers:
             raise SupportError(
                 f"`transport` is {transport!r}, and rows reach servers without a model by {by}: set it to 'auto'."
             )
-        self._servers, self._leads = servers, dist.get_rank() == 0
+        self._tp, self._device, self._may_change = tp, device, device.type == "cpu"
+        self._leads = dist.get_rank() == 0
         self._store, self._numbers = PoolStore(c10d._get_default_store(), next(_pools)), count(1)
-        homes = dist.get_world_size() // tp
         found: list[Any] = [None]
         if self._leads:
-            self._store.put("sizes", (tp, homes, homes + servers // tp, device.type))
             found = [
                 [self._store.take(f"server/{each}", why=_MISSING.format(each, servers)) for each in range(servers)]
             ]
         dist.broadcast_object_list(found)
-        part = dist.get_rank() % tp
-        for number, (_, theirs) in enumerate(found[0]):
-            check_device(device.type, theirs, number)
-        self.machines: list[str] = [machine for machine, _ in found[0][part::tp]]
-        self.group = self._store.group(f"part/{part}", dist.get_rank() // tp, homes + servers // tp, device)
+        self._servers: list[Comer] = found[0]
+        for each in self._servers:
+            check_device(device.type, each.device, each.number)
+        self.generation = 0
+        self._comers: list[Comer] = []  # who has not been let in
+        self._seen = 0
+        self._lost: set[int] = set()
+        self._released: set[int] = set()
+        self.transport = BreakableTransport(self._may_change)
         if self._leads:
             # Servers end when this rank has no more use for them, or ends itself.
             weakref.finalize(self, self._store.tell, "end")
 
-    def tell_terms(self, terms: PoolTerms) -> None:
-        """Let servers know what they need of the model."""
-        if self._leads:
-            self._store.put("terms", terms)
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(each.number for each in self._servers)
+
+    @property
+    def machines(self) -> list[str]:
+        """The machines of those that serve this rank's pool, in order."""
+        return [each.machine for each in self._servers[dist.get_rank() % self._tp :: self._tp]]
+
+    def begin(self, terms: PoolTerms) -> None:
+        """Form the pool of the first generation; every home and its servers do together."""
+        self._put_generation(terms)
+        self.transport.use(self._group(TIMEOUT))
+
+    # A step.
 
     def announce(self, inputs: StepInputs) -> int:
         """Let servers plan a step too; returns the number by which they know it, 0 on other ranks than the first."""
@@ -103,21 +131,22 @@ class RemoteServers:
         return number
 
     def agree(self, number: int, plan: StepPlan) -> None:
-        """Wait until servers have planned step ``number`` alike.
+        """Wait until servers have planned step ``number`` alike. One that is gone is not waited for: the step is
+        planned again without it.
 
         Raises:
             PlanError: on the first rank, if one planned otherwise or could not.
+            LaunchError: there, if one says nothing, and none may go.
         """
         if self._leads:
-            check_planned(self._store, self._servers, number, plan.fingerprint)
-
-    def served(self, number: int) -> list[Served] | None:
-        """The seconds and memory that step ``number`` took on each server, which this waits for; None on other ranks
-        than the first."""
-        if not self._leads:
-            return None
-        said = "Server {} of the pool does not say that it has served a step."
-        return [self._store.take(f"served/{number}/{each}", why=said.format(each)) for each in range(self._servers)]
+            for each in self._servers:
+                key = f"planned/{number}/{each.number}"
+                if self._answers(key, each, (_HERE_S if self._may_change else TIMEOUT.total_seconds())):
+                    check_planned(self._store.take(key), each.number, plan.fingerprint)
+                elif self._may_change:
+                    self._lost.add(each.number)
+                else:
+                    raise LaunchError(f"Server {each.number} of the pool does not plan.")
 
     def run(self, number: int, plan: StepPlan, forward_only: bool) -> None:
         """Let servers serve a step that they were announced as ``number``."""
@@ -125,22 +154,166 @@ class RemoteServers:
             # As it was dealt: planned again it would not be dealt anew.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only))
 
+    def is_served(self) -> bool:
+        """Whether the step that ran had all its servers to the end, on every home; they all ask."""
+        return not (self._may_change and self._anywhere(self.transport.broken))
 
-def check_planned(store: PoolStore, servers: int, number: int, fingerprint: int) -> None:
-    """Wait until all ``servers`` have planned step ``number``, as a plan with this ``fingerprint``.
+    def served(self, number: int) -> list[Served | None] | None:
+        """The seconds and memory that step ``number`` took on each server, which this waits for; None of a server that
+        is gone since. None on other ranks than the first."""
+        return [self._served(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
+
+    def _served(self, key: str, server: Comer) -> Served | None:
+        found: Served | None = self._store.take(key) if self._answers(key, server, TIMEOUT.total_seconds()) else None
+        return found
+
+    # Who serves.
+
+    def wants_change(self) -> bool:
+        """Whether a server has gone or come since the generation began; every home asks before a step."""
+        if not self._may_change:
+            return False
+        wanted = self.transport.broken
+        if self._leads:
+            while self._store.count("comers") > self._seen:
+                self._comers.append(self._store.take(f"comer/{self._seen}"))
+                self._seen += 1
+            self._answer_comers()
+            complete = len(self._let_in(self._comers)) > 0
+            wanted |= complete or bool(self._lost) or any(map(is_gone, self._servers))
+        return self._anywhere(wanted)
+
+    def let_go(self, number: int) -> None:
+        """Go on without a server from the next step on.
+
+        Raises:
+            SupportError: on GPUs.
+        """
+        if not self._may_change:
+            raise SupportError("Servers without a model stay to the end on GPUs: end the run to go on with fewer.")
+        self._released.add(number)
+        self._lost.add(number)
+
+    def change(self, terms_of: Callable[[], PoolTerms]) -> None:
+        """Form the pool of the next generation, of the servers that are there; every home calls it together.
+
+        Args:
+            terms_of: gives the terms with the servers that :attr:`numbers` then has; every home calls it together.
+
+        Raises:
+            LaunchError: pools have failed to form too often.
+        """
+        for _ in range(_TRIES):
+            self.transport.give_up()
+            self.generation += 1
+            before = self.numbers
+            found: list[Any] = [None]
+            if self._leads:
+                self._store.tell("change", self.generation)
+                here = [each for each in self._servers if self._is_here(each)]
+                new = self._let_in(self._comers)
+                self._comers = [each for each in self._comers if each not in new]
+                found = [(self._whole_places(here) + new, new)]
+            dist.broadcast_object_list(found)
+            self._servers, new = found[0]
+            self._lost.clear()
+            self._released.clear()
+            self._put_generation(terms_of(), new)
+            try:
+                self.transport.use(self._group(FORMING))
+            except RuntimeError:
+                logger.warning("A server went while the pool was formed.", exc_info=True)
+                self.transport.give_up()
+            if not self._anywhere(self.transport.broken):
+                _say(before, self.numbers)
+                return
+        raise LaunchError(f"The pool of homes and servers without a model has failed to form {_TRIES} times.")
+
+    def _is_here(self, server: Comer) -> bool:
+        """Whether a server is to be part of the next generation."""
+        if server.number in self._released:
+            return False
+        return self._answers(f"here/{self.generation}/{server.number}", server, _HERE_S)
+
+    def _answers(self, key: str, server: Comer, seconds: float) -> bool:
+        """Wait until a server has left something under ``key``; returns False where it is gone, or too late."""
+        until = time.monotonic() + seconds
+        while not self._store.has(key):
+            if (self._may_change and is_gone(server)) or time.monotonic() > until:
+                return self._store.has(key)
+            time.sleep(POLL_S)
+        return True
+
+    def _whole_places(self, here: list[Comer]) -> list[Comer]:
+        """Of those that are ``here`` those whose place in the pool has a server for every tensor-parallel rank."""
+        places = [self._servers[at : at + self._tp] for at in range(0, len(self._servers), self._tp)]
+        return [each for place in places if all(one in here for one in place) for each in place]
+
+    def _let_in(self, comers: list[Comer]) -> list[Comer]:
+        """The first of those who have come, by number, for whole places."""
+        some = sorted((each for each in comers if not is_gone(each)), key=lambda each: each.number)
+        return some[: len(some) // self._tp * self._tp]
+
+    def _answer_comers(self) -> None:
+        """Turn away whoever cannot become one of the servers."""
+        taken = {each.number for each in self._servers if not is_gone(each)}
+        for each in list(self._comers):
+            wrong = None
+            if each.device != self._device.type:
+                wrong = f"Server {each.number} has device {each.device}, and the homes compute on {self._device.type}."
+            elif each.number in taken:
+                wrong = f"The homes have a server {each.number} already: give this one another number."
+            if wrong is not None:
+                self._comers.remove(each)
+                self._store.put(f"welcome/{each.process}", wrong)
+            taken.add(each.number)
+
+    def _put_generation(self, terms: PoolTerms, new: Sequence[Comer] = ()) -> None:
+        if self._leads:
+            made = Generation(self.generation, tuple(self._servers), terms, self._store.told)
+            self._store.put(f"generation/{self.generation}", made)
+            for each in new:
+                self._store.put(f"welcome/{each.process}", made)
+
+    def _group(self, patience: timedelta) -> dist.ProcessGroup:
+        rank, homes = dist.get_rank(), dist.get_world_size() // self._tp
+        name = group_name(self.generation, rank % self._tp)
+        ranks = homes + len(self._servers) // self._tp
+        return self._store.group(name, rank // self._tp, ranks, self._device, patience)
+
+    def _anywhere(self, so: bool) -> bool:
+        """Whether it is so on any home."""
+        said = torch.tensor([float(so)], device=self._device)
+        dist.all_reduce(said, dist.ReduceOp.MAX)
+        return bool(said.item())
+
+
+def is_gone(server: Comer) -> bool:
+    """Whether a server's process has ended, as far as that can be seen from this machine."""
+    return not server.process.is_running()
+
+
+def _say(before: Sequence[int], now: Sequence[int]) -> None:
+    gone, come = sorted(set(before) - set(now)), sorted(set(now) - set(before))
+    if dist.get_rank() == 0:
+        for numbers, what in ((gone, "gone"), (come, "there")):
+            if numbers:
+                logger.warning("Without a model: server %s is %s; the run goes on.", ", ".join(map(str, numbers)), what)
+
+
+def check_planned(found: int | str, server: int, fingerprint: int) -> None:
+    """Check what a server ``found`` in planning: the plan's fingerprint, or what went wrong.
 
     Raises:
-        PlanError: one planned otherwise or could not.
+        PlanError: it planned otherwise or could not.
     """
-    for each in range(servers):
-        found = store.take(f"planned/{number}/{each}", why=f"Server {each} of the pool does not plan.")
-        if isinstance(found, str):
-            raise PlanError(f"Server {each} of the pool could not plan a step: {found}")
-        if found != fingerprint:
-            raise PlanError(
-                f"Server {each} of the pool planned a step differently from the homes, so nothing of it was sent: "
-                "compare versions of distca and numpy by `distca doctor` on both nodes."
-            )
+    if isinstance(found, str):
+        raise PlanError(f"Server {server} of the pool could not plan a step: {found}")
+    if found != fingerprint:
+        raise PlanError(
+            f"Server {server} of the pool planned a step differently from the homes, so nothing of it was sent: "
+            "compare versions of distca and numpy by `distca doctor` on both nodes."
+        )
 
 
 _MISSING = "Server {} of the {} that `servers` asks for has not come: start it with distca.serve()."

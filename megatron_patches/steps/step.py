@@ -67,7 +67,8 @@ class Step:
         waited_ms: milliseconds that the caller waited for it.
         vocabulary: token ids that its documents were checked for; None where they were not.
         announced: the number by which servers without a model know it; 0 without, and on ranks that do not tell them.
-        queued: called when the step's work is queued on the device, so that the next one is planned from then on.
+        generation: of the pool that it was planned for.
+    queued: called when the step's work is queued on the device, so that the next one is planned from then on.
     """
 
     documents: StepDocuments
@@ -79,6 +80,7 @@ class Step:
     waited_ms: float = 0.0
     vocabulary: int | None = None
     announced: int = 0
+    generation: int = 0
     queued: Callable[[], None] = lambda: None
 
 
@@ -125,7 +127,7 @@ def make_step(
     count = len(document_lengths)
     dealt = [room] * count if room and homes is None and count > 1 else None
     inputs = StepInputs(document_lengths, options, homes, dealt)
-    announced = 0 if remote is None else remote.announce(inputs)
+    announced, generation = (0, 0) if remote is None else (remote.announce(inputs), remote.generation)
     with reporting_failure(inputs, number, folder):
         plan = inputs.plan()
     if remote is not None:
@@ -169,7 +171,17 @@ def make_step(
             )
     with reporting_failure(inputs, number, folder):
         balance = plan.balance()
-    return Step(documents, plan, balance, routes, batches, planning_ms, vocabulary=vocabulary, announced=announced)
+    return Step(
+        documents,
+        plan,
+        balance,
+        routes,
+        batches,
+        planning_ms,
+        vocabulary=vocabulary,
+        announced=announced,
+        generation=generation,
+    )
 
 
 def _with_pieces(

@@ -61,10 +61,11 @@ class StepRecorder:
         self._means = RunningMeans()
         self._layers = trainer.layers
         self._slow = SlowRanks()
+        self._servers = trainer.cad.servers
         self._places: list[str] = [""] * trainer.world.size
         dist.all_gather_object(self._places, f"{socket.gethostname()}, {trainer.world.device}")
         health = trainer.world.health
-        self._places += [f"server {n}" for n in range(trainer.config.cad.servers)] if health is None else health.servers
+        self._server_places = [] if health is None else health.servers
         on_gpu = trainer.world.device.type == "cuda"
         self._device_name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
         predicted = predict_memory(trainer.config, trainer.world.size, trainer.vocabulary)
@@ -75,13 +76,14 @@ class StepRecorder:
         config, world = self._trainer.config, self._trainer.world
         balance = step.balance
         by_rank = self._gather(len(step.batches), step)
+        self._begin_anew_with(self._trainer.cad.servers)
         measured, by_phase, memory = self._by_server(by_rank)
         self._watch_speed(by_rank, balance)
         other = balance.other_seconds
         whole_step = measured + self._layers * other.sum(axis=0)
-        self.before = self.before + slowest_first(self._parts(balance.before_by_kind, other))
-        self.after = self.after + slowest_first(self._parts(balance.after_by_kind, other))
-        self.measured = self.measured + slowest_first(whole_step[None, None])[0]
+        self.before = _added(self.before, slowest_first(self._parts(balance.before_by_kind, other)))
+        self.after = _added(self.after, slowest_first(self._parts(balance.after_by_kind, other)))
+        self.measured = _added(self.measured, slowest_first(whole_step[None, None])[0])
         if by_phase is not None:
             self._add_phases(balance, by_phase)
         tokens = step.plan.tokens
@@ -95,7 +97,7 @@ class StepRecorder:
             "tokens": tokens,
             "step_s": seconds,
             "tokens_per_s": tokens / seconds,
-            "mfu": mfu(at_peak, seconds, world.size + config.cad.servers),
+            "mfu": mfu(at_peak, seconds, len(by_rank)),
             "imbalance_before": _over_phases(balance.seconds_before + other),
             "imbalance_after": _over_phases(balance.seconds_after + other),
             "imbalance_measured": imbalance(whole_step),
@@ -169,7 +171,16 @@ class StepRecorder:
 
     def _who(self, rank: int) -> str:
         homes = self._trainer.world.size
-        return f"{f'Rank {rank}' if rank < homes else f'Server {rank - homes}'} ({self._places[rank]})"
+        if rank < homes:
+            return f"Rank {rank} ({self._places[rank]})"
+        number = self._servers[rank - homes]
+        where = self._server_places[number] if number < len(self._server_places) else "come since"
+        return f"Server {number} ({where})"
+
+    def _begin_anew_with(self, servers: tuple[int, ...]) -> None:
+        """Forget what is kept by place in the pool, where that has changed."""
+        if servers != self._servers:
+            self._servers, self._slow, self.phases = servers, SlowRanks(), PhaseTable(self.phases.kinds)
 
     def _gather(self, micro_batches: int, step: Step) -> np.ndarray:
         """Gathers the figures of every rank of the world, then of servers: [world + servers, 4 + 2 · phases] float64.
@@ -197,6 +208,8 @@ class StepRecorder:
         rows = np.zeros((len(found[0]), columns))
         for number, (served, row) in enumerate(zip(found[0], rows, strict=True)):
             row[0] = cad.options.homes + number // tp
+            if served is None:
+                continue
             row[1], row[2] = sum(map(sum, served.seconds.values())), served.peak / GIB
             if (
                 columns > 4
@@ -275,6 +288,13 @@ def slowest_first(seconds: np.ndarray) -> np.ndarray:
         return np.full((len(seconds), seconds.shape[2]), 1 / len(seconds))
     order = np.argsort(-together, axis=1, kind="stable")
     return np.asarray(np.take_along_axis(seconds, order[None], axis=2).sum(axis=1) / mean)
+
+
+def _added(total: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """The sum [..., ranks] of figures of pools that may have other numbers of ranks: those that lack are 0."""
+    ranks = max(total.shape[-1], more.shape[-1])
+    one, other = (np.pad(each, [(0, 0)] * (each.ndim - 1) + [(0, ranks - each.shape[-1])]) for each in (total, more))
+    return np.asarray(one + other)
 
 
 def _over_phases(seconds: np.ndarray) -> float:

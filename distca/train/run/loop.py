@@ -196,6 +196,7 @@ class _Loop:
             torch.cuda.reset_peak_memory_stats()  # validation and checkpoints do not count as this step's
         step = next(ahead)
         loss_sum, tokens = self._run(step)
+        step = self._trainer.cad.as_run(step)
         self._garbage.collect()  # while the GPU is busy with the backward pass
         self._saver.before_update()
         grad_norm, lr = self._trainer.optimizer.step()

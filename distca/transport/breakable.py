@@ -1,0 +1,113 @@
+"""A transport whose pool may break, because a rank of it is gone: the step goes on with zeros, and is then repeated.
+
+A rank that stopped half-way would leave the others waiting in collectives of other groups. So it goes through the whole
+step: all that arrives from the moment on in which an exchange failed are zeros. What comes out is thrown away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from distca.cluster.pool_store import give_up
+from distca.transport.collective import CollectiveHandle, CollectiveTransport
+from distca.transport.interface import Part
+
+logger = logging.getLogger(__name__)
+
+_LOST = ("gloo/transport", "NCCL", "ncclRemoteError")
+"""Words of errors that follow from a rank that is gone."""
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because a rank of its group is gone."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in _LOST)
+
+
+class BreakableTransport:
+    """Rows by all-to-all over a process group that may be given up for another one.
+
+    Args:
+        may_break: whether a rank may be gone; otherwise an exchange that fails raises its error.
+
+    Attributes:
+        broken: whether an exchange failed, or there is no group.
+    """
+
+    def __init__(self, may_break: bool) -> None:
+        self._may_break = may_break
+        self._group: dist.ProcessGroup | None = None
+        self._inner: CollectiveTransport | None = None
+        self.name, self.rank, self.ranks, self.broken = "", 0, 0, True
+
+    def use(self, group: dist.ProcessGroup) -> None:
+        """Send rows over ``group`` from now on, and none over the one before."""
+        self.give_up()
+        self._group, self._inner, self.broken = group, CollectiveTransport(group), False
+        self.name, self.rank, self.ranks = self._inner.name, self._inner.rank, self._inner.ranks
+
+    def give_up(self) -> None:
+        """Send no rows any more. Exchanges that are under way fail."""
+        group, self._group, self._inner, self.broken = self._group, None, None, True
+        if group is not None:
+            give_up(group)
+
+    def launch(self, parts: tuple[Part, ...]) -> BreakableHandle:
+        """Start an exchange.
+
+        Raises:
+            TransportError: the moves belong to a plan for another number of ranks; nothing was sent.
+        """
+        handle = None
+        if self._inner is not None:
+            try:
+                handle = self._inner.launch(parts)
+            except RuntimeError as error:
+                self.failed(error)
+        return BreakableHandle(self, handle, parts)
+
+    def failed(self, error: RuntimeError) -> None:
+        """Give the pool up where an exchange failed because a rank is gone.
+
+        Raises:
+            RuntimeError: the ``error``, where that is another.
+        """
+        if not self._may_break or not (self.broken or is_lost_peer(error)):
+            raise error
+        logger.debug("An exchange of rows failed: %s", error)
+        error.__traceback__ = None  # its frames hold the group, whose connections tell others
+        self.give_up()
+
+
+class BreakableHandle:
+    """An exchange under way, or one of which only zeros arrive.
+
+    Attributes:
+        works: pending collectives, for whoever records when they end.
+    """
+
+    def __init__(self, transport: BreakableTransport, handle: CollectiveHandle | None, parts: tuple[Part, ...]) -> None:
+        self._transport, self._handle, self._parts = transport, handle, parts
+
+    @property
+    def works(self) -> list[Any]:
+        return [] if self._handle is None else self._handle.works
+
+    def tell(self, ended: Callable[[], None]) -> None:
+        """As of :class:`distca.transport.collective.CollectiveHandle`."""
+        if self._handle is not None:
+            self._handle.tell(ended)
+
+    def wait(self) -> None:
+        if self._handle is not None:
+            try:
+                self._handle.wait()
+            except RuntimeError as error:
+                self._transport.failed(error)
+        if self._transport.broken:
+            for part in self._parts:
+                part.destination.zero_()
+        self._handle, self._parts = None, ()
