@@ -38,7 +38,7 @@ def test_runs_train_and_go_on_with_tensor_parallel_ranks_or_in_stages(tmp_path: 
     whole_documents = {"cad__enabled": False}
     both = {"output": tmp_path, "data__path": texts, "train__steps": 4}
     gates = {"model__hybrid__output_gate": True, "model__qk_norm": True}
-    delta = arguments(**SMALL | both | gates, name="delta")
+    delta = arguments(**SMALL | both | gates, name="delta", log__timeline_steps="[2,3]")
     mamba = arguments(**SMALL | both | {"model__hybrid__pattern": "M*"}, name="mamba", train__recompute="all")
     home = arguments(**SMALL | both | gates | whole_documents, name="home")
     cut = [*delta, "--name", "cut", "--train.time_limit", "1e-6"]
@@ -53,7 +53,21 @@ def test_runs_train_and_go_on_with_tensor_parallel_ranks_or_in_stages(tmp_path: 
     for expected, found in ((steps_of(whole), steps_of(resumed)), (steps_of(others), steps_of(staged))):
         assert found.keys() <= expected.keys() and 4 in found
         assert all(found[step] == pytest.approx(expected[step], rel=1e-5) for step in found)
-    assert json.loads((whole / "metrics.jsonl").read_text().splitlines()[0])["loss"] > 0
+    check_bytes(whole)
+
+
+def check_bytes(run: Path) -> None:
+    """Bytes of attention and of recurrent layers are those that the ranks' timelines have."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] > 0
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    sent = {"bytes_moved": 0, "recurrent_bytes_moved": 0}
+    for event in events:
+        if event["ph"] == "X" and event["cat"].startswith("transfers"):
+            recurrent = event["name"].split()[0] in ("halo", "states", "dstates", "dhalo")
+            sent["recurrent_bytes_moved" if recurrent else "bytes_moved"] += event["args"]["bytes sent"]
+    assert sent == {name: sum(line[name] for line in lines[1:3]) for name in sent}
+    assert min(sent.values()) > 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from distca.device.memory import outside_torch
 from distca.plan.metrics import imbalance
+from distca.plan.recurrent.traffic import recurrent_halves
 from distca.plan.step import StepBalance
 from distca.train.metrics.expert_load import expert_values
 from distca.train.metrics.flops import mfu, model_flops, peak_seconds
@@ -108,10 +110,23 @@ class StepRecorder:
             "attention_s": [round(float(seconds), 6) for seconds in by_rank[:, 1]],
         }
         values |= self._memory_values(memory, by_rank[world.size :, 2], float(by_rank[:, 3].max()))
+        if config.model.recurrent_layers:
+            values["recurrent_bytes_moved"] = self._recurrent_bytes(step)
         if config.model.experts.count:
             values |= expert_values(self._trainer.cad.expert_loads(self._trainer.model))
         self._means.add(values)
         return values
+
+    def _recurrent_bytes(self, step: Step) -> int:
+        """Bytes that all ranks sent for recurrent layers, by the layouts."""
+        config = self._trainer.config
+        tp, value = config.parallel.tp, 2 if config.train.precision == "bf16" else 4
+        total = 0
+        for symbol, layers in Counter(config.model.recurrent_layers).items():
+            what = config.model.hybrid.recurrence(symbol, tp)
+            halves = [half for layouts in step.plan.layouts for half in recurrent_halves(layouts, what.halo_rows)]
+            total += layers * tp * sum(half.travelling_bytes(what, value) for half in halves)
+        return total
 
     def _parts(self, by_kind: np.ndarray, other: np.ndarray) -> np.ndarray:
         """[parts, phases, ranks] planned seconds, from those of attention by kind, and of linear layers."""

@@ -19,6 +19,7 @@ Keys that other parts of the project read, where a step has them:
     imbalance_phases    with pipeline stages: attention seconds measured in every phase, slowest rank over the mean, if
                         each phase lasts as long as its slowest rank (what imbalance_after plans)
     bytes_moved         bytes that all ranks sent for attention in the step
+    recurrent_bytes_moved  in hybrid stacks: the same for recurrent layers, halos and summaries
     plan_ms             milliseconds of planning (in the background, one step ahead)
     plan_wait_ms        milliseconds that the step waited for its plan
     attention_s         by rank, seconds that it computed attention, without waits

@@ -65,8 +65,8 @@ class Trainer:
 
     @property
     def layers(self) -> int:
-        """Transformer layers of every pipeline stage."""
-        return self.config.model.layers // self.config.parallel.pp
+        """Layers of every pipeline stage that have attention."""
+        return len(self.config.model.attention_kinds) // self.config.parallel.pp
 
     @property
     def receive_buffer_gib(self) -> float:
