@@ -11,7 +11,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.models.gpt import GPTModel
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -198,10 +198,21 @@ class SavedWeights:
         tensor = torch.empty(size, dtype=stored.properties.dtype)
         begin = [0] * len(size) if number is None else [number, *[0] * (len(size) - 1)]
         planner = _PartPlanner(key, stored, begin)
-        reader = checkpoint.FileSystemReader(self._path)
+        reader = _PartReader(self._path, self._metadata)
         with readable():
             checkpoint.load({key: tensor}, storage_reader=reader, planner=planner, no_dist=True)
         return tensor if number is None else tensor[0]
+
+
+class _PartReader(checkpoint.FileSystemReader):
+    """Reads of a checkpoint that was described before: reading its description for every part takes longest."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
 
 
 class _PartPlanner(checkpoint.DefaultLoadPlanner):

@@ -112,7 +112,7 @@ def test_what_cannot_work_is_refused(settings: dict[str, object], world: int, sa
 
 def test_an_export_without_a_folder_of_a_family_with_experts_is_refused() -> None:
     config = parse_run_config(arguments(data__source="stdlib", checkpoint__export="new", **SMALL))
-    with pytest.raises(ModelError, match=r"experts or a variant, and no folder of a family .* or leave out"):
+    with pytest.raises(ModelError, match=r"experts, .* or a variant, and no folder of a family .* or leave out"):
         description_of(config, 256)
 
 

@@ -47,16 +47,20 @@ def test_a_command_is_not_run_when_the_checkpoint_is_opened(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("what", ["the metadata", "a shard"])
-def test_a_command_is_not_run_when_a_tensor_is_read(
-    tmp_path: Path, saved: tuple[Path, ModelDescription], what: str
+def test_a_description_that_is_exchanged_later_is_not_read(
+    tmp_path: Path, saved: tuple[Path, ModelDescription]
 ) -> None:
     path, model = saved
     weights = SavedWeights(path, model).tensors()
-    if what == "the metadata":
-        (path / ".metadata").write_bytes(pickle.dumps(_Runs(tmp_path / "ran")))
-    else:
-        torch.save(_Runs(tmp_path / "ran"), next(path.glob("*.distcp")))
+    (path / ".metadata").write_bytes(pickle.dumps(_Runs(tmp_path / "ran")))
+    assert torch.equal(next(weights)[1], torch.ones(family_models.VOCABULARY, 32))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_command_is_not_run_when_a_tensor_is_read(tmp_path: Path, saved: tuple[Path, ModelDescription]) -> None:
+    path, model = saved
+    weights = SavedWeights(path, model).tensors()
+    torch.save(_Runs(tmp_path / "ran"), next(path.glob("*.distcp")))
     with pytest.raises(UnreadableError):
         next(weights)
     assert not (tmp_path / "ran").exists()
