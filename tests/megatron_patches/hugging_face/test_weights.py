@@ -15,6 +15,14 @@ from distca.testing.reference_attention import relative_error
 from megatron_patches.versions import has_gated_delta_net
 
 TOLERANCE = 1e-5
+NEWER = ("qwen3_5", "qwen3_next", "nemotron_h", "deepseek_v3", "moonlight")
+"""Beginnings of cases that Megatron-Core 0.16.1 has no model for."""
+
+
+def _served(names):
+    return [name for name in names if has_gated_delta_net() or not name.startswith(NEWER)]
+
+
 CUT = (
     "llama",
     "llama, every head its own keys, tied",
@@ -171,7 +179,7 @@ def test_a_loss_that_is_no_number_is_no_small_error():
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    for name in family_models.CASES:
+    for name in _served(family_models.CASES):
         model = family_models.write_folder(name, root / name)
         torch.save(family_models.logits(model), root / name / "logits.pt")
     return root
@@ -186,6 +194,7 @@ def root(tmp_path_factory):
     ids=["one", "four"],
 )
 def test_logits_and_losses_equal_those_of_transformers(root, ranks, layouts):
+    layouts = {sizes: _served(names) for sizes, names in layouts.items()}
     (errors, *_) = run_ranks(ranks, _errors, str(root), layouts, timeout=280)
     names = [name for each in layouts.values() for name in each]
     assert len(errors) == len(names) + (len(names) if ranks == 1 else names.count("llama"))
@@ -222,13 +231,12 @@ def _tensors(folder):
     return found
 
 
-LATENT = ("deepseek_v3", "moonlight") if has_gated_delta_net() else ()
 ROUND_TRIPS = (
     *("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3", "phi3", "seed_oss"),
     *("mistral3", "mistral, windows", "gemma2", "gemma3", "olmo3", "smollm3", "granite"),
     *("ministral3", "cohere2", "exaone4", "glm4", "ernie4_5", "hunyuan", "phi4_mini", "gemma3 with images"),
     *("gpt_oss, dense", "arcee, biases", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"),
-    *LATENT,
+    *("deepseek_v3", "moonlight"),
     *family_models.FUSED,
     *("qwen3_5 with images, tied", "nemotron_h", "qwen3_next"),
 )
@@ -238,15 +246,15 @@ ROUND_TRIPS = (
     "ranks,layouts,names",
     [
         (1, [(1, 1)], ROUND_TRIPS),
-        (2, [(1, 1)], ("gpt_oss", "glm4_moe", *LATENT[1:], *family_models.FUSED)),
+        (2, [(1, 1)], ("gpt_oss", "glm4_moe", "moonlight", *family_models.FUSED)),
         pytest.param(4, [(2, 2)], [*CUT, "gemma3", "olmoe", "gpt_oss"], marks=pytest.mark.slow),
-        pytest.param(4, [(2, 1)], ("mixtral", "gpt_oss", "glm4_moe", *LATENT[:1]), marks=pytest.mark.slow),
+        pytest.param(4, [(2, 1)], ("mixtral", "gpt_oss", "glm4_moe", "deepseek_v3"), marks=pytest.mark.slow),
     ],
 )
 def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, names, tmp_path):
     root, target = tmp_path / "from", tmp_path / "to"
     target.mkdir()
-    for name in names:
+    for name in _served(names):
         family_models.write_folder(name, root / name, torch.bfloat16)
     run_ranks(ranks, _round_trips, str(root), str(target), layouts, timeout=200)
     assert len(list(target.iterdir())) == len(list(root.iterdir())) * len(layouts)
@@ -293,7 +301,7 @@ WIDE = {"hidden_size": 160, "intermediate_size": 264, "moe_intermediate_size": 1
 """Sizes of more than one block."""
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", *LATENT[:1]])
+@pytest.mark.parametrize("name", _served(QUANTISED))
 def test_quantised_weights_are_trained_and_exported_as_bfloat16(name, tmp_path, monkeypatch):
     """With two tensor-parallel ranks, which share the experts too. What transformers makes of the export is what it
     makes of the same numbers in bfloat16."""
