@@ -87,7 +87,7 @@ class Members:
 
     @property
     def may_go(self) -> set[int]:
-        """Those without whom the run goes on: servers on CPUs."""
+        """The members without whom the run goes on: servers on CPUs."""
         return set() if torch.cuda.is_available() else set(range(self.homes, len(self.everyone)))
 
     @property

@@ -97,7 +97,7 @@ class BreakableHandle:
         return [] if self._handle is None else self._handle.works
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """As of :class:`distca.transport.collective.CollectiveHandle`."""
+        """The same as of :class:`distca.transport.collective.CollectiveHandle`."""
         if self._handle is not None:
             self._handle.tell(ended)
 

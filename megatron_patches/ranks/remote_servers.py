@@ -245,7 +245,7 @@ class RemoteServers:
         return True
 
     def _whole_places(self, here: list[Comer]) -> list[Comer]:
-        """Of those that are ``here`` those whose place in the pool has a server for every tensor-parallel rank."""
+        """The servers of ``here`` whose place in the pool has one for every tensor-parallel rank."""
         places = [self._servers[at : at + self._tp] for at in range(0, len(self._servers), self._tp)]
         return [each for place in places if all(one in here for one in place) for each in place]
 
