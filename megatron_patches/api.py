@@ -412,7 +412,8 @@ class CAD:
             reports = self._run(step, forward_step, model, forward_only)
             if self._remote is None or self._remote.is_served():
                 break
-        self._ran = step
+        if self._remote is not None:
+            self._ran = step
         if not forward_only:
             note_trained(model)
         step.queued()
@@ -446,7 +447,7 @@ class CAD:
 
     def as_run(self, step: Step) -> Step:
         """``step``, the last one that ran, as it ran: planned again where servers without a model went or came."""
-        return self._ran if self._remote is not None and self._ran is not None else step
+        return self._ran or step
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
         """How probable the model finds every document of a step, token by token, on all data-parallel ranks; every rank
