@@ -24,6 +24,9 @@ from distca.errors import LaunchError
 
 POLL_S = 0.002
 """Seconds between two looks at the store. Nobody waits inside it: its connection is shared by a process's threads."""
+EXCHANGE = timedelta(seconds=60)
+"""What an exchange of rows over gloo takes at most. A rank that waits to send to one that has closed its connections is
+not always told by gloo, and would wait for ever. A slower exchange counts as a rank that is gone."""
 _KEPT = 256
 """Messages that the store keeps: by then every server has answered to the older ones."""
 
@@ -140,8 +143,9 @@ class PoolStore:
         c10d._world.pg_group_ranks[group] = {dist.get_rank(): rank} | places
         # NCCL connects ranks at their first collective: now, and not while others wait for rows.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-        if patience != TIMEOUT:
-            c10d._set_pg_timeout(TIMEOUT, group)
+        exchange = TIMEOUT if device.type == "cuda" else EXCHANGE
+        if patience != exchange:
+            c10d._set_pg_timeout(exchange, group)
         return group
 
 

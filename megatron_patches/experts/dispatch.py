@@ -25,9 +25,8 @@ class Dispatch:
         pair_NK: [rows, topk] int64 the pairs of each row.
         sent: pairs that go to each rank.
         received: pairs that come from each rank.
-        by_expert: [received pairs] int64 the pairs that came, by expert of this rank; None for one rank, whose pairs
-            are in that order.
-        by_source: its inverse, or None.
+        by_expert: [received pairs] int64 the pairs that came, by expert of this rank.
+        by_source: its inverse.
         groups: pairs of each expert of this rank.
     """
 
@@ -37,8 +36,8 @@ class Dispatch:
     pair_NK: torch.Tensor
     sent: list[int]
     received: list[int]
-    by_expert: torch.Tensor | None
-    by_source: torch.Tensor | None
+    by_expert: torch.Tensor
+    by_source: torch.Tensor
     groups: Groups
 
     @classmethod
@@ -61,16 +60,8 @@ class Dispatch:
         counted = fetched(torch.cat((counts.view(ranks, here), from_RE)))
         received, rows = counted[ranks:].sum(1).tolist(), counted[ranks:].sum(0).tolist()
         groups = Groups(rows, from_RE.sum(0).cumsum(0).int())
-        by_expert, by_source = _by_expert(from_RE, sum(received)) if ranks > 1 else (None, None)
-        return cls(group, *pairs, counted[:ranks].sum(1).tolist(), received, by_expert, by_source, groups)
-
-    def to_experts(self, came: torch.Tensor) -> torch.Tensor:
-        """Put pairs that came from ranks in the order of this rank's experts."""
-        return came if self.by_expert is None else came[self.by_expert]
-
-    def to_sources(self, found: torch.Tensor) -> torch.Tensor:
-        """Put pairs in the order of this rank's experts in that of the ranks which they came from."""
-        return found if self.by_source is None else found[self.by_source]
+        orders = _by_expert(from_RE, sum(received))
+        return cls(group, *pairs, counted[:ranks].sum(1).tolist(), received, *orders, groups)
 
 
 def fetched(counts: torch.Tensor) -> torch.Tensor:

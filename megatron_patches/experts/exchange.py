@@ -107,10 +107,7 @@ class Exchange:
             assert self._rows is not None
             (kept, size), self._rows = self._rows, None
             kept.untyped_storage().resize_(size)
-            if self.dispatch.by_expert is None:
-                kept.copy_(rows)
-            else:
-                torch.index_select(rows, 0, self.dispatch.by_expert, out=kept)
+            torch.index_select(rows, 0, self.dispatch.by_expert, out=kept)
 
 
 class _LaunchRows(torch.autograd.Function):
@@ -135,22 +132,23 @@ class _JoinRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.exchange = exchange
-        rows, probs = map(exchange.dispatch.to_experts, exchange.finish())
+        rows, probs = (each[exchange.dispatch.by_expert] for each in exchange.finish())
         exchange.arrived(rows)
         return rows, probs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.exchange.start(list(map(ctx.exchange.dispatch.to_sources, gradients)), to_experts=False)
-        return graph_token(gradients[0].device), None
+        by_source = ctx.exchange.dispatch.by_source
+        ctx.exchange.start([each[by_source] for each in gradients], to_experts=False)
+        return graph_token(by_source.device), None
 
 
 class _LaunchOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output_PH: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        exchange.start((exchange.dispatch.to_sources(output_PH),), to_experts=False)
+        exchange.start((output_PH[exchange.dispatch.by_source],), to_experts=False)
         if ctx.needs_input_grad[0]:
             exchange.forget()
         return graph_token(output_PH.device)
@@ -160,7 +158,7 @@ class _LaunchOutputs(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         gradient, *rows = ctx.exchange.finish()
         ctx.exchange.restore(rows)
-        return ctx.exchange.dispatch.to_experts(gradient), None
+        return gradient[ctx.exchange.dispatch.by_expert], None
 
 
 class _JoinOutputs(torch.autograd.Function):

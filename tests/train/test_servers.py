@@ -16,7 +16,7 @@ from distca.testing.ranks import run_ranks
 from tests.train.small_runs import ROOT, arguments, steps_of, train_all, write_texts
 
 STEPS = 4
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def _wait_for(run: subprocess.Popen[bytes], happened: Callable[[], bool]) -> None:
