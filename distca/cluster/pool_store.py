@@ -25,7 +25,7 @@ from distca.errors import LaunchError
 POLL_S = 0.002
 """Seconds between two looks at the store. Nobody waits inside it: its connection is shared by a process's threads."""
 EXCHANGE = timedelta(seconds=60)
-"""What an exchange of rows over gloo takes at most. A rank that waits to send to one that has closed its connections is
+"""Time in which an exchange of rows over gloo has to end. A rank that waits to send to one that has closed its connections is
 not always told by gloo, and would wait for ever. A slower exchange counts as a rank that is gone."""
 _KEPT = 256
 """Messages that the store keeps: by then every server has answered to the older ones."""
