@@ -25,8 +25,8 @@ from distca.errors import LaunchError
 POLL_S = 0.002
 """Seconds between two looks at the store. Nobody waits inside it: its connection is shared by a process's threads."""
 EXCHANGE = timedelta(seconds=60)
-"""Time in which an exchange of rows over gloo has to end. A rank that waits to send to one that has closed its connections is
-not always told by gloo, and would wait for ever. A slower exchange counts as a rank that is gone."""
+"""Time in which an exchange of rows over gloo has to end. Gloo does not always tell a rank that waits to send of
+connections that its peer has closed, and it would wait for ever. A slower exchange counts as a rank that is gone."""
 _KEPT = 256
 """Messages that the store keeps: by then every server has answered to the older ones."""
 
