@@ -44,7 +44,7 @@ _PLANNED_AHEAD = 3
 _REMEMBERED = 16
 """Steps for which the store holds what they took; homes ask for some of them, and soon."""
 FORMING = timedelta(seconds=20)
-"""In which all homes and servers of a generation but the first must connect."""
+"""Time in which all homes and servers of a generation but the first have to connect."""
 HOMES_QUIET = timedelta(days=7)
 """In which homes may say nothing: they evaluate, save, or wait for data."""
 

@@ -29,7 +29,7 @@ from distca.transport.breakable import BreakableTransport
 logger = logging.getLogger(__name__)
 
 _HERE_S = 15.0
-"""In which a server that lives answers that the pool changes."""
+"""Seconds in which a server that lives answers that the pool changes."""
 _TRIES = 5
 _pools = count()
 """Numbers of the pools that this process makes; the same on all homes, which make them together."""
