@@ -1,20 +1,19 @@
 """What this machine's kernels can do at the model's own shapes, and how long a batch would take if they did only that.
 
-Matrix products and core attention are measured, each alone, back to back. The ceiling of a global batch adds up all of
-its floating-point work at these rates: forward and backward of the linear and output layers (nothing recomputed) and of
-core attention, spread perfectly over all ranks, with no communication, no norms or activations and no optimizer.
+Matrix products, core attention and the cores of recurrent layers are measured, each alone, back to back. The ceiling of
+a global batch adds up all of its floating-point work at these rates: forward and backward of the linear and output
+layers (nothing recomputed) and of cores, spread perfectly over all ranks, with no communication, no norms, convolutions
+or activations and no optimizer.
 
 Where the linear layers compute in FP8, so do the products of the ceiling, with the quantising that they cannot be
 without; the output layer stays in bfloat16.
 
-Rates are taken twice. In a burst, some tens of milliseconds after a pause, a GPU runs at clocks that its power limit
-does not let it hold: an H200's matrix products then are up to 20 % faster than a second later. Training lasts longer
-than a burst, so the ceiling counts with the rates that are held; results are also given as a share of the other.
+Rates are taken in a burst and held (rates.py). Training lasts longer than a burst, so the ceiling counts with the rates
+that are held; results are also given as a share of the other.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,36 +23,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.throughput.products import Product, products_of
+from benchmarks.throughput.rates import held_and_burst
 from distca.attention import Kernel, TaskBatch
 from distca.baselines import Work
-from distca.device.clock import Clock
 from distca.plan import AttentionKind, AttentionShape
 from distca.plan.geometry import pairs
 from distca.profile.linear_fp8 import linear_work
-from distca.profile.timing import median_seconds
+from distca.recurrent import CoreRows, Recurrence, RecurrentKernel, choose_recurrent_kernel
+from distca.recurrent.self_check import drawn_rows
 from distca.train.config.schema import RunConfig
 
 _ROWS, _FP8_ROWS, _CPU_ROWS = 8192, 65536, 64
 """Rows of a matrix product. In FP8 a narrow one on few rows takes less time than the host needs to queue it: on 8,192
 rows one of 2,048 by 2,048 took as long as one of 2,048 by 3,072."""
-_BURST = 10  # repetitions
-_PAUSE_S, _WARM_S, _HELD_S = 0.3, 0.4, 1.0
+_CORE_ROWS = 8192  # rows of a document for recurrent cores
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(Product):
     """One weight of one tensor-parallel rank and what multiplying by it takes.
 
     Attributes:
-        name: which.
-        width: its columns, the layer's input.
-        out: its rows.
         seconds_per_token: forward and both products of backward.
     """
 
-    name: str
-    width: int
-    out: int
     seconds_per_token: float
 
     @property
@@ -80,32 +74,50 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Core:
+    """The core of recurrent layers, its convolution left out, and what it takes for all heads of a rank.
+
+    Attributes:
+        kernel: that was measured.
+        layers: that have it.
+        forward: seconds per row.
+        backward: the same for backward.
+    """
+
+    kernel: str
+    layers: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
 class Ceiling:
     """Measured rates of one kind, held or in a burst, averaged over ranks.
 
     Attributes:
-        matrices: of one layer, and last the output layer.
-        layers: of the model.
+        matrices: of all layers.
         tp: tensor-parallel ranks; what was measured is one's share.
         attention: of core attention, by window of the model's layers.
         document: tokens of the document that was measured.
         attention_flops: operations of a pair on a rank, forward; backward counts twice that.
+        core: of recurrent layers, where there are some.
     """
 
     matrices: tuple[Matrix, ...]
-    layers: int
     tp: int
     attention: tuple[Attention, ...]
     document: int
     attention_flops: int
+    core: Core | None = None
 
     @property
     def work(self) -> Work:
         """What a document takes on one rank, over all layers."""
-        *layer, output = (matrix.seconds_per_token for matrix in self.matrices)
+        linear = sum(matrix.layers * matrix.seconds_per_token for matrix in self.matrices)
+        core = self.core.layers * (self.core.forward + self.core.backward) if self.core else 0.0
         by_window = {each.window: each.layers * (each.forward + each.backward) for each in self.attention}
         full = by_window.pop(0, 0.0)
-        return Work(self.layers * sum(layer) + output, full, tuple(by_window.items()))
+        return Work(linear + core, full, tuple(by_window.items()))
 
     def step_seconds(self, lengths: np.ndarray, ranks: int) -> float:
         """The ceiling of a global batch with these document lengths on ``ranks`` ranks of all kinds."""
@@ -121,11 +133,12 @@ class Ceiling:
                 "backward_counts": "2 x forward, as MFU does; the kernel's own recomputation is not counted",
             },
             "attention_of_others": [self._tflops(each) for each in self.attention[1:]],
+            **({"recurrent": asdict(self.core)} if self.core else {}),
         }
 
     @staticmethod
-    def of_report(content: dict[str, Any], layers: int, tp: int, heads: int) -> Ceiling:
-        """The ceiling that :meth:`report` gave, of a model with so many layers and ``heads`` columns of a rank's q."""
+    def of_report(content: dict[str, Any], tp: int, heads: int) -> Ceiling:
+        """The ceiling that :meth:`report` gave, of a model with ``heads`` columns of a rank's q."""
         flops = 4 * heads
         matrices = [{key: value for key, value in each.items() if key != "tflops"} for each in content["matrices"]]
         attention = [
@@ -139,11 +152,11 @@ class Ceiling:
         ]
         return Ceiling(
             tuple(Matrix(**each) for each in matrices),
-            layers,
             tp,
             tuple(attention),
             content["attention"]["document"],
             flops,
+            Core(**content["recurrent"]) if "recurrent" in content else None,
         )
 
     def _tflops(self, of: Attention) -> dict[str, Any]:
@@ -172,24 +185,16 @@ def measure_ceiling(
     """
     model, tp = config.model, config.parallel.tp
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    heads = shape.heads * shape.head_dim
-    # Experts that a token goes to count as one product as wide as all of them, which none of their own can beat.
-    ffn = model.mlp_weights // (3 * model.hidden) if model.experts.count else model.ffn
-    sizes = {
-        "qkv": (model.hidden, heads + 2 * shape.kv_heads * shape.head_dim),
-        "proj": (heads, model.hidden),
-        "fc1": (model.hidden, 2 * ffn // tp),
-        "fc2": (ffn // tp, model.hidden),
-        "output": (model.hidden, model.vocabulary // tp),
-    }
+    products = products_of(config)
     document = min(document, 65536) if device.type == "cuda" else min(document, 256)
     took = []
-    for name, size in sizes.items():
-        in_fp8 = config.train.fp8 != "none" and name != "output"
+    for product in products:
+        size = product.width, product.out
+        in_fp8 = config.train.fp8 != "none" and product.name != "output"
         rows = (_FP8_ROWS if in_fp8 else _ROWS) if device.type == "cuda" else _CPU_ROWS
         if in_fp8:
             _compile_casts(*size, device, config.train.fp8)
-            held, burst = _held_and_burst(linear_work(*size, rows, device, config.train.fp8), device)
+            held, burst = held_and_burst(linear_work(*size, rows, device, config.train.fp8), device)
         else:
             held, burst = _matrix_seconds(*size, rows, device, dtype)
         took.append((held / rows, burst / rows))
@@ -197,21 +202,26 @@ def measure_ceiling(
     windows = Counter(sorted(model.windows, key=lambda window: (window > 0, -window)))
     for window in windows:
         took += _attention_seconds(shape, kernel, document, device, dtype, window)
+    kernel_of_cores = None
+    if model.recurrent_layers:
+        what = model.hybrid.recurrence(model.recurrent_layers[0], tp)
+        kernel_of_cores = choose_recurrent_kernel(what, device, dtype)
+        took += _core_seconds(what, kernel_of_cores, document, device, dtype)
     everyone = torch.tensor(took, dtype=torch.float64)
     dist.all_reduce(everyone)
     pairs_of = [float(pairs(np.array([document]), np.array([document]), window)[0]) for window in windows]
 
     def ceiling(seconds: list[float]) -> Ceiling:
-        matrices = zip(sizes.items(), seconds[: len(sizes)], strict=True)
-        of_kinds = zip(windows.items(), pairs_of, seconds[len(sizes) :: 2], seconds[len(sizes) + 1 :: 2], strict=True)
-        return Ceiling(
-            tuple(Matrix(name, *size, per_token) for (name, size), per_token in matrices),
-            model.layers,
-            tp,
-            tuple(Attention(*each, forward / count, backward / count) for each, count, forward, backward in of_kinds),
-            document,
-            4 * heads,
-        )
+        parts = iter(seconds)
+        matrices = [Matrix(**asdict(product), seconds_per_token=next(parts)) for product in products]
+        attention = [
+            Attention(window, layers, next(parts) / count, next(parts) / count)
+            for (window, layers), count in zip(windows.items(), pairs_of, strict=True)
+        ]
+        core = None
+        if kernel_of_cores is not None:
+            core = Core(kernel_of_cores.name, len(model.recurrent_layers), next(parts), next(parts))
+        return Ceiling(tuple(matrices), tp, tuple(attention), document, 4 * shape.heads * shape.head_dim, core)
 
     held, burst = (everyone / dist.get_world_size()).T.tolist()
     return ceiling(held), ceiling(burst)
@@ -236,7 +246,7 @@ def _matrix_seconds(width: int, out: int, tokens: int, device: torch.device, dty
         _ = gradient @ weight
         _ = gradient.t() @ x
 
-    return _held_and_burst(work, device)
+    return held_and_burst(work, device)
 
 
 def _attention_seconds(
@@ -249,33 +259,25 @@ def _attention_seconds(
     k, v = (torch.randn(document, shape.kv_heads, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
     o, lse = kernel.forward(q, k, v, batch, kind)
     return [
-        _held_and_burst(lambda: kernel.forward(q, k, v, batch, kind), device),
-        _held_and_burst(lambda: kernel.backward(do, q, k, v, o, lse, batch, kind), device),
+        held_and_burst(lambda: kernel.forward(q, k, v, batch, kind), device),
+        held_and_burst(lambda: kernel.backward(do, q, k, v, o, lse, batch, kind), device),
     ]
 
 
-def _held_and_burst(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Mean seconds of ``work`` over a second that follows on others like it, and median of the first ones after a
-    pause. Ranks begin together, as GPUs of a machine may share what power there is."""
-    clock = Clock(device)
-    if not clock.on_gpu:
-        work()
-        seconds = median_seconds(work, clock, 2)
-        return seconds, seconds
-    for _ in range(3):
-        work()
-    torch.cuda.synchronize()
-    time.sleep(_PAUSE_S)
-    dist.barrier()
-    burst = median_seconds(work, clock, _BURST)
-    _mean_seconds(work, clock, _WARM_S, burst)
-    return _mean_seconds(work, clock, _HELD_S, burst), burst
-
-
-def _mean_seconds(work: Callable[[], object], clock: Clock, total: float, each: float) -> float:
-    """Mean over about ``total`` seconds of work that takes about ``each``."""
-    repeats = max(round(total / each), 1)
-    start = clock.now()
-    for _ in range(repeats):
-        work()
-    return clock.seconds(start, clock.now()) / repeats
+def _core_seconds(
+    what: Recurrence, kernel: RecurrentKernel, count: int, device: torch.device, dtype: torch.dtype
+) -> list[tuple[float, float]]:
+    """Seconds of a row, forward and backward, each held and in a burst; of about ``count`` rows of documents that are
+    short enough to keep a GPU busy side by side."""
+    rows, do = drawn_rows(what, min(count, _CORE_ROWS), dtype, device, 0)
+    documents = max(count // len(do), 1)
+    spans = [(number * len(do), (number + 1) * len(do)) for number in range(documents)]
+    rows = CoreRows(*(torch.cat([each] * documents) for each in rows.all))
+    do = torch.cat([do] * documents)
+    o, gradients = torch.empty_like(do), rows.zeros_like()
+    works: tuple[Callable[[], object], ...] = (
+        lambda: kernel.forward(rows, spans, None, o, False),
+        lambda: kernel.backward(rows, spans, None, do, None, gradients, False),
+    )
+    both = [held_and_burst(work, device) for work in works]
+    return [(held / len(do), burst / len(do)) for held, burst in both]

@@ -286,7 +286,7 @@ class Session:
             return None
         config, shape = self._settings.config, self._shape
         held, burst = (
-            Ceiling.of_report(self._report[name], config.model.layers, config.parallel.tp, shape.heads * shape.head_dim)
+            Ceiling.of_report(self._report[name], config.parallel.tp, shape.heads * shape.head_dim)
             for name in ("ceiling", "burst_ceiling")
         )
         return Measured(held, burst, {name: self._report[name] for name in ("links", "ceiling", "burst_ceiling")})

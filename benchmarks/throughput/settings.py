@@ -160,17 +160,18 @@ def _modes(
     """The modes to run, and of all modes those that cannot be, with the reason."""
     ranks, kv_heads = config.parallel.data_parallel(world_size), config.model.kv_heads // config.parallel.tp
     kinds = kinds_of(config)
+    key_heads = config.model.hybrid.key_heads // config.parallel.tp if config.model.recurrent_layers else 0
     if arguments.modes != ["all"]:
         modes = tuple(parse_mode(name) for name in arguments.modes)
         for mode in modes:
-            mode.check(ranks, kv_heads, kinds)
+            mode.check(ranks, kv_heads, kinds, key_heads)
         _check_peers(modes, config)
         return modes, {}
     runnable, left_out = [], {}
     for mode in every_mode(ranks, any(kind.window for kind in kinds)):
         if arguments.degree in (None, mode.degree) or mode.degree == 1:
             try:
-                mode.check(ranks, kv_heads, kinds)
+                mode.check(ranks, kv_heads, kinds, key_heads)
                 runnable.append(mode)
             except BaselineError as error:
                 left_out[mode.name] = str(error)

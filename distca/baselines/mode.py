@@ -73,9 +73,9 @@ class Mode:
         """Whether it is another's program: unmodified Megatron-Core with Transformer Engine."""
         return self.method in PEERS
 
-    def check(self, ranks: int, kv_heads: int, kinds: Sequence[AttentionKind] = ()) -> None:
+    def check(self, ranks: int, kv_heads: int, kinds: Sequence[AttentionKind] = (), key_heads: int = 0) -> None:
         """Refuse a mode that ``ranks`` data-parallel ranks with ``kv_heads`` key/value heads each cannot run, or not
-        with layers of these kinds.
+        with layers of these kinds, or not with recurrent layers of ``key_heads`` key heads each; 0 for none.
 
         Raises:
             BaselineError: in a sentence.
@@ -95,6 +95,16 @@ class Mode:
             raise BaselineError(
                 f"{self.name} takes models of full layers only, and this one has others ({other}); choose packed, cp, "
                 "cp-keep, cp-halo or distca."
+            )
+        if key_heads and self.method in ("ring", "ulysses", "cp-halo"):
+            raise BaselineError(
+                f"{self.name} takes models without recurrent layers, and this one has some; choose packed, cp, cp-keep "
+                "or distca."
+            )
+        if key_heads % self.degree and self.method in ("cp", "cp-keep"):
+            raise BaselineError(
+                f"{self.name} shards {key_heads} key heads of recurrent layers over {self.degree} ranks, which does "
+                "not divide them; choose a degree that does."
             )
 
 

@@ -26,7 +26,7 @@ FLA_CORE = "0.6.0"
 def choose_recurrent_kernel(
     recurrence: Recurrence,
     device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
     deterministic: bool = False,
 ) -> RecurrentKernel:
     """Return the kernel for ``recurrence`` on ``device``: the reference on a CPU, fla's on a GPU. Every rank calls it

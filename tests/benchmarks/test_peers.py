@@ -15,7 +15,7 @@ import torch
 from benchmarks.peers.planning import PlanningTime
 from benchmarks.peers.rows import packed_rows
 from benchmarks.peers.served import check_served
-from benchmarks.throughput.ceiling import Attention, Ceiling, Matrix
+from benchmarks.throughput.ceiling import Attention, Ceiling, Core, Matrix
 from benchmarks.throughput.report import compare
 from benchmarks.throughput.settings import parse
 from distca.baselines import BaselineError, parse_mode
@@ -196,9 +196,10 @@ def test_a_call_that_plans_is_told_from_one_that_queues(monkeypatch):
 
 
 def test_the_ceiling_of_a_report_is_the_one_that_was_measured():
-    matrices = (Matrix("qkv", 8, 24, 1e-6), Matrix("output", 8, 64, 2e-6))
-    ceiling = Ceiling(matrices, 2, 1, (Attention(0, 1, 1e-9, 2e-9), Attention(16, 1, 3e-9, 4e-9)), 256, 4 * 8)
-    again = Ceiling.of_report(json.loads(json.dumps(ceiling.report())), 2, 1, 8)
+    matrices = (Matrix("qkv", 8, 24, 2, 1e-6), Matrix("output", 8, 64, 1, 2e-6))
+    attention = (Attention(0, 1, 1e-9, 2e-9), Attention(16, 1, 3e-9, 4e-9))
+    ceiling = Ceiling(matrices, 1, attention, 256, 4 * 8, Core("a kernel", 1, 1e-6, 3e-6))
+    again = Ceiling.of_report(json.loads(json.dumps(ceiling.report())), 1, 8)
     lengths = np.array([5, 200])
     assert again.step_seconds(lengths, 2) == pytest.approx(ceiling.step_seconds(lengths, 2), rel=1e-12)
 

@@ -1,12 +1,14 @@
 """The throughput benchmark: one tiny run of every mode on two CPU ranks, and its parts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_patches.versions import has_gated_delta_net
 from tests.testing import programs
 
 pytestmark = pytest.mark.slow
@@ -128,17 +130,39 @@ def test_a_context_that_fits_nowhere_is_refused():
 
 
 def test_ceiling_adds_up_linear_and_attention_work():
-    from benchmarks.throughput.ceiling import Attention, Ceiling, Matrix
+    from benchmarks.throughput.ceiling import Attention, Ceiling, Core, Matrix
 
-    layer, output = Matrix("fc", 10, 10, 1e-3), Matrix("output", 10, 10, 5e-3)
-    ceiling = Ceiling((layer, output), 2, 1, (Attention(0, 2, 1e-4, 2e-4),), 64, 16)
-    windowed = Ceiling((layer, output), 2, 1, (Attention(0, 1, 1e-4, 2e-4), Attention(8, 1, 1e-3, 2e-3)), 64, 16)
+    layer, output = Matrix("fc", 10, 10, 2, 1e-3), Matrix("output", 10, 10, 1, 5e-3)
+    ceiling = Ceiling((layer, output), 1, (Attention(0, 2, 1e-4, 2e-4),), 64, 16)
+    windowed = Ceiling((layer, output), 1, (Attention(0, 1, 1e-4, 2e-4), Attention(8, 1, 1e-3, 2e-3)), 64, 16)
     pairs = 100 * 8 - 28 + 10 * 8 - 28
     linear = 110 * (2 * 1e-3 + 5e-3)
     mixed = linear + 3e-4 * (100 * 101 + 10 * 11) / 2 + 3e-3 * pairs
     assert windowed.step_seconds(np.array([100, 10]), 4) == pytest.approx(mixed / 4)
     expected = 110 * (2 * 1e-3 + 5e-3) + 2 * 3e-4 * (100 * 101 + 10 * 11) / 2
     assert ceiling.step_seconds(np.array([100, 10]), 4) == pytest.approx(expected / 4)
+    hybrid = replace(ceiling, core=Core("a kernel", 3, 1e-3, 2e-3))
+    assert hybrid.step_seconds(np.array([100, 10]), 4) == pytest.approx((expected + 110 * 3 * 3e-3) / 4)
+
+
+def test_products_of_a_hybrid_stack_are_all_weights_of_its_layers():
+    from benchmarks.throughput.products import products_of
+    from distca.train.config.cli import parse_run_config
+
+    config = parse_run_config(["--config", str(ROOT / "configs" / "qwen3.5-9b-like-cut.yaml"), "--parallel.tp", "2"])
+    products = {each.name: each for each in products_of(config)}
+    assert {name: each.layers for name, each in products.items()} == {
+        "qkv": 1,
+        "proj": 1,
+        "in_proj": 3,
+        "out_proj": 3,
+        "fc1": 4,
+        "fc2": 4,
+        "output": 1,
+    }
+    assert (products["qkv"].out, products["in_proj"].out) == (5120, 6176)
+    weights = sum(2 * each.width * each.out * each.layers for each in products.values())
+    assert weights == config.model.matmul_weights + 4096 * 32000
 
 
 def test_busy_time_is_the_union_of_spans():
@@ -263,6 +287,33 @@ def test_layers_with_windows_leave_out_modes_of_full_layers(tmp_path):
     names = [mode.name for mode in settings.modes]
     assert names == ["distca", "packed", "cp2", "cp2-keep", "cp2-halo", "variable"]
     assert list(settings.left_out) == ["ring2", "ulysses2"] and "full layers only" in settings.left_out["ring2"]
+
+
+HYBRID = ["--model.layers", "4", "--model.hybrid.pattern", "G-*-", "--model.hybrid.key_heads", "2"]
+HYBRID += ["--model.hybrid.value_heads", "4", "--model.hybrid.key_dim", "8", "--model.hybrid.value_dim", "8"]
+
+
+def test_recurrent_layers_leave_out_modes_that_are_not_built_for_them(tmp_path):
+    from benchmarks.throughput.settings import parse
+
+    command = ["--output", str(tmp_path), "--contexts", "128", "--", *MODEL, *HYBRID, "--data.context_length", "128"]
+    settings = parse(command, 4)
+    names = [mode.name for mode in settings.modes]
+    assert names == ["distca", "packed", "cp2", "cp2-keep", "variable"]
+    assert "without recurrent layers" in settings.left_out["ring2"]
+    assert "shards 2 key heads of recurrent layers over 4 ranks" in settings.left_out["cp4"]
+
+
+@pytest.mark.skipif(not has_gated_delta_net(), reason="HybridModel's layers have been there since Megatron-Core 0.19")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
+def test_recurrent_layers_train_alike_and_have_a_ceiling(tmp_path):
+    arguments = ("--mixes", "prolong", "--contexts", "128", "--batches", "1", "--warm-up", "0")
+    result = run(tmp_path, "--modes", "packed", "distca", "cp2-keep", *arguments, settings=HYBRID)
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "benchmark.json").read_text())
+    compared = report["cells"]["prolong 128"]["compared"]
+    assert max(compared["loss_difference"].values()) < 1e-5 > max(compared["gradient_norm_difference"].values())
+    assert report["ceiling"]["recurrent"]["layers"] == 1 and report["ceiling"]["recurrent"]["backward"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")

@@ -33,7 +33,7 @@ def _packed(what: Recurrence, leaves: list[torch.Tensor], lengths: list[int]) ->
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_whole_documents(name: str) -> None:
     what = RECURRENCES[name]
-    kernel = choose_recurrent_kernel(what, "cpu")
+    kernel = choose_recurrent_kernel(what, "cpu", torch.float64)
     padding = 2
     leaves = leaves_of(what, sum(LENGTHS) + padding, seed=len(name))
     parameters = replace(parameters_of(leaves), skip=None)
@@ -56,7 +56,7 @@ def test_whole_documents(name: str) -> None:
 def test_a_document_in_two_pieces(name: str) -> None:
     """States, summaries and the gradients of states against the whole document's."""
     what = RECURRENCES[name]
-    kernel = choose_recurrent_kernel(what, "cpu")
+    kernel = choose_recurrent_kernel(what, "cpu", torch.float64)
     leaves = leaves_of(what, 40, seed=3)
     rows = CoreRows(*(each.detach() for each in _packed(what, leaves, [40]).all))
     head, tail = (0, 23), (23, 40)
@@ -94,6 +94,6 @@ def test_strong_decay_and_bfloat16() -> None:
     leaves[1] = leaves[1].detach() * 300
     rows = CoreRows(*(each.detach().bfloat16() for each in _packed(what, leaves, [33]).all))
     o = torch.zeros_like(rows.v)
-    state = choose_recurrent_kernel(what, "cpu").forward(rows, [(0, 33)], None, o)
+    state = choose_recurrent_kernel(what, "cpu", torch.float64).forward(rows, [(0, 33)], None, o)
     assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
     assert bool(o.isfinite().all()) and bool(state.isfinite().all())
