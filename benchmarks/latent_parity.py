@@ -36,7 +36,7 @@ def _compared(world: World) -> list[dict[str, Any]]:
     layout = {"ranks": world.ranks, "tp": world.tp, "pp": world.pp, "ep": world.ep}
     found = []
     for cases, compare in (
-        (latent_cases(world.tp, world.pp), float32_differences),
+        (latent_cases(world.tp, pp=world.pp), float32_differences),
         (latent_expert_cases(world.tp, world.pp, world.ep), expert_differences),
     ):
         for case, figures in zip(cases, compare(cases, torch.device("cpu")), strict=True):

@@ -41,6 +41,7 @@ class Widths:
         heads: query heads.
         kv_heads: key/value heads.
         head_dim: elements per head.
+        latent: columns of the norms of latent rows.
     """
 
     hidden: int
@@ -48,6 +49,7 @@ class Widths:
     heads: int
     kv_heads: int
     head_dim: int
+    latent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,7 @@ def _operations(widths: Widths) -> dict[Operation, Callable[[_Draw], Outputs]]:
     return {
         "rotation": lambda draw: _rotation(draw, widths),
         "SwiGLU": lambda draw: _swiglu(draw, widths.ffn),
-        "RMSNorm": lambda draw: (
-            _norm(draw, widths.hidden) | _norm(draw, widths.head_dim, "of a head ") | _added_norm(draw, widths.hidden)
-        ),
+        "RMSNorm": lambda draw: _norms(draw, widths),
         "cross-entropy": _cross_entropy,
         "weight gradients": _weight_gradients,
         "row sums": lambda draw: _row_sums(draw, widths.head_dim),
@@ -168,8 +168,16 @@ def _swiglu(draw: _Draw, ffn: int) -> Outputs:
     return {"the output": out, "the input's gradient": d_x} | with_factors
 
 
-def _norm(draw: _Draw, columns: int, of: str = "") -> Outputs:
-    x, weight = draw(_ROWS, columns).requires_grad_(), draw(columns).requires_grad_()
+def _norms(draw: _Draw, widths: Widths) -> Outputs:
+    found = _norm(draw, widths.hidden) | _norm(draw, widths.head_dim, "of a head ") | _added_norm(draw, widths.hidden)
+    for columns in widths.latent:
+        found |= _norm(draw, columns, f"of {columns} latent columns ", beside=columns // 8)
+    return found
+
+
+def _norm(draw: _Draw, columns: int, of: str = "", beside: int = 0) -> Outputs:
+    """``beside``: columns of the rows that are not normalised."""
+    x, weight = draw(_ROWS, columns + beside)[:, :columns].requires_grad_(), draw(columns).requires_grad_()
     out = rms_norm(x, weight, 1e-5)
     d_x, d_weight = torch.autograd.grad(out, (x, weight), draw(_ROWS, columns))
     return {f"the output {of}": out, f"the input's gradient {of}": d_x, f"the weight's gradient {of}": d_weight[None]}

@@ -113,9 +113,12 @@ def _alone(
     outputs = []
     ends = np.cumsum(lengths).tolist()
     for part in map(slice, [0, *ends], ends) if case.apart else [slice(len(positions))]:
-        model.rotary_pos_emb.set_positions(torch.from_numpy(positions[part]).to(parameter.device))
+        angles = None  # latent attention counts from 0 by itself, as documents are apart
+        if not model.config.multi_latent_attention:
+            model.rotary_pos_emb.set_positions(torch.from_numpy(positions[part]).to(parameter.device))
+            angles = model.rotary_pos_emb()
         scores = hidden_scores(lengths, positions, part).to(parameter.device)
-        outputs.append(model.decoder(hidden[part, None], scores, rotary_pos_emb=model.rotary_pos_emb())[:, 0])
+        outputs.append(model.decoder(hidden[part, None], scores, rotary_pos_emb=angles)[:, 0])
     return _outcome(model, hidden, torch.cat(outputs), weight)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from distca.parity import block, disaggregated, outcome, unmodified
 from distca.parity.cases import LENGTHS, ParityCase, ParityShape, Recompute
+from distca.parity.latent_cases import latent_cases as latent_cases
 
 # Relative norms. Float32: the whole training path, loss and every parameter's gradient. Float64: the transformer block,
 # output, input gradient, every weight gradient. bfloat16: our distance from float64 over unmodified Megatron-Core's.
@@ -159,18 +160,33 @@ def float64_errors(cases: Sequence[ParityCase], device: torch.device) -> list[Er
 
 
 def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[Errors]:
-    """Our block's distance from float64, over that of megatron-core with the same kernel and tensor parallelism."""
-    cases = [replace(case, shape=replace(GPU_SHAPE, layers=case.shape.layers)) for case in cases]
+    """Our block's distance from float64, over that of megatron-core with the same kernel and tensor parallelism. There
+    layers with latent attention are ours too, so they are also held against unmodified ones."""
+    cases = [_on_gpus(case) for case in cases]
     weights = [block.rounded_weights(case, torch.bfloat16) for case in cases]
-    exact, packed = [], []
+    exact, others = [], []
     for case, full in zip(cases, weights, strict=True):
         exact.append(block.block_unmodified(case, torch.float64, device, full))
-        packed.append(block.block_packed(case, torch.bfloat16, device, "auto", full).error(exact[-1]))
+        found = {"ratio": block.block_packed(case, torch.bfloat16, device, "auto", full)}
+        if _is_latent(case):
+            found["over_unmodified"] = block.block_unmodified(case, torch.bfloat16, device, full)
+        others.append({name: outcome.error(exact[-1]) for name, outcome in found.items()})
     results = []
-    for case, full, reference, theirs in zip(cases, weights, exact, packed, strict=True):
+    for case, full, reference, errors in zip(cases, weights, exact, others, strict=True):
         ours = block.block_disaggregated(case, torch.bfloat16, device, "auto", full).error(reference)
-        results.append({f"{name}_ratio": ratio for name, ratio in ratios(ours, theirs).items()})
+        pairs = {over: ratios(ours, theirs) for over, theirs in errors.items()}
+        results.append({f"{name}_{over}": ratio for over, found in pairs.items() for name, ratio in found.items()})
     return results
+
+
+def _on_gpus(case: ParityCase) -> ParityCase:
+    """The case with a model that is large enough, with keys and values for each head where they are latent."""
+    kv_heads = GPU_SHAPE.heads if _is_latent(case) else GPU_SHAPE.kv_heads
+    return replace(case, shape=replace(GPU_SHAPE, layers=case.shape.layers, kv_heads=kv_heads))
+
+
+def _is_latent(case: ParityCase) -> bool:
+    return bool(case.config.get("multi_latent_attention"))
 
 
 def ratios(ours: Errors, theirs: Errors) -> Errors:

@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
 from distca.ops.self_check import Widths, check_operations
+from megatron_patches.model.latent import is_latent, latent_of
 from megatron_patches.steps.plan_options import attention_shape
 
 _products_checked: set[str] = set()
@@ -32,7 +33,13 @@ def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> N
         return
     shape, tp = attention_shape(config), parallel_state.get_tensor_model_parallel_world_size()
     assert config.ffn_hidden_size is not None
-    widths = Widths(config.hidden_size, config.ffn_hidden_size // tp, shape.heads, shape.kv_heads, shape.head_dim)
+    latent: tuple[int, ...] = ()
+    if is_latent(config):
+        of = latent_of(config)
+        latent = tuple(filter(None, (of.q_rank, of.kv_rank)))
+    widths = Widths(
+        config.hidden_size, config.ffn_hidden_size // tp, shape.heads, shape.kv_heads, shape.head_dim, latent
+    )
     _check_operations(widths, config.params_dtype, device)
     kind = f"{config.fp8} {config.fp8_recipe}"
     if te and kind not in _products_checked:

@@ -10,13 +10,14 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
 from distca.sizes.fp8_shapes import unfit_widths
+from megatron_patches.model.latent import is_latent
 from megatron_patches.te.installed import why_not_supported
 from megatron_patches.te.quantization import fp8_of
 
 Linears = Literal["auto", "local", "te"]
 
 _NO_GPU = "Transformer Engine computes on GPUs only, and torch has none here"
-_EXPERTS = "in models with experts all linear layers are Megatron-Core's own"
+_OWN = "with experts or latent attention all linear layers are Megatron-Core's own"
 _CAPABILITY = (8, 9)
 _BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
 
@@ -33,9 +34,9 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
         SupportError: they are asked for, or FP8 is, which needs them, and they cannot be used.
     """
     fp8 = fp8_of(config)
-    if config.num_moe_experts:
+    if config.num_moe_experts or is_latent(config):
         if linears == "te":
-            raise SupportError(f"`linears` is te, but {_EXPERTS}: set `linears` to auto or local.")
+            raise SupportError(f"`linears` is te, but {_OWN}: set `linears` to auto or local.")
         linears = "local"
     if linears == "local":
         if fp8 != "none":

@@ -1,8 +1,13 @@
-"""The kernel of latent attention on GPUs, with keys of 192 and values of 128, against direct attention in float64.
+"""Latent attention on GPUs, with keys of 192 and values of 128: its kernel against direct attention in float64, and
+whole runs against those with attention at home. ``tests/gpu/test_parity.py -k latent`` holds layers against
+Megatron-Core.
 
-Once it has passed on a GPU, ``megatron_patches/support/latent.py`` can take latent attention there, with fused norms
-and rotary angles checked by a run against attention at home, and a cost table of such heads measured.
+``DISTCA_RESULTS=folder`` keeps losses and peak memory of runs in folder/gpu_latent_*.json.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +18,12 @@ from distca.attention.self_check import furthest
 from distca.errors import KernelError
 from distca.plan.kinds import AttentionKind
 from distca.runtime.server import keys_and_values, together
+from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
+from megatron_patches.versions import has_gated_delta_net
+from tests.gpu.runs import keep_results, train_on_gpus
 from tests.gpu.test_kernels import BATCHES, TOLERANCE, task_batch
+from tests.train.small_runs import steps_of
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +31,36 @@ KEYS, VALUES, HEADS = 192, 128, 4
 CUDA = torch.device("cuda")
 SCALE = AttentionKind(1.27 * KEYS**-0.5)
 """With the factor that YaRN puts on scores."""
+LATENT: dict[str, object] = {
+    "model.kv_heads": 8,
+    "model.latent.kv_rank": 256,
+    "model.latent.q_rank": 384,
+    "model.latent.score_magnitude": 1.0,
+    "model.rope_scaling.kind": "yarn",
+    "model.rope_scaling.factor": 4,
+    "model.rope_scaling.original_length": 2048,
+}
+EXPERTS: dict[str, object] = {
+    "model.latent.q_rank": 0,
+    "model.experts.count": 8,
+    "model.experts.topk": 2,
+    "model.experts.ffn": 512,
+    "model.experts.dense_layers": 1,
+    "model.experts.shared_ffn": 512,
+    "model.experts.score": "sigmoid",
+    "model.experts.bias": "true",
+    "model.experts.document_balance": 0.001,
+    "parallel.ep": 2,
+}
+KEPT = ("loss", "grad_norm", "peak_memory_gb", "predicted_memory_gb")
+MODES: dict[str, dict[str, object]] = {
+    "home": {"cad.enabled": "false"},
+    "keep": {},
+    "nccl": {"cad.transport": "nccl"},
+    "resend": {"cad.backward": "resend", "train.recompute": "mlp"},
+    "recompute": {"train.recompute": "all"},
+    "offload": {"train.recompute": "all", "train.offload": "all"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +98,21 @@ def test_forward_and_backward(kernel, case):
 def test_numbers_of_heads_on_tensor_parallel_ranks(kernel, heads):
     spec = AttentionSpec(heads, heads, KEYS, torch.bfloat16, CUDA, value_dim=VALUES)
     assert furthest(kernel, spec, SCALE).excess < 1
+
+
+@pytest.mark.skipif(not has_gated_delta_net(), reason="Latent attention is served with Megatron-Core 0.19")
+@pytest.mark.parametrize(
+    "ranks,own", [(1, {}), (2, {}), (2, {"parallel.tp": 2}), (2, EXPERTS)], ids=["alone", "two", "tp", "experts"]
+)
+def test_runs_train_as_with_attention_at_home(
+    ranks: int, own: dict[str, object], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    runs = [{"name": name, "output": tmp_path} | LATENT | own | mode for name, mode in MODES.items()]
+    run_ranks(ranks, train_on_gpus, runs, gpus=True, timeout=400)
+    found = {name: {key: steps_of(tmp_path / name, key) for key in KEPT} for name in MODES}
+    keep_results(f"latent_{request.node.callspec.id}", ranks, found)
+    losses, norms = (found["home"][key] for key in ("loss", "grad_norm"))
+    assert list(losses) == [1, 2, 3, 4]
+    for name in MODES:
+        assert found[name]["loss"] == pytest.approx(losses, rel=5e-4), name
+        assert found[name]["grad_norm"] == pytest.approx(norms, rel=1e-2), name

@@ -7,6 +7,12 @@ import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
+from megatron_patches.versions import has_gated_delta_net
+
+LATENT = pytest.param(
+    "latent_cases",
+    marks=pytest.mark.skipif(not has_gated_delta_net(), reason="Latent attention is served with Megatron-Core 0.19"),
+)
 
 
 def _ratios(tp, name, per_node):
@@ -19,7 +25,7 @@ def _ratios(tp, name, per_node):
     return list(zip(cases, figures, strict=True)), suite.BFLOAT16_RATIO
 
 
-@pytest.mark.parametrize("name", ["all_modes", "edge_cases", "model_cases", "kind_cases"])
+@pytest.mark.parametrize("name", ["all_modes", "edge_cases", "model_cases", "kind_cases", LATENT])
 @pytest.mark.parametrize("ranks,tp,per_node", [(1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (4, 1, 2), (4, 2, 0)])
 def test_no_farther_from_float64_than_stock(ranks, tp, per_node, name):
     results, ratio = run_ranks(ranks, _ratios, tp, name, per_node, timeout=400, gpus=True)[0]

@@ -10,7 +10,7 @@ from distca.ops import self_check, triton
 from distca.ops.self_check import Widths, check_operations
 from distca.testing.ranks import run_ranks
 
-CPU, WIDTHS = torch.device("cpu"), Widths(96, 80, 4, 2, 24)
+CPU, WIDTHS = torch.device("cpu"), Widths(96, 80, 4, 2, 24, (40,))
 
 
 @pytest.fixture(autouse=True)

@@ -16,16 +16,19 @@ CPU = torch.device("cpu")
 
 
 def _loss_and_gradients(dense, mixed):
-    """Of cases (tensor-parallel ranks, stages, numbers), and with experts (and expert-parallel ranks in between)."""
+    """Of cases (tensor-parallel ranks, stages, numbers), and with experts (and expert-parallel ranks in between); with
+    one stage also of the block in float64."""
     suite = _suite()
     from distca.parity.experts import expert_differences
-    from distca.parity.latent_cases import latent_cases, latent_expert_cases
+    from distca.parity.latent_cases import latent_expert_cases
 
-    cases = [latent_cases(tp, pp)[number] for tp, pp, numbers in dense for number in numbers]
+    cases = [suite.latent_cases(tp, pp=pp)[number] for tp, pp, numbers in dense for number in numbers]
+    exact = [case for case in cases if case.pp == 1]
+    blocks = [(*each, suite.FLOAT64_TOLERANCE) for each in zip(exact, suite.float64_errors(exact, CPU), strict=True)]
     found = list(zip(cases, suite.float32_differences(cases, CPU), strict=True))
     cases = [latent_expert_cases(tp, pp, ep)[number] for tp, pp, ep, numbers in mixed for number in numbers]
     found += zip(cases, expert_differences(cases, CPU), strict=True)
-    return [(case, figures, suite.FLOAT32_TOLERANCE) for case, figures in found]
+    return blocks + [(case, figures, suite.FLOAT32_TOLERANCE) for case, figures in found]
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def test_ranks_that_share_experts_lie_within_a_stage():
 def test_linear_layers_are_megatrons_own():
     cpu = torch.device("cpu")
     assert refusal(use_te, "te", _config(), cpu) == (
-        "`linears` is te, but in models with experts all linear layers are Megatron-Core's own: set `linears` to "
-        "auto or local."
+        "`linears` is te, but with experts or latent attention all linear layers are Megatron-Core's own: set "
+        "`linears` to auto or local."
     )
     assert use_te("auto", _config(), torch.device("meta")) is False
 
