@@ -1,16 +1,10 @@
-"""Refusals of what multi-head latent attention is not served with.
-
-GPUs are refused until they were shown: tests/gpu/test_latent.py has to pass there, a run with disaggregated attention
-has to agree with one at home, and its peak memory with the prediction. Costs are then those of a model of the kernel,
-unless `distca profile` learns to measure values that are narrower than keys.
-"""
+"""Refusals of what multi-head latent attention is not served with."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import torch
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
@@ -51,14 +45,12 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}
     key_dim, value_dim = latent_dims(config)
     return {
-        "a model runs on GPUs, whose kernels were not shown with values narrower than keys: run on CPU ranks": (
-            torch.cuda.is_available()
-        ),
         # The gated delta net came with the same version.
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
             tp > 1 and not config.sequence_parallel
         ),
+        f"fp8 is {config.fp8!r}, as all linear layers are Megatron-Core's own: set it to None": config.fp8 is not None,
         f"`servers` is {given.servers}: set it to 0": bool(given.servers),
         "`model_options` has more than latent_norm_epsilon: leave it out": (
             replace(given.model_options, latent_norm_epsilon=0.0) != MEGATRONS
