@@ -1,4 +1,5 @@
-"""A LLaMA by unmodified Megatron-Core: its GPTModel with Transformer Engine's layers, its DDP, its optimizer.
+"""A LLaMA by unmodified Megatron-Core: its GPTModel with Transformer Engine's layers, its DDP, its optimizer; of a
+hybrid stack its HybridModel.
 
 Options are those that NVIDIA's recipes for LLaMA set: fused cross-entropy, rotation, SwiGLU and weight gradients,
 gradients reduced beside backward, weights gathered beside the next forward. Weights are drawn from the seed and in the
@@ -29,6 +30,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from benchmarks.peers.experts import draw_experts, expert_fields
+from benchmarks.peers.hybrid import build_hybrid, hybrid_fields
 from benchmarks.peers.served import check_served
 from distca.baselines import BaselineError, Mode
 from distca.train.config.schema import RunConfig
@@ -82,7 +84,7 @@ def build_peer(run: RunConfig, mode: Mode, on_gpu: bool) -> Peer:
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = transformer_config(run, mode, on_gpu)
-    model = _gpt(run, config, on_gpu)
+    model = (build_hybrid if run.model.hybrid.pattern else _gpt)(run, config, on_gpu)
     if on_gpu:
         model.cuda()
         if run.model.experts.count:
@@ -146,6 +148,7 @@ def transformer_config(run: RunConfig, mode: Mode, on_gpu: bool) -> TransformerC
         batch_p2p_sync=False,
         use_cpu_initialization=not on_gpu,
         **expert_fields(run, on_gpu),
+        **hybrid_fields(run, on_gpu),
         **_recompute(run),
         **_FP8[run.train.fp8],
     )

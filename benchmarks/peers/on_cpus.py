@@ -9,6 +9,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _PATCHES = Path(__file__).parents[2] / "megatron_patches" / "patches"
 
 
@@ -19,6 +21,35 @@ def use_cpus() -> None:
     _file("cpu").use_cpu()
     _exchange_by_lists()
     _draw_all_experts()
+    _run_gated_delta_nets()
+
+
+class Norm(torch.nn.RMSNorm):
+    """Stands in for Transformer Engine's RMSNorm, which knows factors of 1 + weight."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self._added = float(config.layernorm_zero_centered_gamma)
+        torch.nn.init.constant_(self.weight, 1 - self._added)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] of the same type."""
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight + self._added, self.eps)
+
+
+def _run_gated_delta_nets() -> None:
+    """Give gated delta nets a norm of heads in fla's place, and stacks one behind their layers; Megatron-Core has such
+    layers since 0.19."""
+    try:
+        from megatron.core.models.hybrid import hybrid_block
+        from megatron.core.ssm.gated_delta_net import common
+    except ImportError:
+        return
+    common.HAVE_FLA, common.l2norm, hybrid_block.TENorm = True, _unit_heads, Norm
+
+
+def _unit_heads(heads: torch.Tensor) -> torch.Tensor:
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _exchange_by_lists() -> None:

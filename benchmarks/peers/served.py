@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from distca.baselines.errors import BaselineError
-from distca.models.hybrid import Hybrid
+from distca.models.hybrid import EXPERTS, MAMBA
 from distca.models.rope import RopeScaling
+from distca.models.shape import ModelShape
 from distca.models.variant import Variant
 from distca.train.config.schema import RunConfig
 
@@ -20,15 +21,21 @@ def check_served(run: RunConfig) -> None:
         "model.rope_scaling": model.rope_scaling != RopeScaling(),
         "model.layer_types with windows": any(model.windows),
         "model.sinks": model.sinks,
-        "model.variant": model.variant != Variant(),
-        "model.hybrid": model.hybrid != Hybrid(),
+        "model.variant": model.variant != _variant(model),
+        "model.hybrid.plain_norm": model.hybrid.plain_norm,
+        "model.hybrid.pattern with M or E": bool({MAMBA, EXPERTS} & {*model.hybrid.pattern}),
         "model.experts.biases": model.experts.biases,
         "model.experts.clamp": model.experts.clamp > 0,
     }
     if asked := [name for name, differs in unserved.items() if differs]:
         raise BaselineError(
-            "Modes of unmodified Megatron-Core with Transformer Engine train LLaMA's layers, and this model has others "
-            f"({', '.join(asked)}); choose other modes."
+            "Modes of unmodified Megatron-Core with Transformer Engine train LLaMA's layers and gated delta nets, and "
+            f"this model has others ({', '.join(asked)}); choose other modes."
+        )
+    if model.hybrid.pattern and run.parallel.pp > 1:
+        raise BaselineError(
+            f"parallel.pp is {run.parallel.pp}, with which modes of unmodified Megatron-Core are not built for hybrid "
+            "stacks; set it to 1, or choose other modes."
         )
     if model.vocabulary % run.parallel.tp:
         raise BaselineError(
@@ -50,3 +57,10 @@ def check_served(run: RunConfig) -> None:
             raise BaselineError(
                 f"{name} is {value}, which modes of unmodified Megatron-Core are not built with; leave it out."
             )
+
+
+def _variant(model: ModelShape) -> Variant:
+    """The variant that is served: LLaMA's, or of hybrid stacks Qwen3.5's."""
+    if not model.hybrid.pattern:
+        return Variant()
+    return Variant(zero_centered_norms=model.variant.zero_centered_norms, rotary_percent=model.variant.rotary_percent)

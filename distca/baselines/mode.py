@@ -101,7 +101,7 @@ class Mode:
                 f"{self.name} takes models without recurrent layers, and this one has some; choose packed, cp, cp-keep "
                 "or distca."
             )
-        if key_heads % self.degree and self.method in ("cp", "cp-keep"):
+        if key_heads % self.degree:
             raise BaselineError(
                 f"{self.name} shards {key_heads} key heads of recurrent layers over {self.degree} ranks, which does "
                 "not divide them; choose a degree that does."

@@ -60,7 +60,7 @@ class FlaDeltaRule:
 
         assert recurrence.delta and not recurrence.decay_by_channel
         self.name = "fla, with gradients within chunks by torch" if own_gradients else "fla"
-        self._what, self._own_gradients, self._fla = recurrence, own_gradients, chunk
+        self._what, self.own_gradients, self._fla = recurrence, own_gradients, chunk
         self._sums, self._within = chunk_local_cumsum, chunk.chunk_gated_delta_rule_fwd_intra
         self._summaries, self._state_gradients = chunk_cp_fwd_h, chunk_gated_delta_rule_bwd_dhu
         self._gradients_of_additions = chunk_bwd_dv_local
@@ -147,7 +147,7 @@ class FlaDeltaRule:
         return before
 
     def _gradients_within_chunks(self) -> AbstractContextManager[Any]:
-        return patch.object(self._fla, "chunk_bwd_dqkwg", chunk_gradients) if self._own_gradients else nullcontext()
+        return patch.object(self._fla, "chunk_bwd_dqkwg", chunk_gradients) if self.own_gradients else nullcontext()
 
     def _states(self, rows: CoreRows, count: int, width: int | None = None) -> torch.Tensor:
         heads, key_dim, value_dim = self._what.state_shape

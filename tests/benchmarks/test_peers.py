@@ -21,6 +21,7 @@ from benchmarks.throughput.settings import parse
 from distca.baselines import BaselineError, parse_mode
 from distca.errors import ConfigError
 from distca.train.config.cli import parse_run_config
+from megatron_patches.versions import has_gated_delta_net
 from tests.testing import programs
 
 ROOT = Path(__file__).parents[2]
@@ -40,12 +41,12 @@ print("imported nothing of ours")
 """
 
 
-def arguments(folder, mode, *settings):
-    return "--output", str(folder / "out"), "--modes", mode, *RUN, "--", *MODEL, *settings
+def arguments(folder, modes, *settings):
+    return "--output", str(folder / "out"), "--modes", *modes.split(), *RUN, "--", *MODEL, *settings
 
 
-def start(folder, mode, *settings):
-    result = programs.torchrun(2, "-m", "benchmarks.throughput", *arguments(folder, mode, *settings))
+def start(folder, modes, *settings):
+    result = programs.torchrun(2, "-m", "benchmarks.throughput", *arguments(folder, modes, *settings))
     assert result.returncode == 0, result.stderr
     return json.loads((folder / "out" / "benchmark.json").read_text())
 
@@ -77,6 +78,23 @@ def test_all_modes_train_the_same_experts(tmp_path):
     start(tmp_path, "distca", *EXPERTS)
     compared = start(tmp_path, "megatron-te", *EXPERTS)["cells"]["prolong 128"]["compared"]
     assert compared["loss_difference"]["megatron-te"] < 1e-6 and not compared["apart"]
+
+
+HYBRID = ["--model.layers", "4", "--model.qk_norm", "true", "--model.hybrid.pattern", "G-*-"]
+HYBRID += ["--model.hybrid.key_heads", "2", "--model.hybrid.value_heads", "4", "--model.hybrid.key_dim", "8"]
+HYBRID += ["--model.hybrid.value_dim", "8", "--model.hybrid.output_gate", "true"]
+HYBRID += ["--model.variant.zero_centered_norms", "true", "--model.variant.rotary_percent", "0.5"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
+@pytest.mark.skipif(not has_gated_delta_net(), reason="HybridModel's layers have been there since Megatron-Core 0.19")
+def test_all_modes_train_the_same_recurrent_layers(tmp_path):
+    start(tmp_path, "packed distca cp2-keep", *HYBRID)
+    report = start(tmp_path, "megatron-te", *HYBRID)
+    compared = report["cells"]["prolong 128"]["compared"]
+    assert max(compared["loss_difference"].values()) < 1e-6 and not compared["apart"]
+    assert report["ceiling"]["recurrent"]["layers"] == 1 and report["ceiling"]["recurrent"]["backward"] > 0
 
 
 @pytest.mark.slow
@@ -161,7 +179,11 @@ def test_modes_of_one_start_run_on_one_megatron(tmp_path):
         (["--model.sinks", "true"], "model.sinks"),
         (["--model.layer_types", "[window, full]", "--model.window", "16"], "windows"),
         (["--model.rope_scaling.kind", "linear", "--model.rope_scaling.factor", "2"], "model.rope_scaling"),
-        (["--model.hybrid.pattern", "G-*-"], "model.hybrid"),
+        (["--model.variant.mlp_bias", "true"], "model.variant"),
+        ([*HYBRID, "--model.variant.mlp_bias", "true"], "model.variant"),
+        ([*HYBRID, "--model.hybrid.pattern", "M-*-"], "model.hybrid.pattern with M or E"),
+        ([*HYBRID, "--model.hybrid.plain_norm", "true"], "model.hybrid.plain_norm"),
+        ([*HYBRID, "--parallel.pp", "2"], "parallel.pp is 2"),
         (["--model.experts.count", "4", "--model.experts.biases", "true"], "model.experts.biases"),
         (["--model.experts.count", "4", "--model.experts.clamp", "7"], "model.experts.clamp"),
         (["--parallel.tp", "3"], "model.vocabulary is 64"),
