@@ -21,17 +21,21 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
 
     documents, ranks = count(len(made.lengths), "document"), made.nano_batches[0].layout.ranks
     title = f"{documents}, {count(int(made.lengths.sum()), 'token')} on {count(ranks, 'rank')}"
-    table = Table(title=title, show_header=True)
+    caption = "imbalance: attention time of the busiest rank over the mean"
+    table = Table(title=title, show_header=True, caption=caption, caption_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
     moved, shape, shortest = made.bytes_moved, made.cost.shape, shortest_shard(made)
     everywhere, busiest = f"all ranks, {count(layers, 'layer')}", busiest_rank(made)
     rows = [
         ("query heads, key/value heads, size of a head", f"{shape.heads}, {shape.kv_heads}, {shape.head_dim}"),
-        ("slowest / mean attention time, documents in order", f"{made.imbalance_before:.3f}"),
-        ("slowest / mean attention time, documents spread by work", f"{imbalance(made.seconds_at_home):.3f}"),
-        ("slowest / mean attention time, planned", f"{made.imbalance_after:.3f}"),
-        ("slowest / lower bound, planned", f"{float(made.seconds_after.max()) / lower_bound(made):.3f}"),
+        ("imbalance at home, documents in order", f"{made.imbalance_before:.3f}"),
+        ("imbalance at home, documents placed by work", f"{imbalance(made.seconds_at_home):.3f}"),
+        ("imbalance planned", f"{made.imbalance_after:.3f}"),
+        (
+            "slowest server over the least that any plan reaches",
+            f"{float(made.seconds_after.max()) / lower_bound(made):.3f}",
+        ),
         ("slowest server, one layer, forward and backward", f"{made.seconds_after.max() * 1e3:.2f} ms"),
         (f"q to servers, {everywhere}", format_bytes(moved.q * layers)),
         (f"o back home, {everywhere}", format_bytes(moved.o * layers)),
@@ -93,7 +97,10 @@ def kind_rows(made: MicroBatchPlan) -> list[tuple[str, str]]:
         return []
     found = [made.of_kind(number) for number in range(len(names))]
     return [
-        (f"{name}: slowest / mean, bytes of one", f"{each.imbalance_after:.3f}, {format_bytes(each.bytes_moved.total)}")
+        (
+            f"{name}: imbalance planned, bytes of one",
+            f"{each.imbalance_after:.3f}, {format_bytes(each.bytes_moved.total)}",
+        )
         for name, each in zip(names, found, strict=True)
     ]
 

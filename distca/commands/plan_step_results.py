@@ -36,8 +36,8 @@ def replanned(inputs: StepInputs) -> Table:
     rows = [
         ("data-parallel ranks, pipeline stages", f"{options.ranks}, {options.stages}"),
         ("micro-batches, halves of each", f"{len(plan.layouts)}, {options.nano_batches}"),
-        ("slowest / mean attention time of a phase, at worst, documents in order", _worst(balance.seconds_before)),
-        ("slowest / mean time of a phase, at worst, planned", _worst(balance.seconds_after + balance.other_seconds)),
+        ("imbalance of attention at home, the worst phase", _worst(balance.seconds_before)),
+        ("imbalance planned, the worst phase", _worst(balance.seconds_after + balance.other_seconds)),
         ("bytes of one layer of every stage", format_bytes(balance.bytes_moved)),
         *_combination_rows(plan),
         ("planning", f"{seconds * 1e3:.1f} ms"),

@@ -21,7 +21,7 @@ def test_the_command_prints_the_table_and_draws(tmp_path: Path, capsys: pytest.C
     plan(str(lengths), ranks=4, picture=str(picture))
     shown = capsys.readouterr().out
     assert "3 documents, 110,000 tokens" in shown
-    assert "lower bound" in shown
+    assert "imbalance planned" in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -35,7 +35,7 @@ def plot_balance(
     measured: Sequence[float] | np.ndarray | None = None,
     *,
     unit: str = "ms",
-    axis: str = "rank",
+    slowest_first: bool = False,
     title: str | None = None,
     parts: Sequence[str] = (),
 ) -> None:
@@ -47,7 +47,7 @@ def plot_balance(
         after: the same with the plan that ran; None where attention stayed at home.
         measured: [ranks] measured time, in the same unit.
         unit: unit of all three.
-        axis: what the ranks are.
+        slowest_first: ranks are in the order of their times in each step, so that places are no numbers of ranks.
         title: instead of the sentence that gives the imbalance before and after.
         parts: names of what is stacked, with colours of their own; kinds of attention layers, say.
     """
@@ -66,29 +66,33 @@ def plot_balance(
     figure = Figure(figsize=(min(14.0, max(7.0, 1.2 + 0.42 * len(ranks))), 3.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    after_that = "" if second is None else f" → {imbalance(second):.2f}"
+    after_that = "" if second is None else f" at home → {imbalance(second):.2f} planned"
     title = title or f"Attention per rank: imbalance {imbalance(first):.2f}{after_that}"
-    label = f"at home: busiest / mean {imbalance(first):.2f}"
+    label = f"at home: imbalance {imbalance(first):.2f}"
     for name, color in zip(parts, colors_of(parts), strict=True):
         axes.bar([0], [0], color=color, label=name)
     _bars(axes, ranks - place, first_parts, parts, label, BEFORE, hatched=second is not None)
     if second is not None and second_parts is not None:
-        label = f"disaggregated: busiest / mean {imbalance(second):.2f}"
+        label = f"planned: imbalance {imbalance(second):.2f}"
         _bars(axes, ranks + place, second_parts, parts, label, AFTER)
     axes.axhline(float(ran.mean()), color="0.35", linewidth=1, linestyle="--", label="mean")
     if measured is not None:
         times = np.asarray(measured, dtype=np.float64)
         assert times.shape == first.shape
-        label = f"measured: busiest / mean {imbalance(times):.2f}"
+        label = f"measured: imbalance {imbalance(times):.2f}"
         axes.plot(ranks + place, times, "o", color=MEASURED, markersize=4, label=label)
     axes.set_title(title, loc="left")
-    axes.set_xlabel(axis)
     axes.set_ylabel(f"attention time ({unit})")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if slowest_first:
+        axes.set_xlabel("ranks in the order of their time in each step")
+        axes.set_xticks([0, len(ranks) - 1] if len(ranks) > 1 else [0], ["slowest", "fastest"][: len(ranks)])
+    else:
+        axes.set_xlabel("rank")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(-0.7, len(ranks) - 0.3)
-    axes.set_ylim(0, 1.4 * max(axes.get_ylim()[1] / 1.05, 1e-12))  # headroom for the legend
+    axes.set_ylim(0, max(axes.get_ylim()[1], 1e-12))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=2, loc="upper left", fontsize=8)
+    figure.legend(frameon=False, ncols=2 if len(ranks) < 12 else 4, loc="outside lower center", fontsize=8)
     # A fixed salt and no date, so that the same plan gives the same file.
     with rc_context({"svg.hashsalt": "distca"}):
         figure.savefig(Path(path), metadata={"Date": None} if Path(path).suffix == ".svg" else None)
@@ -149,16 +153,14 @@ def _name(kind: str, rank: int, track: int, args: dict[str, Any]) -> dict[str, A
     return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": args}
 
 
-_NAMES = {"at_home": "at home, planned", "planned": "disaggregated, planned", "measured": "measured"}
+_NAMES = {"at_home": "at home", "planned": "planned", "measured": "measured"}
 
 
 def _title(table: PhaseTable, name: str) -> str:
     """How level a series is, in words that are no wider than its map."""
     level = table.levels(name)
-    said = f"{_NAMES[name]}: slowest / mean {level['phases']:.2f}"
-    return said + (
-        f", with linear layers {level['with_linear']['phases']:.2f}" if "with_linear" in level else " over phases"
-    )
+    said = f"{_NAMES[name]}: imbalance {level['phases']:.2f} over phases"
+    return said + (f", with linear layers {level['with_linear']['phases']:.2f}" if "with_linear" in level else "")
 
 
 def plot_phases(path: Path, table: PhaseTable, stages: int) -> None:

@@ -22,12 +22,15 @@ from distca.words import count, format_bytes
 
 logger = logging.getLogger(__name__)
 
+SMOOTHED = 10
+"""Steps of which a loss is shown as the mean. Batches of unequal texts differ by more than a run learns in a step."""
 _LATEST = 20
 """Steps by whose time the rest of the run is judged."""
 _WIDE = 120
 """Characters of a terminal from which on the bar has its full width."""
-_FIRST_TO_GO = ("tokens", "perplexity", "GiB", "gradient", "MFU", "imbalance", "validation", "tokens/s")
+_FIRST_TO_GO = ("of this step", "tokens", "perplexity", "GiB", "gradient", "MFU", "imbalance", "validation", "tokens/s")
 """Figures that a narrow terminal does not show beside the bar, in this order."""
+_IMBALANCE = "time of {} on the busiest rank over the mean"
 
 
 class StepProgress:
@@ -40,13 +43,23 @@ class StepProgress:
         steps: steps of the whole run.
         done: steps that were done before, in a resumed run.
         every: steps between log lines where there is no terminal.
+        leveled: what plans level: attention, or with linear layers.
         console: where to draw; the process's standard error by default.
     """
 
-    def __init__(self, steps: int, *, done: int = 0, every: int = 1, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        *,
+        done: int = 0,
+        every: int = 1,
+        leveled: str = "attention",
+        console: Console | None = None,
+    ) -> None:
         self._steps = steps
+        self._leveled = leveled
         self._every = every
-        self._losses: deque[float] = deque(maxlen=max(every, 1))
+        self._losses: deque[float] = deque(maxlen=SMOOTHED)
         self._seconds: deque[float] = deque(maxlen=_LATEST)
         self._console = console or shared_console()
         self._bar: Progress | None = None
@@ -70,18 +83,23 @@ class StepProgress:
         for kept, key in ((self._losses, "loss"), (self._seconds, "step_s")):
             if isinstance(value := values.get(key), int | float):
                 kept.append(value)
+        means: dict[str, float | str] = {}
+        if self._losses:
+            means["mean_loss"] = sum(self._losses) / len(self._losses)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, figures=_figures(values, self._room))
+            self._bar.update(self._task, completed=step, figures=_figures({**values, **means}, self._room))
         elif step % self._every == 0 or step == self._steps:
-            means: dict[str, float | int | str | None] = {}
-            if len(self._losses) > 1:
-                means["mean_loss"] = sum(self._losses) / len(self._losses)
             if self._seconds and step < self._steps:
                 seconds = (self._steps - step) * sum(self._seconds) / len(self._seconds)
                 means["eta"] = str(timedelta(seconds=round(seconds)))
             logger.info("step %d/%d  %s", step, self._steps, _figures({**values, **means}))
 
     def __enter__(self) -> StepProgress:
+        logger.info(
+            "Below, loss is the mean of the last %d steps, and perplexity e to that loss. Gradient is its norm before "
+            "clipping. Imbalance is the %s: with documents at home → as planned.",
+            *(SMOOTHED, _IMBALANCE.format(self._leveled)),
+        )
         if self._bar is not None:
             self._bar.start()
         return self
@@ -100,13 +118,14 @@ class RunSummary:
     Attributes:
         steps: steps that this start of the run has done.
         first_step: number of the first of them; above 1 in a resumed run.
+        smoothed: steps of which the two losses are the mean.
         first_loss: loss of the first of them.
         last_loss: loss of the last of them.
         validation_loss: loss over the validation set at the end.
         tokens_per_s: mean over all steps but the first, of all ranks together.
         mfu: share of the devices' peak, mean over the same steps.
         leveled: what plans level: attention, or with linear layers.
-        imbalance_before: its time on the busiest rank over the mean, mean over steps, without balancing.
+        imbalance_before: its time on the busiest rank over the mean, mean over steps, with documents at home.
         imbalance_after: the same with the plans that ran.
         imbalance_measured: the same from measured seconds.
         bytes_moved: bytes per step that all ranks sent for attention, mean.
@@ -118,6 +137,7 @@ class RunSummary:
 
     steps: int
     first_step: int = 1
+    smoothed: int = 1
     first_loss: float | None = None
     last_loss: float | None = None
     validation_loss: float | None = None
@@ -147,7 +167,8 @@ def print_summary(
     """
     resumed = f", from step {summary.first_step} on" if summary.first_step > 1 else ""
     title = f"{folder.path.name}: {count(summary.steps, 'step')}{resumed}"
-    table = Table(title=title, show_header=False, title_justify="left")
+    said = f"imbalance: {_IMBALANCE.format(summary.leveled)}" if summary.imbalance_before is not None else None
+    table = Table(title=title, show_header=False, title_justify="left", caption=said, caption_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, text in _summary_rows(summary):
@@ -174,18 +195,20 @@ def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     rows = []
     if summary.first_loss is not None and summary.last_loss is not None:
         last_step = summary.first_step + summary.steps - 1
-        if summary.steps > 1:
-            steps = f"loss, step {summary.first_step} → {last_step}"
-            rows.append((steps, f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"))
+        first, last = (
+            _steps(start, summary.smoothed) for start in (summary.first_step, last_step - summary.smoothed + 1)
+        )
+        if first == last:
+            rows.append((f"loss, {last}", f"{summary.last_loss:.4f}"))
         else:
-            rows.append((f"loss, step {last_step}", f"{summary.last_loss:.4f}"))
+            rows.append((f"loss, {first} → {last}", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"))
     for name, value, text in (
         ("validation loss", summary.validation_loss, "{:.4f}"),
         ("tokens/s", summary.tokens_per_s, "{:,.0f}"),
         ("share of the GPUs' peak (MFU)", summary.mfu, "{:.1%}"),
-        (f"{summary.leveled}: busiest rank / mean, before", summary.imbalance_before, "{:.3f}"),
-        (f"{summary.leveled}: busiest rank / mean, after", summary.imbalance_after, "{:.3f}"),
-        (f"{summary.leveled}: busiest rank / mean, measured", summary.imbalance_measured, "{:.3f}"),
+        ("imbalance at home", summary.imbalance_before, "{:.3f}"),
+        ("imbalance planned", summary.imbalance_after, "{:.3f}"),
+        ("imbalance measured", summary.imbalance_measured, "{:.3f}"),
         ("planning per step, in the background", summary.plan_ms, "{:.1f} ms"),
         ("peak memory of a rank", summary.peak_memory_gb, "{:.2f} GiB"),
     ):
@@ -197,6 +220,10 @@ def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(("moved for attention per step", format_bytes(summary.bytes_moved)))
     rows += [("left out", each) for each in summary.left_out]
     return rows
+
+
+def _steps(first: int, number: int) -> str:
+    return f"step {first}" if number == 1 else f"mean of steps {first} to {first + number - 1}"
 
 
 def perplexity(loss: float) -> float:
@@ -211,12 +238,12 @@ def _figures(values: Mapping[str, object], room: int | None = None) -> str:
     """The figures of one step on one line; left out is what a step does not have, and, of those that can be, what does
     not fit into so many characters."""
     parts = {}
-    loss = values.get("loss")
+    loss = values.get("mean_loss")
     if isinstance(loss, int | float):
         values = {**values, "perplexity": perplexity(loss)}
     for name, key, text in (
-        ("loss", "loss", "{:.4f}"),
-        ("mean", "mean_loss", "{:.4f}"),
+        ("loss", "mean_loss", "{:.4f}"),
+        ("of this step", "loss", "{:.4f}"),
         ("perplexity", "perplexity", "{:,.4g}"),
         ("validation", "validation_loss", "{:.4f}"),
         ("gradient", "grad_norm", "{:.3g}"),

@@ -21,7 +21,7 @@ from distca.plan.step import StepBalance
 from distca.train.metrics.expert_load import expert_values
 from distca.train.metrics.flops import mfu, model_flops, peak_seconds
 from distca.train.metrics.phase_table import PhaseTable, measured_phases
-from distca.train.metrics.progress import RunSummary
+from distca.train.metrics.progress import SMOOTHED, RunSummary
 from distca.train.metrics.slow_ranks import STEPS, SlowRanks
 from distca.train.run.builder import Trainer
 from distca.train.run.memory import GIB, predict_memory
@@ -42,6 +42,7 @@ class StepRecorder:
         first_step: number of the first step that will be recorded.
 
     Attributes:
+        leveled: what plans level, in words.
         parts: what planned time consists of: attention of each kind of layer, and linear layers where plans count them.
         before: [parts, ranks] planned time of what plans level, every document at home: in every step and phase the
             slowest rank first, relative to the mean, added up over steps. So the sum of before[:, 0] over steps is the
@@ -60,7 +61,9 @@ class StepRecorder:
         ranks = options.pool_ranks
         self.before, self.after, self.measured = np.zeros((1, ranks)), np.zeros((1, ranks)), np.zeros(ranks)
         self.phases = PhaseTable(kinds)
+        self.leveled = "attention" if options.non_attention is None else "attention and linear layers"
         self._means = RunningMeans()
+        self._losses: list[float] = []
         self._layers = trainer.layers
         self._slow = SlowRanks()
         self._servers = trainer.cad.servers
@@ -115,6 +118,7 @@ class StepRecorder:
         if config.model.experts.count:
             values |= expert_values(self._trainer.cad.expert_loads(self._trainer.model))
         self._means.add(values)
+        self._losses.append(loss)
         return values
 
     def _recurrent_bytes(self, step: Step) -> int:
@@ -156,17 +160,18 @@ class StepRecorder:
 
     def summary(self, validation_loss: float | None) -> RunSummary:
         """Means over the recorded steps; the first, which compiles and warms up, does not count for speed."""
-        means = self._means
+        means, smoothed = self._means, max(1, min(SMOOTHED, len(self._losses) // 2))
         tokens, seconds = means.mean("tokens", but_first=True), means.mean("step_s", but_first=True)
         return RunSummary(
             steps=means.steps,
             first_step=self._first_step,
-            first_loss=means.first("loss"),
-            last_loss=means.last("loss"),
+            smoothed=smoothed,
+            first_loss=float(np.mean(self._losses[:smoothed])) if self._losses else None,
+            last_loss=float(np.mean(self._losses[-smoothed:])) if self._losses else None,
             validation_loss=validation_loss,
             tokens_per_s=tokens / seconds if tokens and seconds else None,
             mfu=means.mean("mfu", but_first=True),
-            leveled="attention" if self._trainer.cad.options.non_attention is None else "attention, linear layers",
+            leveled=self.leveled,
             imbalance_before=means.mean("imbalance_before"),
             imbalance_after=means.mean("imbalance_after"),
             imbalance_measured=means.mean("imbalance_measured"),
@@ -320,7 +325,6 @@ def _over_phases(seconds: np.ndarray) -> float:
 @dataclass
 class _Column:
     first: float
-    last: float
     largest: float
     total: float = 0.0
     count: int = 0
@@ -342,18 +346,10 @@ class RunningMeans:
         self.steps += 1
         for key, value in values.items():
             if isinstance(value, int | float):
-                column = self._columns.setdefault(key, _Column(value, value, value))
-                column.last, column.largest = value, max(column.largest, value)
+                column = self._columns.setdefault(key, _Column(value, value))
+                column.largest = max(column.largest, value)
                 column.total += value
                 column.count += 1
-
-    def first(self, key: str) -> float | None:
-        """The value of the first step that has it; None where no step has."""
-        return self._columns[key].first if key in self._columns else None
-
-    def last(self, key: str) -> float | None:
-        """The value of the newest step that has it."""
-        return self._columns[key].last if key in self._columns else None
 
     def largest(self, key: str) -> float | None:
         """The largest value of all steps."""

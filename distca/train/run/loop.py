@@ -139,7 +139,10 @@ class _Loop:
                 MetricsWriter(self._folder.path, log.tensorboard, resumed_at, log.wandb)
             )
             self._seen = sum(line.get("tokens_seen", 0) for line in read_metrics(self._folder.path)[-1:])
-            self._progress = stack.enter_context(StepProgress(steps, done=self._first, every=log.every))
+            leveled = self._recorder.leveled
+            self._progress = stack.enter_context(
+                StepProgress(steps, done=self._first, every=log.every, leveled=leveled)
+            )
         stack.enter_context(self._garbage)
         documents = dealt(self._corpus.train, self._sampler, steps - self._first, self._config.train.loss)
         ahead = stack.enter_context(closing(self._trainer.cad.plan_ahead(documents, self._first + 1)))
@@ -265,9 +268,8 @@ class _Loop:
         )
         if before is not None and after is not None and measured is not None:
             planned = after if self._config.cad.enabled else None
-            axis = "rank, the slowest of each step first"
             parts = recorder.parts if len(recorder.phases.kinds) > 1 else ()
-            look: dict[str, Any] = {"unit": "1 = mean", "axis": axis, "parts": parts}
+            look: dict[str, Any] = {"unit": "1 = mean", "slowest_first": True, "parts": parts}
             plot_balance(self._folder.balance_plot, before, planned, measured[0], **look)
             self._drawn.append(self._folder.balance_plot)
         phases, stages = recorder.phases, self._trainer.cad.options.stages

@@ -26,30 +26,36 @@ def test_svg_says_the_imbalance_and_is_reproducible(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg"):
         plot_balance(tmp_path / name, [1.0, 3.0], [2.0, 2.0])
     text = (tmp_path / "a.svg").read_text()
-    assert "imbalance 1.50 → 1.00" in text  # matplotlib keeps texts as comments
+    assert "imbalance 1.50 at home → 1.00 planned" in text  # matplotlib keeps texts as comments
     assert text == (tmp_path / "b.svg").read_text()
 
 
 def test_attention_that_stays_at_home_is_one_series(tmp_path: Path) -> None:
     plot_balance(tmp_path / "a.svg", [1.0, 3.0], None, [1.5, 2.5])
     text = (tmp_path / "a.svg").read_text()
-    assert "at home: busiest / mean 1.50" in text and "measured: busiest / mean 1.25" in text
-    assert "disaggregated" not in text and "→" not in text
+    assert "at home: imbalance 1.50" in text and "measured: imbalance 1.25" in text
+    assert "planned" not in text and "→" not in text
 
 
 def test_parts_are_stacked_and_named(tmp_path: Path) -> None:
     before, after, parts = [[1.0, 2.0], [0.0, 3.0]], [[2.0, 1.0], [1.0, 2.0]], ["full", "window 1,024"]
     plot_balance(tmp_path / "parts.svg", before, after, parts=parts)
     text = (tmp_path / "parts.svg").read_text()
-    assert "imbalance 1.67 → 1.00" in text
+    assert "imbalance 1.67 at home → 1.00 planned" in text
     for name, color in zip(parts, colors_of(parts), strict=True):
         assert text.count(f"<!-- {name} -->") == 1, "in the legend"
         assert text.count(f"fill: {color}") == 2 + 2, "two bars; the bar without height that the legend shows"
-    assert "at home: busiest / mean 1.67" in text and "disaggregated: busiest / mean 1.00" in text
+    assert "at home: imbalance 1.67" in text and "planned: imbalance 1.00" in text
 
 
 def test_kinds_have_colours_of_their_own() -> None:
     assert len(set(colors_of(["full", "window 4,096", "window 128", "linear layers"]))) == 4
+
+
+def test_places_by_time_are_no_numbers_of_ranks(tmp_path: Path) -> None:
+    plot_balance(tmp_path / "a.svg", [3.0, 2.0, 1.0], [2.0, 2.0, 2.0], slowest_first=True)
+    text = (tmp_path / "a.svg").read_text()
+    assert "<!-- slowest -->" in text and "<!-- fastest -->" in text and "<!-- 2 -->" not in text
 
 
 @pytest.mark.parametrize("ranks", [1, 200])
