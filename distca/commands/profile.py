@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 
 from distca.attention import AttentionSpec, KernelName, choose_kernel
@@ -22,11 +25,14 @@ from distca.log import console
 from distca.plan import AttentionKind, AttentionShape
 from distca.plan.cost.table_file import table_name, write_table
 from distca.profile.links import measure_links
-from distca.profile.measure import measure_device
+from distca.profile.measure import Progress, measure_device
+from distca.profile.timing import EndedEarlyError
 from distca.versions import command_line, versions
 
 _MOST_CPU_RANKS = 64
 """Each is a process with torch in it, and waits for its turn on this machine's cores."""
+_LINES = 10
+"""Lines about a part of the work where standard error is no terminal."""
 
 
 def profile(
@@ -46,7 +52,8 @@ def profile(
     One device: the attention kernel is held against the reference first, and refused where it is wrong. Then its
     seconds per CA-task inside full batches are measured, and how well their sum predicts mixed batches. Seconds per
     token of the linear layers follow, with Transformer Engine also in FP8. Several: bandwidth and latency between them.
-    Started by torchrun on several nodes, links are those of all its ranks.
+    Started by torchrun on several nodes, links are those of all its ranks. Ended by Ctrl-C or SIGTERM, it writes what
+    it has as soon as the kernel was measured once at every point.
 
     Args:
         output: the file to write; by default named after device, kernel and heads, in this folder.
@@ -82,30 +89,64 @@ def profile(
     links = None if window else _links(gpus if ranks is None else ranks, device)
     if int(os.environ.get("RANK", "0")):
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with warnings.catch_warnings(), Progress(*columns, console=console()) as bar:
+    ended: list[int] = []
+    with warnings.catch_warnings(), _shown(ended) as part:
         warnings.simplefilter("ignore")  # kernels compiled at first use have much to say
-
-        def part(name: str, steps: int) -> Callable[[], None]:
-            task = bar.add_task(name, total=steps)
-            return lambda: bar.advance(task)
-
-        measured = measure_device(
-            chosen,
-            shape,
-            device,
-            dtype,
-            hidden=hidden,
-            ffn=ffn,
-            scalings=[] if window else fp8_scalings(device),
-            window=window,
-            progress=part,
-        )
+        scalings = [] if window else fp8_scalings(device)
+        sizes = {"hidden": hidden, "ffn": ffn}
+        try:
+            measured = measure_device(
+                chosen, shape, device, dtype, **sizes, scalings=scalings, window=window, progress=part
+            )
+        except EndedEarlyError:
+            console().print("Ended before the kernel was measured once at every point; nothing is written.")
+            raise SystemExit(128 + ended[0]) from None
     path = Path(output or table_name(measured["device"], chosen.name, heads, kv_heads, head_dim, window))
     about = {"command": command_line("distca"), "versions": versions()}
     write_table(path, {**about, **measured, "links": links})
     _show(measured, links)
     console().print(f"Table written to {path}.", highlight=False, soft_wrap=True)
+    if ended:
+        console().print(f"Ended early: it lacks {', '.join(measured['lacks']) or 'nothing'}.", soft_wrap=True)
+        raise SystemExit(128 + ended[0])
+
+
+@contextmanager
+def _shown(ended: list[int]) -> Iterator[Progress]:
+    """Shows the parts of a measurement as bars, or where standard error is no terminal as lines. While it lasts, Ctrl-C
+    or SIGTERM ends the measurement after its current run, and a second one at once; ``ended`` gets the signal."""
+
+    def end(got: int, _: object) -> None:
+        if ended:
+            raise KeyboardInterrupt
+        ended.append(got)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    before = {each: signal.signal(each, end) for each in (signal.SIGINT, signal.SIGTERM)}
+    bars = Bars(*columns, console=console(), disable=not console().is_terminal)
+
+    def part(name: str, steps: int) -> Callable[[], None]:
+        task, done = bars.add_task(name, total=steps), 0
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            bars.advance(task)
+            if bars.disable and done * _LINES // steps > (done - 1) * _LINES // steps:
+                console().print(f"{name}: {done} of {steps}", highlight=False)
+            if ended:
+                raise EndedEarlyError
+
+        if ended:
+            raise EndedEarlyError
+        return advance
+
+    try:
+        with bars:
+            yield part
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def fp8_scalings(device: torch.device) -> list[str]:
@@ -143,7 +184,7 @@ def _show(measured: dict[str, Any], links: dict[str, Any] | None) -> None:
     table = Table(title=f"{measured['device']}, {measured['kernel']}", title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
-    for direction in ("forward", "backward"):
+    for direction in ("forward", "backward") if measured["validation"] else ():
         error = measured["validation"][f"{direction}_error"]
         table.add_row(f"mixed batches, predicted / measured - 1, {direction}", f"worst {error['worst']:.1%}")
     linear = measured["linear"] or {}
@@ -158,4 +199,5 @@ def _show(measured: dict[str, Any], links: dict[str, Any] | None) -> None:
         table.add_row("slowest and fastest pair, each way", f"{min(rates):,.1f} to {max(rates):,.1f} GB/s")
         table.add_row("latency of a pair", f"{min(latencies):,.1f} to {max(latencies):,.1f} µs")
         table.add_row("all to all, each rank", f"{links['all_to_all']['bytes_per_s'] / 1e9:,.1f} GB/s")
-    console().print(table)
+    if table.row_count:
+        console().print(table)

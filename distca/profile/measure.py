@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,11 +18,12 @@ from distca.profile.grid import grid_for, points
 from distca.profile.kernels import measure_points, smooth_points, table_of
 from distca.profile.linear import measure_linear
 from distca.profile.linear_fp8 import measure_fp8
-from distca.profile.timing import TimedServer, route_of_tasks
+from distca.profile.timing import EndedEarlyError, TimedServer, route_of_tasks
 from distca.profile.validation import calibrated, random_batch, time_mixed, validation_of
 
 Progress = Callable[[str, int], Callable[[], None]]
-"""Begins a part of the work with a name and a number of steps; what it returns is called after each step."""
+"""Begins a part of the work with a name and a number of steps; what it returns is called after each step. Both may
+raise EndedEarlyError."""
 
 
 @contextmanager
@@ -58,6 +59,10 @@ def measure_device(
 
     Returns:
         What ``load_table`` reads (see docs/profiling.md), with ``validation`` and ``linear``; arrays are numpy.
+        ``lacks`` names parts that were not reached before ``progress`` ended the measurement.
+
+    Raises:
+        EndedEarlyError: ``progress`` ended it before the kernel was measured once at every point.
     """
     began = time.perf_counter()
     on_gpu = device.type == "cuda"
@@ -71,24 +76,36 @@ def measure_device(
     measured = measure_points(server, route, grid, wanted, shape, advance)
     smooth = smooth_points(grid, measured, shape)
     cost = table_of(shape, grid, smooth)
+    lacks = [
+        "mixed batches",
+        *(["linear layers"] if not window else []),
+        *(["linear layers in FP8"] if scalings else []),
+    ]
+    found: dict[str, Any] = {"lacks": lacks, "validation": None, "linear": None}
     fitted, held_out, seconds = (24, 10, 25e-3) if on_gpu else (8, 4, 0.25)
     if window:
         fitted, held_out = fitted // 2, held_out // 2
-    drawn = [random_batch(grid, cost, seconds, seed) for seed in range(fitted + held_out)]
-    advance = progress("mixed batches", len(drawn) * grid.mixed_rounds)
-    mixed = time_mixed(server, route, grid, drawn, advance)
-    load = calibrated(cost, mixed[:fitted])
-    validation = validation_of(table_of(shape, grid, smooth, load), mixed[fitted:])
-    del server
-    linear: dict[str, Any] | None = None
-    if not window:
-        advance = progress("linear layers", 1)
-        linear = measure_linear(shape, hidden, ffn, tokens=8192 if on_gpu else 64, device=device, dtype=dtype)
-        advance()
-    if scalings and linear is not None:
-        advance = progress("linear layers in FP8", 1)
-        linear["fp8"] = measure_fp8(shape, hidden, ffn, device=device, scalings=scalings)
-        advance()
+    with suppress(EndedEarlyError):  # what was measured before is kept
+        drawn = [random_batch(grid, cost, seconds, seed) for seed in range(fitted + held_out)]
+        advance = progress("mixed batches", len(drawn) * grid.mixed_rounds)
+        mixed = time_mixed(server, route, grid, drawn, advance)
+        load = calibrated(cost, mixed[:fitted])
+        found["load_factors"] = {"kv_rows": load.kv_rows, "forward": load.forward, "backward": load.backward}
+        found["validation"] = validation_of(table_of(shape, grid, smooth, load), mixed[fitted:])
+        lacks.remove("mixed batches")
+        del server
+        if not window:
+            advance = progress("linear layers", 1)
+            found["linear"] = measure_linear(
+                shape, hidden, ffn, tokens=8192 if on_gpu else 64, device=device, dtype=dtype
+            )
+            lacks.remove("linear layers")
+            advance()
+        if scalings and not window:
+            advance = progress("linear layers in FP8", 1)
+            found["linear"]["fp8"] = measure_fp8(shape, hidden, ffn, device=device, scalings=scalings)
+            lacks.remove("linear layers in FP8")
+            advance()
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "kernel": kernel.name,
@@ -103,10 +120,8 @@ def measure_device(
         "kv_rows": list(grid.kv_rows),
         "forward_seconds": smooth.forward,
         "backward_seconds": smooth.backward,
-        "load_factors": {"kv_rows": load.kv_rows, "forward": load.forward, "backward": load.backward},
         "measured": {"forward_seconds": measured.forward, "backward_seconds": measured.backward},
         "noise": measured.noise,
-        "validation": validation,
-        "linear": linear,
+        **found,
         "measured_in_s": round(time.perf_counter() - began, 1),
     }

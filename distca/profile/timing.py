@@ -25,6 +25,10 @@ from distca.runtime.device_routes import ServerRoute
 from distca.runtime.server import serve_backward, serve_forward
 
 
+class EndedEarlyError(Exception):
+    """The user has ended a measurement; raised by what is called after each run."""
+
+
 @dataclass(frozen=True)
 class Samples:
     """Seconds of one server's batch. Array legend: N rounds.
@@ -120,7 +124,11 @@ class TimedServer:
             rounds: how often each is timed, at least once.
             warm_up_s: seconds of running the first batch before anything is timed; it runs at least once, which
                 compiles kernels.
-            advance: called after every run.
+            advance: called after every run. Where it raises :class:`EndedEarlyError`, rounds that are lacking are
+                left out.
+
+        Raises:
+            EndedEarlyError: it ended before every batch was timed once.
         """
         generator = np.random.default_rng(0)
         took = 0.0
@@ -131,12 +139,20 @@ class TimedServer:
         for number in range(max(rounds)):
             due = generator.permutation([at for at, count in enumerate(rounds) if number < count])
             self._run(servers[due[0]])  # the first one of a round would be timed with its launch
-            spans = []
+            spans, over = [], None
             for at in due:
                 spans.append(self._run(servers[at]))
-                advance()
-            for at, (began, between, ended) in zip(due, spans, strict=True):
+                try:
+                    advance()
+                except EndedEarlyError as ended_early:
+                    over = ended_early
+                    break
+            for at, (began, between, ended) in zip(due, spans, strict=False):
                 seconds[at].append((self._clock.seconds(began, between), self._clock.seconds(between, ended)))
+            if over is not None and not all(seconds):
+                raise over
+            if over is not None:
+                break
         return [Samples(*np.array(each).T) for each in seconds]
 
     def _run(self, server: ServerRoute) -> tuple[Instant, Instant, Instant]:

@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 from importlib.metadata import version
 
 import numpy as np
@@ -25,6 +27,27 @@ def test_profile_writes_a_table_with_links(tmp_path, monkeypatch):
     content = json.loads(path.read_text())
     assert [pair["ranks"] for pair in content["links"]["pairs"]] == [[0, 1]]
     assert content["versions"]["torch"] == version("torch")
+    assert load_table(path).backward(np.array(64), np.array(512)) > 0
+
+
+def test_an_ended_measurement_keeps_what_it_has_and_shows_lines_where_there_is_no_terminal(
+    tmp_path, monkeypatch, capfd
+):
+    time_mixed = measure.time_mixed
+
+    def told_to_end(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return time_mixed(*args)
+
+    monkeypatch.setattr(measure, "grid_for", lambda device, shape: TINY)
+    monkeypatch.setattr(measure, "time_mixed", told_to_end)
+    before, path = signal.getsignal(signal.SIGTERM), tmp_path / "table.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", *SMALL, "--output", str(path)])
+    assert ended.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
+    said = " ".join(capfd.readouterr().err.split())
+    assert said.count("reference kernel: ") == 10 and "Ended early: it lacks mixed batches, linear layers." in said
+    assert json.loads(path.read_text())["lacks"] == ["mixed batches", "linear layers"]
     assert load_table(path).backward(np.array(64), np.array(512)) > 0
 
 
