@@ -68,6 +68,8 @@ def setup_logging(rank: int, name: str = "") -> None:
     root.setLevel(logging.WARNING)
     for name in ("distca", "megatron_patches"):
         logging.getLogger(name).setLevel(logging.INFO)
+    # It warns of an nvcc without a GPU when Megatron-Core imports it, on every CPU rank.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 @contextmanager

@@ -153,8 +153,8 @@ class Corpus:
         if cut.any():
             apart = ", also conversations, whose answers may be apart from their questions"
             logger.info(
-                "split %d of %d documents, those of more than %d tokens, into documents of that length%s",
-                *(int(cut.sum()), len(source.lengths), context_length),
+                "Documents of more than %s tokens (data.context_length), %s of %s, are split into pieces of so many%s.",
+                *(f"{number:,}" for number in (context_length, int(cut.sum()), len(source.lengths))),
                 apart if masked[kept][cut].any() else "",
             )
 

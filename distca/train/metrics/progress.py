@@ -198,10 +198,11 @@ def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         first, last = (
             _steps(start, summary.smoothed) for start in (summary.first_step, last_step - summary.smoothed + 1)
         )
-        if first == last:
-            rows.append((f"loss, {last}", f"{summary.last_loss:.4f}"))
+        if summary.steps == 1:
+            rows.append((f"loss, step {last}", f"{summary.last_loss:.4f}"))
         else:
-            rows.append((f"loss, {first} → {last}", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"))
+            steps = "mean of steps" if summary.smoothed > 1 else "step"
+            rows.append((f"loss, {steps} {first} → {last}", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"))
     for name, value, text in (
         ("validation loss", summary.validation_loss, "{:.4f}"),
         ("tokens/s", summary.tokens_per_s, "{:,.0f}"),
@@ -223,7 +224,7 @@ def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def _steps(first: int, number: int) -> str:
-    return f"step {first}" if number == 1 else f"mean of steps {first} to {first + number - 1}"
+    return str(first) if number == 1 else f"{first} to {first + number - 1}"
 
 
 def perplexity(loss: float) -> float:

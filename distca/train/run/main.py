@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     setup_logging(int(os.environ.get("RANK", "0")))
     try:
         if check := read_check(arguments):
+            logging.getLogger("distca").setLevel(logging.WARNING)  # the ranks say the rest
             _check(_parsed(check.settings), check.world_size, check.on_cpus, launcher=True)
         else:
             with early_lines():

@@ -94,7 +94,7 @@ def describe(stages: list[StageMemory]) -> list[str]:
         where = f" of stage {number}" if len(stages) > 1 else ""
         said = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
         host = f", beside {format_bytes(stage.host)} of activations in host memory" if stage.host else ""
-        lines.append(f"Predicted peak memory{where}: {format_bytes(stage.total)} ({said}){host}")
+        lines.append(f"Predicted peak memory of a rank{where}: {format_bytes(stage.total)} ({said}){host}")
     return lines
 
 

@@ -71,7 +71,7 @@ def test_summary_shows_what_is_known_and_what_exists(tmp_path: Path) -> None:
     summary = replace(summary, left_out=("2 documents of more than 96 tokens", "1 document without a token to learn"))
     print_summary(summary, folder, [folder.phases_plot], Console(file=screen, width=200))
     shown = screen.getvalue()
-    assert "60 steps " in shown and "loss, mean of steps 1 to 10 → mean of steps 51 to 60" in shown
+    assert "60 steps " in shown and "loss, mean of steps 1 to 10 → 51 to 60" in shown
     assert "5.5000 → 1.2500" in shown
     assert "imbalance at home" in shown and "imbalance: time of attention on the busiest rank over the mean" in shown
     assert "3.0 MiB" in shown
