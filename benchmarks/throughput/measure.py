@@ -90,6 +90,7 @@ def measure_mode(
 class _Run:
     def __init__(self, trainer: Trainer, world: World, advance: Callable[[dict[str, Any]], None]) -> None:
         self._trainer, self._advance = trainer, advance
+        trainer.cad.pool.timeline.times_waits = trainer.config.cad.enabled
         self.on_gpu = world.device.type == "cuda"
         self._device, self._watches = world.device, self.on_gpu and world.rank == 0
         self.garbage = SteadyGarbage()
@@ -135,7 +136,10 @@ class _Run:
         loss = (total / tokens).item()
         record.seconds.append(time.perf_counter() - began)
         record.cpu_s.append(time.process_time() - cpu)
-        served = trainer.cad.pool.timeline.take_serves()
+        timeline = trainer.cad.pool.timeline
+        served = timeline.take_serves()
+        if timeline.times_waits:
+            record.exposed_s.append(timeline.take_waits())
         record.attention_s.append(float(sum(sum(seconds) for seconds in served.values())))
         record.planned_s.append(float(step.balance.seconds_after[:, trainer.cad.pool_rank].sum()))
         record.loss.append(loss)

@@ -21,6 +21,7 @@ class RankRecord:
         cpu_s: CPU time of the process.
         loss: mean loss per target token of the global batch.
         grad_norm: of the whole gradient, before clipping.
+        exposed_s: by transfer, that compute waited for it; empty but for DistCA.
         plan_ms: of planning, in the background.
         wait_ms: that the step waited for its inputs.
         kernel_planning_s: in which a library planned attention of a new shape, on the host; of peers only.
@@ -43,6 +44,7 @@ class RankRecord:
     cpu_s: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
+    exposed_s: list[dict[str, float]] = field(default_factory=list)
     plan_ms: list[float] = field(default_factory=list)
     wait_ms: list[float] = field(default_factory=list)
     kernel_planning_s: list[float] = field(default_factory=list)

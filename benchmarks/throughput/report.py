@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ LOSS_TOLERANCE = 1e-3
 """Largest relative distance of a mode's losses from the first mode's."""
 GRADIENT_TOLERANCE = 1e-2
 """The same of gradient norms, in which a wrong backward shows long before it shows in losses."""
+
+_SUMMARIES = ("states", "dstates")
+"""Transfers of recurrent layers, without the rows that their convolutions read before a piece."""
 
 
 def figures(
@@ -53,6 +57,7 @@ def figures(
         "idle_shares": idle,
         "traced": [asdict(record.traced) if record.traced else None for record in records],
         **_attention(records, seconds),
+        **_exposed(records, seconds),
         "memory_gib": _memory([record.memory_gib for record in records if record.memory_gib is not None]),
         **{key: _largest(records, key) for key in ("reserved_gib", "predicted_gib", "outside_torch_gib")},
         "recompute": records[0].recompute,
@@ -81,6 +86,19 @@ def _attention(records: list[RankRecord], seconds: np.ndarray) -> dict[str, Any]
             "planned_s_per_layer": [record.planned_s for record in records],
         },
         "attention_share": float(attention.mean(axis=0).sum() / seconds.sum()),
+    }
+
+
+def _exposed(records: list[RankRecord], seconds: np.ndarray) -> dict[str, Any]:
+    """Of steps, the shares in which compute waited for each transfer and for summaries alone, on the rank that waited
+    most. That contains waits for ranks that send later, and putting rows in their places."""
+    waits = [sum(map(Counter, record.exposed_s), Counter[str]()) for record in records]
+    total = float(seconds.sum())
+    names = sorted(set().union(*waits))
+    summaries = max(sum(each[what] for what in _SUMMARIES) for each in waits) / total
+    return {
+        "exposed": {what: max(each[what] for each in waits) / total for what in names},
+        "summaries_exposed": summaries if {*_SUMMARIES} & {*names} else None,
     }
 
 

@@ -66,6 +66,7 @@ def _rows(modes: dict[str, Figures], batches: int, over: dict[str, Any]) -> list
         "of a burst's ceiling": _of_a_burst,
         "MFU": lambda made: _share(made["mfu"]),
         "idle": lambda made: _share(made["idle_share"]),
+        "summaries exposed": lambda made: _share(made.get("summaries_exposed")),
         "attention max/mean": _attention,
         "peak GiB max (min)": lambda made: _memory(made["memory_gib"]),
         "moved per step": lambda made: format_bytes(made["bytes_per_step"]),

@@ -35,7 +35,8 @@ class LayerCall:
     def _join(self, what: str, direction: str) -> None:
         assert self._handle is not None
         self._pool.timeline.joined(what, *self._where, direction)
-        self._handle.wait()
+        with self._pool.timeline.waiting(what):
+            self._handle.wait()
         self._handle = None
 
 

@@ -33,6 +33,7 @@ class Timeline:
     """Spans of one rank.
 
     Attributes:
+        times_waits: whether :meth:`waiting` times what it encloses.
         order: names of what was queued, in the order in which the host queued it, while recording. Entries are
             "launch q,k,v 3 ping forward" and the like: action, layer, nano-batch, direction.
     """
@@ -40,9 +41,11 @@ class Timeline:
     def __init__(self, device: torch.device | str) -> None:
         self.clock = Clock(device)
         self.recording = False
+        self.times_waits = False
         self.order: list[str] = []
         self._spans: list[_Span] = []
         self._serves: dict[str, list[tuple[Instant, Instant]]] = {"forward": [], "backward": []}
+        self._waits: dict[str, list[tuple[Instant, Instant]]] = {}
         self._open: _Span | None = None
         self._reopen: tuple[str, int, int, str] | None = None
         self._side_stream: torch.cuda.Stream | None = None
@@ -137,6 +140,21 @@ class Timeline:
         if self.recording:
             self.close()
             self.order.append(_entry(f"join {what}", layer, nano, direction))
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Time how long compute waits for a transfer, with what then puts rows in their places."""
+        if not self.times_waits:
+            yield
+            return
+        start = self.clock.now()
+        yield
+        self._waits.setdefault(what, []).append((start, self.clock.now()))
+
+    def take_waits(self) -> dict[str, float]:
+        """Seconds that compute waited since the last call, by transfer; blocks until the last wait is over."""
+        waits, self._waits = self._waits, {}
+        return {what: sum(self.clock.seconds(*each) for each in spans) for what, spans in waits.items()}
 
     def take_serves(self) -> dict[str, list[float]]:
         """Seconds of every time this rank served since the last call, in order, by direction; blocks until the last

@@ -94,6 +94,8 @@ def test_all_modes_train_the_same_recurrent_layers(tmp_path):
     report = start(tmp_path, "megatron-te", *HYBRID)
     compared = report["cells"]["prolong 128"]["compared"]
     assert max(compared["loss_difference"].values()) < 1e-6 and not compared["apart"]
+    modes = report["cells"]["prolong 128"]["modes"]
+    assert 0 < modes["distca"]["summaries_exposed"] < 1 and modes["packed"]["exposed"] == {}
     assert report["ceiling"]["recurrent"]["layers"] == 1 and report["ceiling"]["recurrent"]["backward"] > 0
 
 

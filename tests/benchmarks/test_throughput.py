@@ -164,6 +164,18 @@ def test_products_of_a_hybrid_stack_are_all_weights_of_its_layers():
     assert weights == config.model.matmul_weights + 4096 * 32000
 
 
+def test_summaries_are_exposed_where_the_slowest_rank_waits_for_them():
+    from benchmarks.throughput.record import RankRecord
+    from benchmarks.throughput.report import _exposed
+
+    one = RankRecord(exposed_s=[{"states": 0.1, "dstates": 0.2, "q,k,v": 0.5}, {"states": 0.1}])
+    other = RankRecord(exposed_s=[{"states": 0.3, "q,k,v": 0.9}, {}])
+    found = _exposed([one, other], np.array([4.0, 6.0]))
+    assert found["exposed"] == pytest.approx({"states": 0.03, "dstates": 0.02, "q,k,v": 0.09})
+    assert found["summaries_exposed"] == pytest.approx(0.04)
+    assert _exposed([RankRecord(), RankRecord()], np.ones(1)) == {"exposed": {}, "summaries_exposed": None}
+
+
 def test_busy_time_is_the_union_of_spans():
     from benchmarks.throughput.busy import covered
 

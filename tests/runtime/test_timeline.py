@@ -2,10 +2,13 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from distca.runtime.nodes import LayerCall
 from distca.runtime.timeline import Timeline
 from distca.testing.ranks import run_ranks
 from distca.transport import Part
@@ -35,3 +38,18 @@ def _recorded():
 def test_a_transfer_ends_with_its_second_hop():
     for two_hops, one_hop in run_ranks(2, _recorded):
         assert one_hop < PAUSE_S * 1e6 <= two_hops
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_waits_for_transfers_are_timed_where_that_is_asked_for(asked):
+    timeline = Timeline("cpu")
+    timeline.times_waits = asked
+    handle = SimpleNamespace(wait=lambda: time.sleep(0.02))
+    transport = SimpleNamespace(launch=lambda _: handle)
+    call = LayerCall(SimpleNamespace(timeline=timeline, transport=transport), 0, 0)
+    for _ in range(2):
+        call._launch("states", "forward")
+        time.sleep(0.02)  # something hides as much
+        call._join("states", "forward")
+    found = timeline.take_waits()
+    assert found == ({"states": pytest.approx(0.04, abs=0.015)} if asked else {}) and timeline.take_waits() == {}
