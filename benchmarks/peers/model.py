@@ -120,7 +120,6 @@ def transformer_config(run: RunConfig, mode: Mode, on_gpu: bool) -> TransformerC
         kv_channels=shape.resolved_head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_epsilon,
-        init_method_std=shape.init_std,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,

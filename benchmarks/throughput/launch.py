@@ -134,8 +134,6 @@ def _options(values: Mapping[str, str], data_ranks: int) -> list[list[str]]:
     groups = [ours] * bool(ours) + [[name] for name in names if name.startswith(_PEER)]
     words = ["--mixes", *values["MIX"].split(), "--contexts", *values["CONTEXT_LENGTH"].split()]
     words += ["--batches", values["BATCHES"], "--warm-up", values["WARM_UP"]]
-    if "LINK_CHANNELS" in values:
-        words += ["--link-channels", values["LINK_CHANNELS"]]
     words += ["--degree", degree] if degree and modes == ["all"] else []
     return [["--modes", *group, *words] for group in groups]
 

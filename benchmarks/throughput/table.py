@@ -47,10 +47,10 @@ def links(report: dict[str, Any]) -> str:
 
 
 def link_limit(report: dict[str, Any]) -> str:
-    """What LINK_CHANNELS does to links; empty where it is not set."""
+    """What --link-channels does to links; empty where it is not given."""
     channels = report["link_channels"]
     if channels and report.get("device") == "cpu":
-        return f", not limited: LINK_CHANNELS is {channels}, but only NCCL has channels and CPU ranks use gloo"
+        return f", not limited: --link-channels is {channels}, but only NCCL has channels and CPU ranks use gloo"
     return f", limited to {count(channels, 'channel')}" if channels else ""
 
 

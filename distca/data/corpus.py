@@ -153,7 +153,7 @@ class Corpus:
         if cut.any():
             apart = ", also conversations, whose answers may be apart from their questions"
             logger.info(
-                "Documents of more than %s tokens (data.context_length), %s of %s, are split into pieces of so many%s.",
+                "Documents of more than %s tokens, %s of %s, are split into pieces of so many%s.",
                 *(f"{number:,}" for number in (context_length, int(cut.sum()), len(source.lengths))),
                 apart if masked[kept][cut].any() else "",
             )

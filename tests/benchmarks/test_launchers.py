@@ -97,7 +97,6 @@ def test_all_modes_of_both_mixes_on_four_cpu_ranks():
         ({"MIX": "prolong"}, "--mixes", ["prolong"]),
         ({"CONTEXT_LENGTH": "256 512"}, "--contexts", ["256", "512"]),
         ({"BATCHES": "7"}, "--batches", ["7"]),
-        ({"LINK_CHANNELS": "2"}, "--link-channels", ["2"]),
         ({"LAYERS": "3"}, "--model.layers", ["3"]),
         ({"TP_SIZE": "2"}, "--parallel.tp", ["2"]),
         ({"TOKENS_PER_RANK": "640"}, "--data.tokens_per_rank", ["640"]),

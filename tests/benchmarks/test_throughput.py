@@ -49,7 +49,7 @@ def test_every_mode_trains_the_same_batches(tmp_path):
     assert min(report["links"].values()) > 0
     table = (tmp_path / "table.md").read_text()
     # Nobody takes these rates for those of a network.
-    links = "Links, not limited: LINK_CHANNELS is 2, but only NCCL has channels and CPU ranks use gloo, GB/s"
+    links = "Links, not limited: --link-channels is 2, but only NCCL has channels and CPU ranks use gloo, GB/s"
     assert "| ulysses2 |" in table and f"{links} of each rank: all-to-all" in table
     assert "CPU ranks share cores, so these speeds say nothing" in table and "buys its speed with memory" in table
     assert not [head for head in ("MFU", "burst", "peak") if head in table]
@@ -285,7 +285,7 @@ def test_plots_say_what_they_show():
     assert one.startswith("4 × NVIDIA H200, 131,072 tokens per rank") and "vocabulary 128,256" in one
     assert all_of_them.startswith("(1, ") and f"({len(reports)}) 4 × NVIDIA H200" in all_of_them
     assert all_of_them.count("links limited to 2 channels") == 2
-    assert "links not limited: LINK_CHANNELS is 2," in title([{**reports[-1], "device": "cpu", "link_channels": 2}])
+    assert "links not limited: --link-channels is 2," in title([{**reports[-1], "device": "cpu", "link_channels": 2}])
     assert PANELS["tokens/s"][1].format(x=250000) == "250,000" and PANELS["idle share"][1].format(x=0.006) == "0.6%"
 
 

@@ -32,7 +32,7 @@ def test_split_cuts_long_documents_into_consecutive_ones(counting_source, caplog
         corpus = Corpus(counting_source([3, 10, 8]), 4, "split")
     assert corpus.train.lengths.tolist() == [3, 4, 4, 2, 4, 4]
     assert everything(corpus.train)[1:4] == [[1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007], [1008, 1009]]
-    assert "(data.context_length), 2 of 3, are split" in caplog.text
+    assert "2 of 3, are split" in caplog.text
 
 
 @given(lengths_strategy, st.integers(1, 30), st.floats(0, 0.5), st.integers(0, 10))

@@ -178,7 +178,7 @@ def _before(saved: dict[str, Any], name: str) -> Any:
 
 def _identity(config: RunConfig, vocabulary: int) -> dict[str, Any]:
     """Returns the settings on which a checkpoint's tensors depend."""
-    model = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "init_std"}
+    model = {f"model.{name}": value for name, value in asdict(config.model).items()}
     if config.model.rope_scaling.kind == "none":
         model["model.rope_scaling"] = _EARLIER["model.rope_scaling"]  # all else of it has no effect
     model["model.vocabulary"] = vocabulary

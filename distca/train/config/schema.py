@@ -23,18 +23,13 @@ RESUME_BY_NAME = ("latest", *RESUME_OR_START)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelShape):
-    """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
-
-    Attributes:
-        init_std: standard deviation of the weights at the start.
-    """
+    """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     layers: int = 4
     hidden: int = 128
     ffn: int = 384
     heads: int = 4
     kv_heads: int = 2
-    init_std: float = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)

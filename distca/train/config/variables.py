@@ -378,15 +378,6 @@ VARIABLES: tuple[Variable, ...] = (
         benchmarks=None,
     ),
     Variable(
-        name="LINK_CHANNELS",
-        values=_AT_LEAST_1,
-        default="no limit",
-        meaning="NCCL channels that every transfer is limited to, as by a network",
-        training=None,
-        benchmarks=("--link-channels",),
-        instead=f"use it with {Launcher.RUN_3D.value}",
-    ),
-    Variable(
         name="EXPERIMENT_LOG_MEMORY_USAGE",
         values=_SWITCH,
         default=_CONFIGURATION,

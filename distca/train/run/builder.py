@@ -136,7 +136,6 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         cpu_initialization=not on_gpu,
         fp8=config.train.fp8,
         fp8_weights=config.train.fp8_weights,
-        init_std=config.model.init_std,
     )
     cad = CAD(
         model_config,

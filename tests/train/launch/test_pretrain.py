@@ -145,7 +145,6 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
         ({"WARM_UP": "3"}, "append --optimizer.warmup_steps 3,"),
         ({"MODE": "packed"}, "set CAD to 1 (distca) or 0 (packed),"),
         ({"MIX": "prolong"}, "set DATA_SOURCE=mix and DATA_PATH to pretrain or prolong,"),
-        ({"LINK_CHANNELS": "2"}, "use it with benchmarks/example-3d-parallel/run3d.sh,"),
         ({"DISTCA_DEBUG": "1"}, "There is no variable DISTCA_DEBUG"),
         ({"EXPERIMENT_FOO": "1"}, "There is no variable EXPERIMENT_FOO"),
         ({"STEPS": "ten"}, "STEPS is 'ten'; it must be a whole number of at least 1."),
