@@ -5,7 +5,8 @@ one fused batch. In backward the group's keys and values are gathered again, or 
 all-to-all in the activations' dtype and are added there in float32, in the order of ranks.
 
 Shape suffixes: N rows of the rank, T query rows, S key/value rows of the fused batch, C ranks of the group, M rows of
-the group's fullest rank, H query heads, G key/value heads, D head dimension.
+the group's fullest rank, H query heads, G key/value heads, D head dimension. Keys and values travel together, as
+kv_N2GD, or as [N, G, key and value] where values are narrower than keys.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from distca.plan import AttentionKind
 from distca.plan.sorting import expand
 from distca.recurrent import Recurrence
 from distca.runtime import AttentionPool
+from distca.runtime.server import keys_and_values
 from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
@@ -69,7 +71,7 @@ class GatheredMicroBatch(PackedMicroBatch):
         sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not self.most:
-            return q_NHD * 0
+            return q_NHD[..., : v_NGD.shape[2]] * 0
         return Gathered.apply(q_NHD, k_NGD, v_NGD, sink_H, self, kernel, kind, timer)
 
     @staticmethod
@@ -118,8 +120,9 @@ class GatheredMicroBatch(PackedMicroBatch):
 
     def gather(self, k_NGD: torch.Tensor, v_NGD: torch.Tensor) -> torch.Tensor:
         """kv_S2GD: the group's keys and values, as this rank's tasks read them."""
-        own = k_NGD.new_zeros(self.most, 2, *k_NGD.shape[1:])
-        own[: self.rows, 0], own[: self.rows, 1] = k_NGD, v_NGD
+        own = _room(self.most, k_NGD, v_NGD)
+        keys, values = keys_and_values(own, k_NGD.shape[2])
+        keys[: self.rows], values[: self.rows] = k_NGD, v_NGD
         everyone = own.new_empty(self.group.size * self.most, *own.shape[1:])
         dist.all_gather_into_tensor(everyone, own, group=self.group.group)
         return torch.cat((self.tails.take(everyone), self.heads.take(everyone)))
@@ -127,18 +130,25 @@ class GatheredMicroBatch(PackedMicroBatch):
     def reduce(self, dk_SGD: torch.Tensor, dv_SGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """dk_NGD and dv_NGD of this rank's rows, added up over the group."""
         wide = torch.promote_types(dk_SGD.dtype, torch.float32)
-        mine = dk_SGD.new_zeros(self.group.size * self.most, 2, *dk_SGD.shape[1:])
+        mine = _room(self.group.size * self.most, dk_SGD, dv_SGD)
         tails = self.tails.rows
-        for number, gradient in enumerate((dk_SGD, dv_SGD)):
-            self.tails.put(mine[:, number], gradient[:tails])
+        for part, gradient in zip(keys_and_values(mine, dk_SGD.shape[2]), (dk_SGD, dv_SGD), strict=True):
+            self.tails.put(part, gradient[:tails])
             # A head's context is also its tail's, so this adds two numbers and rounds once.
-            total = self.heads.take(mine[:, number]).to(wide) + gradient[tails:]
-            self.heads.put(mine[:, number], total.to(mine.dtype))
+            total = self.heads.take(part).to(wide) + gradient[tails:]
+            self.heads.put(part, total.to(mine.dtype))
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self.group.group)
         parts_CM2GD = theirs.view(self.group.size, self.most, *theirs.shape[1:])[:, : self.rows]
-        total = parts_CM2GD.sum(0, dtype=wide).to(dk_SGD.dtype)
-        return total[:, 0], total[:, 1]
+        return keys_and_values(parts_CM2GD.sum(0, dtype=wide).to(dk_SGD.dtype), dk_SGD.shape[2])
+
+
+def _room(rows: int, k_SGD: torch.Tensor, v_SGD: torch.Tensor) -> torch.Tensor:
+    """Zeros for so many rows of keys and values."""
+    heads, key_dim = k_SGD.shape[1:]
+    return k_SGD.new_zeros(
+        rows, *((2, heads, key_dim) if k_SGD.shape == v_SGD.shape else (heads, key_dim + v_SGD.shape[2]))
+    )
 
 
 class Gathered(torch.autograd.Function):
@@ -162,9 +172,9 @@ class Gathered(torch.autograd.Function):
         source = (None, None, kv) if micro_batch.keep else (k, v, None)
         if not micro_batch.rows:
             ctx.save_for_backward(q, q, q, sink, *source)
-            return torch.zeros_like(q)
+            return torch.zeros_like(q[..., : v.shape[2]])
         with timer("forward"):
-            o, lse = kernel.forward(q, kv[:, 0], kv[:, 1], micro_batch.batch, kind)
+            o, lse = kernel.forward(q, *keys_and_values(kv, q.shape[2]), micro_batch.batch, kind)
             if sink is not None:
                 o, lse = with_sink(o, lse, sink)
         ctx.save_for_backward(q, o, lse, sink, *source)
@@ -177,11 +187,12 @@ class Gathered(torch.autograd.Function):
         of_sink = None if sink is None else torch.zeros_like(sink)
         if not micro_batch.keep:
             kv = micro_batch.gather(k, v)
+        keys, values = keys_and_values(kv, q.shape[2])
         if micro_batch.rows:
             with timer("backward"):
-                dq, dk, dv = kernel.backward(do[0].contiguous(), q, kv[:, 0], kv[:, 1], o, lse, micro_batch.batch, kind)
+                dq, dk, dv = kernel.backward(do[0].contiguous(), q, keys, values, o, lse, micro_batch.batch, kind)
                 if sink is not None:
                     of_sink = sink_gradient(do[0], o, lse, sink)
         else:
-            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(kv[:, 0]), torch.zeros_like(kv[:, 1])
+            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(keys), torch.zeros_like(values)
         return (dq, *micro_batch.reduce(dk, dv), of_sink, None, None, None, None)

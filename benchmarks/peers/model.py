@@ -26,11 +26,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from benchmarks.peers.experts import draw_experts, expert_fields
 from benchmarks.peers.hybrid import build_hybrid, hybrid_fields
+from benchmarks.peers.latent import latent_fields, latent_spec
 from benchmarks.peers.served import check_served
 from distca.baselines import BaselineError, Mode
 from distca.train.config.schema import RunConfig
@@ -111,7 +112,8 @@ def build_peer(run: RunConfig, mode: Mode, on_gpu: bool) -> Peer:
 def transformer_config(run: RunConfig, mode: Mode, on_gpu: bool) -> TransformerConfig:
     """Megatron's configuration of the model and how it is computed."""
     shape, dtype = run.model, torch.bfloat16 if run.train.precision == "bf16" else torch.float32
-    return TransformerConfig(
+    latent = latent_fields(shape, on_gpu)
+    return (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -122,7 +124,7 @@ def transformer_config(run: RunConfig, mode: Mode, on_gpu: bool) -> TransformerC
         layernorm_epsilon=shape.norm_epsilon,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm or bool(latent),
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
@@ -148,6 +150,7 @@ def transformer_config(run: RunConfig, mode: Mode, on_gpu: bool) -> TransformerC
         use_cpu_initialization=not on_gpu,
         **expert_fields(run, on_gpu),
         **hybrid_fields(run, on_gpu),
+        **latent,
         **_recompute(run),
         **_FP8[run.train.fp8],
     )
@@ -181,7 +184,9 @@ def _groups(run: RunConfig, degree: int) -> None:
 def _gpt(run: RunConfig, config: TransformerConfig, on_gpu: bool) -> GPTModel:
     shape, tp = run.model, run.parallel.tp
     spec: Any
-    if shape.experts.count:
+    if shape.latent.kv_rank:
+        spec = latent_spec(config, on_gpu)
+    elif shape.experts.count:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=on_gpu, normalization="RMSNorm")
     elif on_gpu:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)

@@ -26,16 +26,18 @@ def check_served(run: RunConfig) -> None:
         "model.hybrid.pattern with M or E": bool({MAMBA, EXPERTS} & {*model.hybrid.pattern}),
         "model.experts.biases": model.experts.biases,
         "model.experts.clamp": model.experts.clamp > 0,
+        "model.experts.document_balance": model.experts.document_balance > 0,
+        "model.latent.norm_epsilon": model.latent.norm_epsilon not in (0, model.norm_epsilon),
     }
     if asked := [name for name, differs in unserved.items() if differs]:
         raise BaselineError(
-            "Modes of unmodified Megatron-Core with Transformer Engine train LLaMA's layers and gated delta nets, and "
-            f"this model has others ({', '.join(asked)}); choose other modes."
+            "Modes of unmodified Megatron-Core with Transformer Engine train LLaMA's layers, latent attention and "
+            f"gated delta nets, and this model has others ({', '.join(asked)}); choose other modes."
         )
-    if model.hybrid.pattern and run.parallel.pp > 1:
+    if (model.hybrid.pattern or model.latent.kv_rank) and run.parallel.pp > 1:
         raise BaselineError(
             f"parallel.pp is {run.parallel.pp}, with which modes of unmodified Megatron-Core are not built for hybrid "
-            "stacks; set it to 1, or choose other modes."
+            "stacks and latent attention; set it to 1, or choose other modes."
         )
     if model.vocabulary % run.parallel.tp:
         raise BaselineError(

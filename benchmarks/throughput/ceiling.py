@@ -137,9 +137,8 @@ class Ceiling:
         }
 
     @staticmethod
-    def of_report(content: dict[str, Any], tp: int, heads: int) -> Ceiling:
-        """The ceiling that :meth:`report` gave, of a model with ``heads`` columns of a rank's q."""
-        flops = 4 * heads
+    def of_report(content: dict[str, Any], tp: int, flops: int) -> Ceiling:
+        """The ceiling that :meth:`report` gave, of a model with so many ``attention_flops``."""
         matrices = [{key: value for key, value in each.items() if key != "tflops"} for each in content["matrices"]]
         attention = [
             Attention(
@@ -166,6 +165,11 @@ class Ceiling:
             "forward_tflops": self.attention_flops / of.forward / 1e12,
             "backward_tflops": 2 * self.attention_flops / of.backward / 1e12,
         }
+
+
+def pair_flops(shape: AttentionShape) -> int:
+    """Operations of a pair of query and key on a rank, forward."""
+    return 2 * shape.heads * (shape.head_dim + (shape.value_dim or shape.head_dim))
 
 
 def measure_ceiling(
@@ -201,7 +205,8 @@ def measure_ceiling(
     # Those without a window first, as they are most of the work.
     windows = Counter(sorted(model.windows, key=lambda window: (window > 0, -window)))
     for window in windows:
-        took += _attention_seconds(shape, kernel, document, device, dtype, window)
+        kind = AttentionKind(model.softmax_scale, window)
+        took += _attention_seconds(shape, kernel, document, device, dtype, kind)
     kernel_of_cores = None
     if model.recurrent_layers:
         what = model.hybrid.recurrence(model.recurrent_layers[0], tp)
@@ -221,7 +226,7 @@ def measure_ceiling(
         core = None
         if kernel_of_cores is not None:
             core = Core(kernel_of_cores.name, len(model.recurrent_layers), next(parts), next(parts))
-        return Ceiling(tuple(matrices), tp, tuple(attention), document, 4 * shape.heads * shape.head_dim, core)
+        return Ceiling(tuple(matrices), tp, tuple(attention), document, pair_flops(shape), core)
 
     held, burst = (everyone / dist.get_world_size()).T.tolist()
     return ceiling(held), ceiling(burst)
@@ -250,13 +255,16 @@ def _matrix_seconds(width: int, out: int, tokens: int, device: torch.device, dty
 
 
 def _attention_seconds(
-    shape: AttentionShape, kernel: Kernel, document: int, device: torch.device, dtype: torch.dtype, window: int
+    shape: AttentionShape, kernel: Kernel, document: int, device: torch.device, dtype: torch.dtype, kind: AttentionKind
 ) -> list[tuple[float, float]]:
     """Seconds of forward and of backward of one document, each held and in a burst."""
     borders = np.array([0, document])
-    batch, kind = TaskBatch.of(borders, borders, device), AttentionKind(shape.head_dim**-0.5, window)
-    q, do = (torch.randn(document, shape.heads, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(document, shape.kv_heads, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
+    batch, values = TaskBatch.of(borders, borders, device), shape.value_dim or shape.head_dim
+    q, do, k, v = (
+        torch.randn(document, heads, width, device=device, dtype=dtype)
+        for heads in (shape.heads, shape.kv_heads)
+        for width in (shape.head_dim, values)
+    )
     o, lse = kernel.forward(q, k, v, batch, kind)
     return [
         held_and_burst(lambda: kernel.forward(q, k, v, batch, kind), device),

@@ -32,12 +32,21 @@ def products_of(config: RunConfig) -> list[Product]:
     model, tp = config.model, config.parallel.tp
     hidden, hybrid, kinds = model.hidden, model.hybrid, model.layer_kinds
     shape = config.attention_shape
-    heads, attention, recurrent = shape.heads * shape.head_dim, len(model.attention_kinds), model.recurrent_layers
+    heads, attention, recurrent = shape.heads * model.value_dim, len(model.attention_kinds), model.recurrent_layers
     mlps = [kind.mlp for kind in kinds if kind.mlp.weights(hidden)]
-    found = [
-        Product("qkv", hidden, heads * (1 + hybrid.output_gate) + 2 * shape.kv_heads * shape.head_dim, attention),
-        Product("proj", heads, hidden, attention),
-    ]
+    found = [Product("proj", heads, hidden, attention)]
+    if (latent := model.latent).kv_rank:
+        queries = shape.heads * latent.head_dim
+        if latent.q_rank:
+            found.append(Product("q_down", hidden, latent.q_rank, attention))
+        found += [
+            Product("q", latent.q_rank or hidden, queries, attention),
+            Product("kv_down", hidden, latent.kv_rank + latent.rotary_dim, attention),
+            Product("kv_up", latent.kv_rank, shape.heads * (latent.key_dim + latent.value_dim), attention),
+        ]
+    else:
+        columns = heads * (1 + hybrid.output_gate) + 2 * shape.kv_heads * shape.head_dim
+        found.insert(0, Product("qkv", hidden, columns, attention))
     if recurrent:
         found += [
             Product("in_proj", hidden, sum(hybrid.projected(recurrent[0])) // tp, len(recurrent)),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.throughput.batches import Batches, check_fits, draw_batches, lengths_of
-from benchmarks.throughput.ceiling import Ceiling, measure_ceiling
+from benchmarks.throughput.ceiling import Ceiling, measure_ceiling, pair_flops
 from benchmarks.throughput.cut_short import Figures
 from benchmarks.throughput.links import measure_links
 from benchmarks.throughput.merged import read_first_start
@@ -286,7 +286,7 @@ class Session:
             return None
         config, shape = self._settings.config, self._shape
         held, burst = (
-            Ceiling.of_report(self._report[name], config.parallel.tp, shape.heads * shape.head_dim)
+            Ceiling.of_report(self._report[name], config.parallel.tp, pair_flops(shape))
             for name in ("ceiling", "burst_ceiling")
         )
         return Measured(held, burst, {name: self._report[name] for name in ("links", "ceiling", "burst_ceiling")})
@@ -296,7 +296,8 @@ class Session:
         config, device = self._settings.config, self._world.device
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         shape = self._shape
-        spec = AttentionSpec(shape.heads, shape.kv_heads, shape.head_dim, dtype, device, kinds=kinds_of(config))
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+        spec = AttentionSpec(*heads, dtype, device, kinds=kinds_of(config), value_dim=shape.value_dim)
         kernel = choose_kernel(config.cad.kernel, spec)
         if any(mode.method == "ring" for mode in self._settings.modes):
             wrong = first_objection(check(kernel, replace(spec, causal=False)).objection)

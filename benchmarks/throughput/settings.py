@@ -159,19 +159,19 @@ def _modes(
 ) -> tuple[tuple[Mode, ...], dict[str, str]]:
     """The modes to run, and of all modes those that cannot be, with the reason."""
     ranks, kv_heads = config.parallel.data_parallel(world_size), config.model.kv_heads // config.parallel.tp
-    kinds = kinds_of(config)
     key_heads = config.model.hybrid.key_heads // config.parallel.tp if config.model.recurrent_layers else 0
+    fits = (ranks, kv_heads, kinds_of(config), key_heads, config.model.value_dim < config.model.resolved_head_dim)
     if arguments.modes != ["all"]:
         modes = tuple(parse_mode(name) for name in arguments.modes)
         for mode in modes:
-            mode.check(ranks, kv_heads, kinds, key_heads)
+            mode.check(*fits)
         _check_peers(modes, config)
         return modes, {}
     runnable, left_out = [], {}
-    for mode in every_mode(ranks, any(kind.window for kind in kinds)):
+    for mode in every_mode(ranks, any(config.model.windows)):
         if arguments.degree in (None, mode.degree) or mode.degree == 1:
             try:
-                mode.check(ranks, kv_heads, kinds, key_heads)
+                mode.check(*fits)
                 runnable.append(mode)
             except BaselineError as error:
                 left_out[mode.name] = str(error)

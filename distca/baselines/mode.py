@@ -73,9 +73,17 @@ class Mode:
         """Whether it is another's program: unmodified Megatron-Core with Transformer Engine."""
         return self.method in PEERS
 
-    def check(self, ranks: int, kv_heads: int, kinds: Sequence[AttentionKind] = (), key_heads: int = 0) -> None:
+    def check(
+        self,
+        ranks: int,
+        kv_heads: int,
+        kinds: Sequence[AttentionKind] = (),
+        key_heads: int = 0,
+        narrow_values: bool = False,
+    ) -> None:
         """Refuse a mode that ``ranks`` data-parallel ranks with ``kv_heads`` key/value heads each cannot run, or not
-        with layers of these kinds, or not with recurrent layers of ``key_heads`` key heads each; 0 for none.
+        with layers of these kinds, or not with recurrent layers of ``key_heads`` key heads each (0 for none), or not
+        with values narrower than keys.
 
         Raises:
             BaselineError: in a sentence.
@@ -95,6 +103,11 @@ class Mode:
             raise BaselineError(
                 f"{self.name} takes models of full layers only, and this one has others ({other}); choose packed, cp, "
                 "cp-keep, cp-halo or distca."
+            )
+        if narrow_values and self.method in ("ring", "ulysses"):
+            raise BaselineError(
+                f"{self.name} takes values as wide as keys, and this model's are narrower; choose packed, cp, cp-keep "
+                "or distca."
             )
         if key_heads and self.method in ("ring", "ulysses", "cp-halo"):
             raise BaselineError(

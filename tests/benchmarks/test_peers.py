@@ -99,6 +99,22 @@ def test_all_modes_train_the_same_recurrent_layers(tmp_path):
     assert report["ceiling"]["recurrent"]["layers"] == 1 and report["ceiling"]["recurrent"]["backward"] > 0
 
 
+LATENT = ["--model.latent.kv_rank", "12", "--model.latent.key_dim", "8", "--model.latent.rotary_dim", "4"]
+LATENT += ["--model.latent.value_dim", "6", "--model.experts.count", "8", "--model.experts.ffn", "16"]
+LATENT += ["--model.experts.dense_layers", "1", "--model.experts.shared_ffn", "8", "--model.experts.balance", "0.001"]
+LATENT += ["--model.experts.score", "sigmoid", "--parallel.ep", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
+@pytest.mark.skipif(not has_gated_delta_net(), reason="Latent attention is served with Megatron-Core 0.19")
+def test_all_modes_train_the_same_latent_attention(tmp_path):
+    start(tmp_path, "distca packed cp2 cp2-keep", *LATENT)
+    compared = start(tmp_path, "megatron-te", *LATENT)["cells"]["prolong 128"]["compared"]
+    assert max(compared["loss_difference"].values()) < 1e-6 and not compared["apart"]
+    assert max(compared["gradient_norm_difference"].values()) < 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
 def test_its_megatron_is_as_it_was(tmp_path):
@@ -186,6 +202,8 @@ def test_modes_of_one_start_run_on_one_megatron(tmp_path):
         ([*HYBRID, "--model.hybrid.pattern", "M-*-"], "model.hybrid.pattern with M or E"),
         ([*HYBRID, "--model.hybrid.plain_norm", "true"], "model.hybrid.plain_norm"),
         ([*HYBRID, "--parallel.pp", "2"], "parallel.pp is 2"),
+        ([*LATENT, "--model.latent.norm_epsilon", "1e-6"], "model.latent.norm_epsilon"),
+        ([*LATENT, "--model.experts.document_balance", "0.1"], "model.experts.document_balance"),
         (["--model.experts.count", "4", "--model.experts.biases", "true"], "model.experts.biases"),
         (["--model.experts.count", "4", "--model.experts.clamp", "7"], "model.experts.clamp"),
         (["--parallel.tp", "3"], "model.vocabulary is 64"),
@@ -223,7 +241,7 @@ def test_the_ceiling_of_a_report_is_the_one_that_was_measured():
     matrices = (Matrix("qkv", 8, 24, 2, 1e-6), Matrix("output", 8, 64, 1, 2e-6))
     attention = (Attention(0, 1, 1e-9, 2e-9), Attention(16, 1, 3e-9, 4e-9))
     ceiling = Ceiling(matrices, 1, attention, 256, 4 * 8, Core("a kernel", 1, 1e-6, 3e-6))
-    again = Ceiling.of_report(json.loads(json.dumps(ceiling.report())), 1, 8)
+    again = Ceiling.of_report(json.loads(json.dumps(ceiling.report())), 1, 4 * 8)
     lengths = np.array([5, 200])
     assert again.step_seconds(lengths, 2) == pytest.approx(ceiling.step_seconds(lengths, 2), rel=1e-12)
 

@@ -176,6 +176,16 @@ def test_summaries_are_exposed_where_the_slowest_rank_waits_for_them():
     assert _exposed([RankRecord(), RankRecord()], np.ones(1)) == {"exposed": {}, "summaries_exposed": None}
 
 
+@pytest.mark.parametrize("settings", [(), ("--model.latent.q_rank", "768")])
+def test_products_of_latent_attention_are_all_weights_of_its_layers(settings):
+    from benchmarks.throughput.products import products_of
+    from distca.train.config.cli import parse_run_config
+
+    config = parse_run_config(["--config", str(ROOT / "configs" / "moonlight-16b-a3b-cut.yaml"), *settings])
+    weights = sum(each.width * each.out * each.layers for each in products_of(config))
+    assert weights == config.model.matmul_weights + 2048 * 32000
+
+
 def test_busy_time_is_the_union_of_spans():
     from benchmarks.throughput.busy import covered
 
@@ -208,6 +218,7 @@ def test_wrong_settings_are_sentences(tmp_path):
         (["--modes", "tree2"], [], "There is no mode 'tree2'"),
         (["--modes", "cp4"], [], "do not divide the 6 data-parallel"),
         (["--modes", "ulysses3"], [], "key/value heads"),
+        (["--modes", "ring2"], ["--model.latent.kv_rank", "8"], "ring2 takes values as wide as keys"),
         (["--batches", "0"], [], "--batches"),
         (["--contexts", "128", "1024"], [], "1,024 tokens does not fit into 6 data-parallel ranks of 128"),
         (["--modes", "packed", "--contexts", "256"], [], "No mode can run. packed keeps a document on one rank of 128"),
