@@ -9,6 +9,7 @@ from typing import Any
 
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.commands.options import check_least, check_most, check_picture, check_tolerance, writing
+from distca.commands.plan_recurrent import RecurrentFigures, gated_delta_net
 from distca.commands.plan_results import draw, figures, summary
 from distca.commands.plan_step_results import replanned
 from distca.data.encoding import Bad
@@ -38,6 +39,7 @@ def plan(
     layers: int | None = None,
     layer_types: str = "full",
     window: int = 0,
+    recurrent_heads: str = "16,32,128,128",
     nano_batches: int = 1,
     resend: bool = False,
     tolerance: float | None = None,
@@ -63,9 +65,10 @@ def plan(
         kv_heads: key/value heads per rank (8); a cost table has its own.
         head_dim: size of a head (128); a cost table has its own.
         layers: layers to count bytes for; by default as many as layer_types.
-        layer_types: full or window for each layer, comma-separated, from the first on again where there are more
-            layers. Each kind has a plan of its own.
+        layer_types: full, window or recurrent for each layer, comma-separated, from the first on again where there are
+            more layers. Each kind of attention has a plan of its own; recurrent layers are gated delta nets.
         window: tokens that a token attends to in layers of type window, itself included.
+        recurrent_heads: of a rank in recurrent layers: key heads, value heads, and the size of a head of each.
         nano_batches: 1, or 2 for ping and pong.
         resend: plan the backward on its own, as pipelines need.
         tolerance: how far above the mean the slowest server may be; by default what training takes for so many.
@@ -91,7 +94,8 @@ def plan(
     check_least(1, nano_batches=nano_batches)
     check_most(2, nano_batches=nano_batches)
     check_most(_MOST, ranks=ranks, layers=layers, ranks_per_node=ranks_per_node, window=window)
-    of_layers = _kinds_of_layers(layer_types, window, layers)
+    of_layers, recurrent = _kinds_of_layers(layer_types, window, layers)
+    what = gated_delta_net(recurrent_heads)
     if not os.path.isfile(lengths) and ranks * tokens_per_rank > MOST_TOKENS:
         most = MOST_TOKENS // ranks
         raise OptionError(f"--tokens_per_rank is {tokens_per_rank}; with --ranks {ranks} it must be at most {most}.")
@@ -126,10 +130,11 @@ def plan(
         costs=tuple(cost_of_kind(kind, cost) for kind in kinds),
         layer_kinds=(layer_kinds,),
     )
+    beside = RecurrentFigures.of(made, what, recurrent) if recurrent else None
     if json:
-        print_json(figures(made, len(of_layers)))
+        print_json(figures(made, len(of_layers), beside))
     else:
-        printer().print(summary(made, len(of_layers)))
+        printer().print(summary(made, len(of_layers), beside))
     if picture is not None:
         with writing("picture", picture):
             draw(made, picture, lengths)
@@ -137,16 +142,18 @@ def plan(
         printer().print(f"Picture written to {picture}.", soft_wrap=True)
 
 
-def _kinds_of_layers(layer_types: str, window: int, layers: int | None) -> list[AttentionKind]:
-    """The kind of every layer.
+def _kinds_of_layers(layer_types: str, window: int, layers: int | None) -> tuple[list[AttentionKind], int]:
+    """The kind of every layer with attention, and the number of recurrent layers.
 
     Raises:
-        OptionError: a type is neither full nor window, there are more types than layers, or a window without a layer
-            of its type, or the other way round.
+        OptionError: a type that is not there, no layer with attention, more types than layers, or a window without a
+            layer of its type, or the other way round.
     """
     types = [each.strip() for each in layer_types.split(",")]
-    if not set(types) <= {"full", "window"}:
-        raise OptionError(f"--layer_types is {layer_types!r}; it must be full and window, comma-separated.")
+    if not set(types) <= {"full", "window", "recurrent"}:
+        raise OptionError(f"--layer_types is {layer_types!r}; it must be full, window and recurrent, comma-separated.")
+    if set(types) == {"recurrent"}:
+        raise OptionError(f"--layer_types is {layer_types!r}, without attention to plan; add full or window.")
     if layers is not None and layers < len(types):
         raise OptionError(f"--layers is {layers}, but --layer_types names {len(types)} layers; it must be no less.")
     if (window > 0) != ("window" in types):
@@ -154,7 +161,10 @@ def _kinds_of_layers(layer_types: str, window: int, layers: int | None) -> list[
             f"--window is {window} with --layer_types {layer_types}; it must be at least 1 where a layer is of type "
             "window, and 0 elsewhere."
         )
-    return [AttentionKind(1.0, each) for each in windows_of(types, window, layers or len(types))]
+    of_layers = [types[layer % len(types)] for layer in range(layers or len(types))]
+    attention = [each for each in of_layers if each != "recurrent"]
+    kinds = [AttentionKind(1.0, each) for each in windows_of(attention, window, len(attention))]
+    return kinds, len(of_layers) - len(attention)
 
 
 def _check_alone(path: str, given: Mapping[str, Any]) -> None:

@@ -14,9 +14,12 @@ from distca.words import count, format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from distca.commands.plan_recurrent import RecurrentFigures
 
-def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
-    """A table of what the plan achieves; bytes are those of ``layers`` layers, all ranks together."""
+
+def summary(made: MicroBatchPlan, layers: int = 1, recurrent: RecurrentFigures | None = None) -> Table:
+    """A table of what the plan achieves; bytes are those of ``layers`` layers with attention, all ranks together.
+    ``recurrent``: what other layers move."""
     from rich.table import Table
 
     documents, ranks = count(len(made.lengths), "document"), made.nano_batches[0].layout.ranks
@@ -50,6 +53,7 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
         *half_rows(made, layers),
         ("shortest shard sent away", count(shortest, "token") if shortest else "none"),
         *kind_rows(made),
+        *(recurrent.rows() if recurrent else ()),
         ("planning", f"{made.planning_ms:.1f} ms"),
     ]
     for row in rows:
@@ -57,7 +61,7 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
     return table
 
 
-def figures(made: MicroBatchPlan, layers: int = 1) -> dict[str, Any]:
+def figures(made: MicroBatchPlan, layers: int = 1, recurrent: RecurrentFigures | None = None) -> dict[str, Any]:
     """The numbers of :func:`summary`, in seconds and bytes, by name; bytes are those of ``layers`` layers, all ranks
     together, unless a name says one layer."""
     moved, shape, options = made.bytes_moved, made.cost.shape, made.step.options
@@ -86,6 +90,7 @@ def figures(made: MicroBatchPlan, layers: int = 1) -> dict[str, Any]:
             name: {"slowest_over_mean": each.imbalance_after, "bytes_of_one_layer": each.bytes_moved.total}
             for name, each in zip(options.names_of_combinations, kinds, strict=True)
         },
+        "recurrent": recurrent.figures() if recurrent else None,
         "planning_s": made.planning_ms / 1e3,
     }
 

@@ -65,6 +65,25 @@ def test_a_mixed_stack_is_planned_by_kind(tmp_path: Path, capsys: pytest.Capture
     assert "<!-- full -->" not in picture.read_text()
 
 
+def test_recurrent_layers_move_summaries_and_halos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("1000\n")
+    given: dict[str, Any] = {"ranks": 2, "layers": 6, "recurrent_heads": "2,4,8,6"}
+    plan(str(lengths), layer_types="recurrent,recurrent,full", json=True, **given)
+    found = json.loads(capsys.readouterr().out)
+    # Head, middle and tail of the one document: a state and a summary travel, in either direction, and two halos.
+    state, transition, halo = 4 * 4 * 8 * 6, 4 * 4 * 8 * 8, 3 * 2 * (2 * 2 * 8 + 4 * 6)
+    recurrent = found["recurrent"]
+    assert found["layers"] == 2 and recurrent["layers"] == 4 and recurrent["most_pieces_of_a_document"] == 3
+    assert recurrent["bytes_of_one_layer"] == 2 * (2 * state + transition + 2 * halo)
+    plan(str(lengths), layer_types="recurrent,recurrent,full", **given)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "q to servers, all ranks, 2 layers" in shown and "summaries and halos, 4 recurrent layers" in shown
+    assert "most pieces of a document 3 " in shown
+    plan(str(lengths), json=True, ranks=2)
+    assert json.loads(capsys.readouterr().out)["recurrent"] is None
+
+
 def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
     with pytest.raises(OptionError, match="--ranks is 12, which nodes of --ranks_per_node 8 do not divide"):
         plan("pretrain", ranks=12, ranks_per_node=8)
@@ -81,7 +100,10 @@ def test_more_tokens_than_can_be_drawn_are_refused() -> None:
         ({"ranks": -2}, "--ranks is -2; it must be at least 1"),
         ({"tokens_per_rank": 0}, "--tokens_per_rank is 0"),
         ({"layers": 0}, "--layers is 0"),
-        ({"layer_types": "full,chunk"}, "--layer_types is 'full,chunk'; it must be full and window, comma-separated"),
+        ({"layer_types": "full,chunk"}, "--layer_types is 'full,chunk'; it must be full, window and recurrent"),
+        ({"layer_types": "recurrent"}, "--layer_types is 'recurrent', without attention to plan"),
+        ({"recurrent_heads": "16,30,128,128"}, "--recurrent_heads is '16,30,128,128'; it must be four numbers"),
+        ({"recurrent_heads": "16,32,128"}, "--recurrent_heads is '16,32,128'; it must be four numbers"),
         ({"layer_types": "window,full", "window": 8, "layers": 1}, "--layers is 1, but --layer_types names 2 layers"),
         ({"layer_types": "window,full"}, "--window is 0 with --layer_types window,full"),
         ({"window": 1024}, "--window is 1024 with --layer_types full"),
