@@ -1,4 +1,4 @@
-"""What recurrent layers move in a plan, for ``distca plan``: halos, and summaries of pieces of documents."""
+"""The bytes that recurrent layers move in a plan, for ``distca plan``: halos, and summaries of pieces of documents."""
 
 from __future__ import annotations
 
