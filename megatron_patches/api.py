@@ -8,7 +8,7 @@
         reports = cad.forward_backward(step, forward_step, model)
         optimizer.step()
 
-``examples/own_training_loop.py`` is a whole script, and docs/tutorial.md explains it.
+``examples/own_training_loop.py`` is a whole script, and docs/own_script.md explains it.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def test_the_public_face_is_the_examples() -> None:
     assert [line for line in code(block.lines) if line not in code(EXAMPLE.read_text().splitlines())] == []
 
 
-def test_the_tutorial_explains_the_examples_lines() -> None:
-    shown = [code(block.lines) for block in blocks(ROOT / "docs" / "tutorial.md", "python")]
+def test_the_page_about_scripts_explains_the_examples_lines() -> None:
+    shown = [code(block.lines) for block in blocks(ROOT / "docs" / "own_script.md", "python")]
     assert len(shown) == 4
     assert [line for lines in shown for line in lines if line not in code(EXAMPLE.read_text().splitlines())] == []
 
