@@ -224,7 +224,7 @@ def home(folder: str, ways: list[How], schedule: list[tuple[int, ...]], seed: in
     trainer = Trainer(setup, cad, cad.data_parallel(model, distributed_optimizer=False), servers if rank == 0 else None)
     found = trainer.by_schedule(schedule) if schedule else trainer.with_losses(ways, seed)
     dist.barrier()
-    cad._remote.transport.give_up()  # while its servers live: NCCL would wait for them
+    trainer._remote.transport.give_up()  # while its servers live: NCCL would wait for them
     servers.end_stopped()
     for number in list(servers.processes):
         servers.lose(number)
