@@ -56,11 +56,14 @@ def loss(loss_mask, total):
 
 
 def documents(steps, ranks, seed=1):
-    """Every step two micro-batches of documents, the same on every rank; one of them is longer than a rank's share."""
+    """Every step two micro-batches of documents, the same on every rank; one of them is longer than a rank's share.
+    There is something to learn: each token is the one before, or one more."""
     random = np.random.default_rng(seed)
     for _ in range(steps):
         lengths = [[TOKENS_PER_RANK * ranks // 2, *random.integers(1, 200, 5 * ranks)] for _ in range(2)]
-        yield [[random.integers(0, VOCABULARY, length) for length in micro_batch] for micro_batch in lengths]
+        yield [
+            [random.integers(0, 2, length).cumsum() % VOCABULARY for length in micro_batch] for micro_batch in lengths
+        ]
 
 
 def main():

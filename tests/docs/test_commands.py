@@ -227,7 +227,7 @@ def profiled(project: Project, command: str) -> None:
 
 def options_known(project: Project, command: str) -> None:
     """--help lists every option that the program is given; what starts it is left out."""
-    words = shlex.split(command)
+    words = shlex.split(re.sub(f"^{ASSIGNMENTS}", "", command))
     if words[0] == "torchrun":
         script = next(place for place, word in enumerate(words) if word.endswith(".py"))
         assert {word.partition("=")[0] for word in words[1:script]} <= {"--standalone", "--nproc-per-node", "4"}
@@ -275,7 +275,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"distca checkpoint .*", checkpoint_command),
     (r"sbatch .*", submitted),
     (r"salloc .*", allocated),
-    (r"torchrun .*|python (benchmarks/\w+\.py|-m benchmarks\.\w+).*", options_known),
+    (rf"{ASSIGNMENTS}torchrun .*|python (benchmarks/\w+\.py|-m benchmarks\.\w+).*", options_known),
     (r"distca profile.*", profiled),
     (r"distca (parity|simulate).*", options_known),
     (r"distca data (preview|describe) .*talks\.jsonl.*", conversations),

@@ -1,1 +1,1 @@
-"""The seconds that attention and linear layers take: analytic models and measured tables."""
+"""Seconds that attention takes: analytic models and measured tables."""
