@@ -1,10 +1,12 @@
 """A hook of mkdocs: the site has the folders of the project, so that every link works there as it does in the project.
 
 mkdocs takes its pages from one folder, and links that leave it would be broken. So the files that pages link to are
-added under the names that they have in the project: pages, pictures, results, scripts, configurations.
+added under the names that they have in the project: pages, pictures, results, scripts, configurations. The page about
+the API is made from docstrings.
 """
 
 import re
+import runpy
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -27,7 +29,7 @@ def linked(page: Path) -> set[Path]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Returns README.md and all files that can be reached from it by links, in place of mkdocs's own."""
+    """Returns README.md, all files that can be reached from it by links, and the page about the API."""
     waiting, seen = {ROOT / "README.md"}, set[Path]()
     while waiting:
         page = waiting.pop()
@@ -37,4 +39,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     assets = [file for file in files if not file.src_uri.startswith("images/") and not file.is_documentation_page()]
     inside = [file for file in assets if not file.src_uri.endswith(".py")]
     added = [File(str(path.relative_to(ROOT)), str(ROOT), config.site_dir, use_directory_urls=False) for path in seen]
-    return Files([*inside, *added])
+    api = runpy.run_path(str(ROOT / "docs" / "api_page.py"))["api_page"]()
+    made = File.generated(config, "docs/api.md", content=api)
+    return Files([*inside, *added, made])
