@@ -7,16 +7,16 @@ Qwen3.5's 9B and 27B in bfloat16, 128K tokens of the long-context mixes per four
 between nodes. Each mode takes the fastest of 4, 2 and 1 tensor-parallel ranks and of one or two micro-batches, with as
 many tokens less on each server, and recomputes the least that fits into memory. In recurrent layers context parallelism
 exchanges heads, as Megatron-Core does. "free-heads" counts these exchanges as nothing, which no way to run these layers
-over ranks beats; "hidden" counts gathers and exchanges only as far as they are longer than what lies beside. Seconds of
-attention are those of an H100 for heads of 256 and a document of 64K, of recurrent cores those of fla 0.5.1 on an H200
-(distca/plan/cost/recurrent.py), all else is the H200's.
+over ranks beats, and "free-summaries" those of DistCA's summaries. "hidden" counts gathers and exchanges only as far as
+they are longer than what lies beside. Seconds of attention are those of an H100 for heads of 256 and a document of 64K,
+of recurrent cores those of fla 0.5.1 on an H200 (distca/plan/cost/recurrent.py), all else is the H200's.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -40,7 +40,7 @@ from distca.versions import command_line, versions, write_report
 TENSOR_PARALLEL, SEED, TOKENS = (4, 2, 1), 1234, 131_072
 """Tokens of a server of four GPUs."""
 MICRO_BATCHES = (1, 2)
-FREE = "-free-heads"
+FREE, FREE_SUMMARIES = "-free-heads", "-free-summaries"
 MODES = ("distca", "packed", BEST, BEST + HIDDEN, BEST + FREE, BEST + FREE + HIDDEN)
 NAMES = ("qwen3.5-9b", "qwen3.5-27b")
 
@@ -79,8 +79,8 @@ def run_mode(jobs: list[Job], mode: str, draws: Callable[[Job], list[Workload]])
         except DistcaError as error:
             found = {"refused": str(error)} if "refused" in found else found
             continue
-        trial = replace(job, move_heads=FREE not in mode)
-        ran = fitting(trial, mode.replace(FREE, ""), drawn)
+        trial = replace(job, move_heads=FREE not in mode, move_summaries=FREE_SUMMARIES not in mode)
+        ran = fitting(trial, mode.replace(FREE, "").replace(FREE_SUMMARIES, ""), drawn)
         if isinstance(ran, str):
             found = {"refused": ran} if "refused" in found else found
             continue
@@ -116,11 +116,11 @@ def _summaries(job: Job, workload: Workload) -> dict[str, Any]:
     }
 
 
-def run_cell(jobs: list[Job], draws: Callable[[Job], list[Workload]]) -> dict[str, Any]:
+def run_cell(jobs: list[Job], draws: Callable[[Job], list[Workload]], modes: Sequence[str] = MODES) -> dict[str, Any]:
     """All modes on documents of the same draw, and DistCA's speed over theirs."""
-    found = {mode: run_mode(jobs, mode, draws) for mode in MODES}
+    found = {mode: run_mode(jobs, mode, draws) for mode in modes}
     for figures in found.values():
-        if "refused" not in figures and "refused" not in found["distca"]:
+        if "refused" not in figures and "refused" not in found.get("distca", {"refused": ""}):
             figures["distca_over_it"] = found["distca"]["tokens_per_s"] / figures["tokens_per_s"]
     return found
 
@@ -133,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
     parser.add_argument("--steps", type=int, default=3, help="global batches of a cell")
+    parser.add_argument("--modes", nargs="+", choices=(*MODES, "distca" + FREE_SUMMARIES), default=list(MODES))
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--mixes", nargs="+", choices=("pretrain", "prolong"), default=["pretrain", "prolong"])
     parser.add_argument("--gpus", type=int, nargs="+", default=[64, 128, 256, 512])
@@ -155,7 +156,7 @@ def main() -> None:
         jobs = jobs_of(name, gpus, arguments.network_gb_s)
         draws = partial(_drawn, f"{mix}-long", context * 1024, arguments.steps)
         case = {"model": name, "mix": mix, "context": context, "gpus": gpus}
-        cells.append(case | {"modes": run_cell(jobs, draws)})
+        cells.append(case | {"modes": run_cell(jobs, draws, arguments.modes)})
         write_report(arguments.output, report)
 
 

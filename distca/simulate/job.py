@@ -65,6 +65,8 @@ class Job:
             all are alike.
         move_heads: whether context parallelism exchanges the heads of recurrent layers; False counts that as nothing,
             which no way to run them beats.
+        move_summaries: whether summaries of recurrent layers travel and are strung together; False counts that as
+            nothing, which no way to compose them beats.
 
     Raises:
         SimulationError: on parallelism that the cluster or the model does not fit, widths that FP8 cannot take, or a
@@ -97,6 +99,7 @@ class Job:
     extra_servers: int = 0
     home_factors: tuple[float, ...] = ()
     move_heads: bool = True
+    move_summaries: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "tokens_per_rank", "micro_batches"):

@@ -75,7 +75,8 @@ class Recurrent:
             rows = half.only + half.first + half.inner + half.last
             summaries = half.forward if direction == "forward" else half.backward
             # Each summary that is read is multiplied into a state and added: read, and written once.
-            folding = job.copied(1.5 * summaries.read_bytes(what))
+            counts = float(job.move_summaries)
+            folding = job.copied(1.5 * counts * summaries.read_bytes(what))
             if direction == "forward":
                 before[here] = core.convolution * rows + core.forward * (half.only + half.first + half.inner)
                 rest[here] = folding + core.forward * (half.inner + half.last)
@@ -85,13 +86,13 @@ class Recurrent:
                 before[here] = folding + core.backward * (half.first + half.inner)
                 before[here] += (core.convolution + core.convolution_backward) * rows
             halo.append((stage, half.halo, what.channels * VALUE))
-            states.append((stage, summaries.states, what.state_bytes))
-            states.append((stage, summaries.transitions, what.transition_bytes))
+            states.append((stage, summaries.states, counts * what.state_bytes))
+            states.append((stage, summaries.transitions, counts * what.transition_bytes))
         if direction == "forward":
             return CoreHalf(before, rest, self._exchange(halo), self._exchange(states))
         return CoreHalf(before, rest, self._exchange(states), self._exchange(halo, back=True))
 
-    def _exchange(self, parts: Sequence[tuple[int, PairRows, int]], back: bool = False) -> Exchange:
+    def _exchange(self, parts: Sequence[tuple[int, PairRows, float]], back: bool = False) -> Exchange:
         """Rows of so many bytes each within a stage, or their gradients, which go the other way."""
         ranks, servers = self._job.data_parallel, self._job.servers
         home = np.concatenate([stage * ranks + pairs.home for stage, pairs, _ in parts])

@@ -130,6 +130,15 @@ def test_slow_links_show_in_recurrent_layers_and_fast_ones_do_not() -> None:
         assert steps[0].exposed_share > 0.2 > 0.01 > steps[2].exposed_share
 
 
+def test_summaries_can_count_as_nothing() -> None:
+    job = replace(job_of(cluster=Cluster(4, 1, network_gb_s=1e-3), pattern="GGG*"), cost=pair_cost(1e-9))
+    model = replace(job.model, hybrid=replace(job.model.hybrid, key_dim=64, value_dim=64))
+    job = replace(job, model=model)
+    workload, mode = documents([(7000, 0), (300, 0)], bins=1), parse_mode("distca")
+    steps = [simulate(replace(job, move_summaries=moves), mode, workload) for moves in (True, False)]
+    assert steps[0].step_s > 1.1 * steps[1].step_s and steps[0].sent_bytes_busiest > steps[1].sent_bytes_busiest > 0
+
+
 def test_what_lies_between_two_attentions_by_hand() -> None:
     rate, core = LinearRate(1.0, 2.0), CoreWeights(3.0, 5.0)
     net, full = LayerWork(False, 10, 4, core), LayerWork(True, 20, 6)
