@@ -10,7 +10,7 @@ from distca.errors import OptionError
 from distca.plan import MicroBatchPlan
 from distca.plan.recurrence import Recurrence
 from distca.plan.recurrent.pieces import DocumentPieces
-from distca.plan.recurrent.traffic import recurrent_halves
+from distca.plan.recurrent.traffic import recurrent_nanos
 from distca.words import count, format_bytes
 
 _MOST = 1 << 20
@@ -24,7 +24,7 @@ class RecurrentFigures:
         layers: of the model.
         bytes_of_one_layer: that travel between ranks.
         busiest_rank_bytes_of_one_layer: of summaries that a rank sends or receives, in its larger direction.
-        most_pieces_of_a_document: which lie on several ranks, or in both halves.
+        most_pieces_of_a_document: which lie on several ranks, or in both nano-batches.
         most_summaries_read: by a rank in forward, its own among them.
     """
 
@@ -37,18 +37,18 @@ class RecurrentFigures:
     @staticmethod
     def of(made: MicroBatchPlan, what: Recurrence, layers: int) -> RecurrentFigures:
         """Count them from the plan's layouts."""
-        layouts = [nano.layout for nano in made.nano_batches]
-        halves = recurrent_halves(layouts, what.halo_rows)
+        layouts = [each.layout for each in made.nano_batches]
+        nanos = recurrent_nanos(layouts, what.halo_rows)
         moved = np.zeros((2, layouts[0].ranks), np.int64)
-        for each in (summaries for half in halves for summaries in (half.forward, half.backward)):
+        for each in (summaries for nano in nanos for summaries in (nano.forward, nano.backward)):
             for pairs, size in ((each.states, what.state_bytes), (each.transitions, what.transition_bytes)):
                 moved += size * np.stack((pairs.sent, pairs.received))
         return RecurrentFigures(
             layers,
-            sum(half.travelling_bytes(what) for half in halves),
+            sum(nano.travelling_bytes(what) for nano in nanos),
             int(moved.max()),
             int(np.bincount(DocumentPieces.of(layouts).shards.document).max()),
-            int(np.sum([half.forward.read for half in halves], axis=0).max()),
+            int(np.sum([nano.forward.read for nano in nanos], axis=0).max()),
         )
 
     def rows(self) -> list[tuple[str, str]]:
