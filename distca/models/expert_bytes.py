@@ -13,9 +13,8 @@ from distca.models.experts import Experts
 _WAY = 5 * 8
 """Bytes of where a pair lies, by row, by expert and in the order in which it came, in 64-bit numbers."""
 
-_CLAMPED = 8
-"""Widths inside an expert whose activation is clamped: both projections with their biases, the clamped gate, its
-sigmoid, their product, the clamped up projection, and what is put out before and behind its score."""
+_INSIDE = 3
+"""Widths inside an expert: both projections, and what the last product reads."""
 
 _PROBABILITY = 4
 """Bytes of a pair's probability, and of its gradient."""
@@ -55,8 +54,7 @@ class ExpertBytes:
 
     def again(self) -> int:
         """Bytes of what is there once more in backward where experts are computed again."""
-        widths = _CLAMPED if self.experts.clamp else 3
-        inside = self.pairs * (self.value * (self.hidden + widths * self.experts.ffn) + _CHOICE + _PROBABILITY)
+        inside = self.pairs * (self.value * (self.hidden + _INSIDE * self.experts.ffn) + _CHOICE + _PROBABILITY)
         # The shared expert's input is the router's, and that of its SwiGLU is counted with dense MLPs.
         return int(inside + self._scores()) + self.input() + self.value * self.experts.shared_ffn // self.tp
 

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from distca.ops.output_loss import add_product
+from distca.ops.row_dots import row_dots
 
 _HOPPER = (9, 0)
 _ALIGNED = 8
@@ -93,7 +94,9 @@ class _AddBiases(torch.autograd.Function):
         ctx.save_for_backward(scale_P, *biases)
         ctx.groups = groups
         bias_PO = _of_rows(biases, groups, len(x_PO))
-        return (x_PO + (bias_PO if scale_P is None else bias_PO * scale_P[:, None])).to(x_PO.dtype)
+        if scale_P is None:
+            return x_PO + bias_PO
+        return torch.addcmul(x_PO, bias_PO, scale_P[:, None], out=bias_PO)  # a GPU casts in the same pass
 
     @staticmethod
     @once_differentiable
@@ -102,8 +105,8 @@ class _AddBiases(torch.autograd.Function):
         d_scale, scaled = None, d_PO
         if scale_P is not None:
             if ctx.needs_input_grad[1]:
-                d_scale = (d_PO * _of_rows(biases, ctx.groups, len(d_PO))).sum(1, dtype=scale_P.dtype)
-            scaled = d_PO * scale_P[:, None]
+                d_scale = row_dots(d_PO.contiguous(), _of_rows(biases, ctx.groups, len(d_PO))).to(scale_P.dtype)
+            scaled = torch.mul(d_PO, scale_P[:, None], out=torch.empty_like(d_PO))
         # One sum after the other: rows that are added by index are rounded after each, and come in any order.
         parts = zip(biases, ctx.needs_input_grad[3:], scaled.split(ctx.groups.rows), strict=True)
         return d_PO, d_scale, None, *(part.sum(0).to(bias.dtype) if needed else None for bias, needed, part in parts)

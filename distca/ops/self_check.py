@@ -6,6 +6,7 @@ An operation that is further off than its dtype explains is not run: its plain v
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import torch
 
 from distca.cluster.verdict import first_objection
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
+from distca.ops.gate import SWIGLU, Gate
 from distca.ops.output_loss import add_product
 from distca.ops.rms_norm import add_rms_norm, rms_norm
 from distca.ops.rotary import Rotation, split_and_rotate
@@ -42,6 +44,7 @@ class Widths:
         kv_heads: key/value heads.
         head_dim: elements per head.
         latent: columns of the norms of latent rows.
+        gate: of experts.
     """
 
     hidden: int
@@ -50,6 +53,7 @@ class Widths:
     kv_heads: int
     head_dim: int
     latent: tuple[int, ...] = ()
+    gate: Gate = SWIGLU
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 def _operations(widths: Widths) -> dict[Operation, Callable[[_Draw], Outputs]]:
     return {
         "rotation": lambda draw: _rotation(draw, widths),
-        "SwiGLU": lambda draw: _swiglu(draw, widths.ffn),
+        "SwiGLU": lambda draw: _swiglu(draw, widths.ffn) | _scaled_gate(draw, widths),
         "RMSNorm": lambda draw: _norms(draw, widths),
         "cross-entropy": _cross_entropy,
         "weight gradients": _weight_gradients,
@@ -161,11 +165,17 @@ def _swiglu(draw: _Draw, ffn: int) -> Outputs:
     x = draw(_ROWS, 2 * ffn).requires_grad_()
     out = swiglu(x)
     (d_x,) = torch.autograd.grad(out, x, draw(_ROWS, ffn))
+    return {"the output": out, "the input's gradient": d_x}
+
+
+def _scaled_gate(draw: _Draw, widths: Widths) -> Outputs:
+    """As experts call it, with numbers on both sides of a limit."""
+    power = math.frexp(widths.gate.limit)[1]  # a power of two leaves numbers exact in every type
+    x = (2.0**power * draw(_ROWS, 2 * widths.ffn)).requires_grad_()
     factors = draw.wide(_ROWS).requires_grad_()
-    scaled = swiglu(x, factors)
-    d_scaled, d_factors = torch.autograd.grad(scaled, (x, factors), draw(_ROWS, ffn))
-    with_factors = {"the scaled output": scaled, "its input's gradient": d_scaled, "the factors' gradient": d_factors}
-    return {"the output": out, "the input's gradient": d_x} | with_factors
+    scaled = swiglu(x, factors, widths.gate)
+    d_scaled, d_factors = torch.autograd.grad(scaled, (x, factors), draw(_ROWS, widths.ffn))
+    return {"the scaled output": scaled, "its input's gradient": d_scaled, "the factors' gradient": d_factors}
 
 
 def _norms(draw: _Draw, widths: Widths) -> Outputs:

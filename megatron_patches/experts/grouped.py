@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from distca.ops.grouped_linear import Groups, add_biases, grouped_linear
 from distca.ops.swiglu import swiglu
-from megatron_patches.patches.fused_ops import is_swiglu
+from megatron_patches.patches.fused_ops import gate_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -51,8 +51,8 @@ def _is_bare(linear: Any) -> bool:
 
 def _activated(config: TransformerConfig, x_PF: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """The output of the operations that Megatron's MLP has between its products."""
-    if is_swiglu(config):
-        return swiglu(x_PF, probs_P)
+    if (gate_and_up := gate_of(config)) is not None:
+        return swiglu(x_PF, probs_P, gate_and_up)
     function, probs = config.activation_func, probs_P[:, None]
     if not config.gated_linear_unit:
         return (function(x_PF) * probs).to(x_PF.dtype)

@@ -9,8 +9,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
+from distca.ops.gate import SWIGLU
 from distca.ops.self_check import Widths, check_operations
 from megatron_patches.model.latent import is_latent, latent_of
+from megatron_patches.patches.fused_ops import gate_of
 from megatron_patches.steps.plan_options import attention_shape
 
 _products_checked: set[str] = set()
@@ -37,9 +39,8 @@ def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> N
     if is_latent(config):
         of = latent_of(config)
         latent = tuple(filter(None, (of.q_rank, of.kv_rank)))
-    widths = Widths(
-        config.hidden_size, config.ffn_hidden_size // tp, shape.heads, shape.kv_heads, shape.head_dim, latent
-    )
+    heads, gate = (shape.heads, shape.kv_heads, shape.head_dim), gate_of(config) or SWIGLU
+    widths = Widths(config.hidden_size, config.ffn_hidden_size // tp, *heads, latent, gate)
     _check_operations(widths, config.params_dtype, device)
     kind = f"{config.fp8} {config.fp8_recipe}"
     if te and kind not in _products_checked:

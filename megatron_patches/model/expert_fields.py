@@ -45,12 +45,13 @@ def expert_fields(shape: ModelShape) -> dict[str, Any]:
 def _clamped(limit: float) -> dict[str, Any]:
     """The fields of gpt-oss's activation. Megatron's fused one adds biases behind its limit, and is not taken."""
     return {
-        "activation_func": _sigmoid_gelu,
+        "activation_func": sigmoid_gelu,
         "activation_func_clamp_value": limit,
         "glu_linear_offset": 1.0,
         "bias_activation_fusion": False,
     }
 
 
-def _sigmoid_gelu(gate: torch.Tensor) -> torch.Tensor:
+def sigmoid_gelu(gate: torch.Tensor) -> torch.Tensor:
+    """gate · sigmoid(1.702 · gate), the approximation of GELU (Hendrycks & Gimpel 2016)."""
     return gate * torch.sigmoid(1.702 * gate)

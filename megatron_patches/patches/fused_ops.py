@@ -13,18 +13,23 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig, attention
 from megatron.core.transformer.mlp import MLP
 
 from distca.ops.discard_output import forget_until_backward
+from distca.ops.gate import SWIGLU, Gate
 from distca.ops.output_loss import add_product
 from distca.ops.recomputed import recomputed
 from distca.ops.rotary import Rotation, split_and_rotate
 from distca.ops.swiglu import fill_swiglu, swiglu
+from megatron_patches.model.expert_fields import sigmoid_gelu
 from megatron_patches.te.quantization import keeps_inputs
 
 _KEPT = "distca_rotation"
+_SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702}
+"""The factor in the sigmoid of activation functions that a gate computes."""
 
 
 def fuse_rotation(config: TransformerConfig) -> None:
@@ -129,13 +134,16 @@ def fuse_swiglu(model: torch.nn.Module) -> None:
 
 def is_swiglu(config: TransformerConfig) -> bool:
     """Whether an MLP's activation is SwiGLU and nothing else."""
-    return (
-        config.gated_linear_unit
-        and config.activation_func is torch.nn.functional.silu
-        and not config.activation_func_fp8_input_store
-        and config.activation_func_clamp_value is None
-        and not config.glu_linear_offset
-    )
+    return gate_of(config) == SWIGLU
+
+
+def gate_of(config: TransformerConfig) -> Gate | None:
+    """The gate of an MLP's activation, where it is one that is computed in one pass."""
+    slope, limit = _SLOPES.get(config.activation_func), config.activation_func_clamp_value
+    plain = config.gated_linear_unit and not config.activation_func_fp8_input_store
+    if slope is None or not plain or (limit is not None and limit <= 0):
+        return None
+    return Gate(slope, config.glu_linear_offset, limit or 0.0)
 
 
 class _Products:

@@ -1,16 +1,18 @@
 """Fused operations that are wrong are not run any more, and right ones are never refused."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from distca.ops import self_check, triton
+from distca.ops.gate import SWIGLU, Gate
 from distca.ops.self_check import Widths, check_operations
 from distca.testing.ranks import run_ranks
 
-CPU, WIDTHS = torch.device("cpu"), Widths(96, 80, 4, 2, 24, (40,))
+CPU, WIDTHS = torch.device("cpu"), Widths(96, 80, 4, 2, 24, (40,), Gate(1.702, 1.0, 7.0))
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +58,14 @@ def _wrong(name):
     def add(total, a, b):
         _add(total, a * (1.01 if a.dtype != torch.float64 else 1), b)
 
-    def swiglu(x, factors=None):
-        return _swiglu(x if x.dtype == torch.float64 else x.roll(40, -1), factors)
+    def swiglu(x, factors=None, gate=SWIGLU):
+        return _swiglu(x if x.dtype == torch.float64 else x.roll(40, -1), factors, gate)
 
-    def factors_of_others(x, factors=None):
-        return _swiglu(x, factors if factors is None or x.dtype == torch.float64 else factors.roll(1))
+    def factors_of_others(x, factors=None, gate=SWIGLU):
+        return _swiglu(x, factors if factors is None or x.dtype == torch.float64 else factors.roll(1), gate)
+
+    def without_limit(x, factors=None, gate=SWIGLU):
+        return _swiglu(x, factors, gate if x.dtype == torch.float64 else replace(gate, limit=0.0))
 
     def sums(a, b):
         return _row_dots(a, b) * (1.001 if a.dtype != torch.float64 else 1)
@@ -74,6 +79,7 @@ def _wrong(name):
         "weight gradients": ("add_product", add),
         "SwiGLU": ("swiglu", swiglu),
         "SwiGLU of other factors": ("swiglu", factors_of_others),
+        "SwiGLU without its limit": ("swiglu", without_limit),
         "row sums": ("row_dots", sums),
     }[name]
 
@@ -90,6 +96,7 @@ def _wrong(name):
         "weight gradients",
         "SwiGLU",
         "SwiGLU of other factors",
+        "SwiGLU without its limit",
         "row sums",
     ],
 )

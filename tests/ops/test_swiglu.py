@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,64 @@ def test_factors_of_rows(rows, dtype, limit):
         assert ours.shape == theirs.shape
         assert not rows or relative_error(ours, theirs.detach()) < limit
     assert found[1].dtype == dtype and found[2].dtype == wide
+
+
+def _formula(x, factors, gate):
+    """By torch's own operations, and their gradients."""
+    g, u = x.chunk(2, dim=-1)
+    if gate.limit:
+        g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    return g * torch.sigmoid(gate.slope * g) * (u + gate.offset) * factors[:, None]
+
+
+@pytest.mark.parametrize("slope,offset,limit", [(1.702, 1.0, 0.5), (1.0, 0.0, 1.25), (1.702, 0.0, 0.0)])
+def test_gates_with_limits_slopes_and_offsets(slope, offset, limit):
+    """Numbers at a limit count as within it."""
+    from distca.ops.gate import Gate
+    from distca.ops.swiglu import swiglu
+
+    gate, generator = Gate(slope, offset, limit), torch.Generator().manual_seed(5)
+    x, d_out, factors = (torch.randn(17, *n, generator=generator).double() for n in ([2 * WIDTH], [WIDTH], []))
+    x[0], x[1] = limit, -limit
+    inputs = [x.requires_grad_(), factors.requires_grad_()]
+    expected = _formula(*inputs, gate)
+    found = swiglu(*inputs, gate)
+    exact = (expected, *torch.autograd.grad(expected, inputs, d_out))
+    for ours, theirs in zip((found, *torch.autograd.grad(found, inputs, d_out)), exact, strict=True):
+        assert relative_error(ours, theirs.detach()) < 1e-14
+    x.grad = None
+    with torch.no_grad():
+        x[3, 2] = float("nan")
+    assert swiglu(x, factors, gate)[3].isnan().tolist() == [column == 2 for column in range(WIDTH)]
+
+
+@pytest.mark.parametrize("name", ["sigmoid_gelu", "quick_gelu", "silu", "gelu"])
+def test_experts_keep_their_products_and_what_is_put_out(name):
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    from megatron_patches.experts.grouped import _activated
+    from megatron_patches.model.expert_fields import sigmoid_gelu
+
+    functions = {"sigmoid_gelu": sigmoid_gelu, "quick_gelu": quick_gelu}
+    function = functions.get(name) or getattr(torch.nn.functional, name)
+    fields = {"gated_linear_unit": True, "activation_func_fp8_input_store": False, "activation_func": function}
+    config = SimpleNamespace(**fields, activation_func_clamp_value=0.5, glu_linear_offset=1.0)
+    generator = torch.Generator().manual_seed(6)
+    x, probs = (torch.randn(9, *n, generator=generator).double().requires_grad_() for n in ([2 * WIDTH], []))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+        out = _activated(config, x, probs)
+    gate, up = x.chunk(2, dim=-1)
+    expected = function(gate.clamp(max=0.5)) * (up.clamp(-0.5, 0.5) + 1) * probs[:, None]
+    d_out = torch.randn_like(out)
+    for ours, theirs in zip(
+        (out, *torch.autograd.grad(out, (x, probs), d_out)),
+        (expected, *torch.autograd.grad(expected, (x, probs), d_out)),
+        strict=True,
+    ):
+        assert relative_error(ours, theirs.detach()) < 1e-14
+    if name != "gelu":
+        assert [y.data_ptr() for y in kept] == [x.data_ptr(), probs.data_ptr()]
 
 
 def _mlps(tp):

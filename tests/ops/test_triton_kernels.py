@@ -14,6 +14,8 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed.", allow_module_level=True)
 
 CASES = {"add_rms_norm": [(5, 96), (70, 48)], "row_dots": [(1, 64), (333, 96)], "swiglu": [(3, 96), (2, 5000)]}
+GATES = {"SwiGLU": (1.0, 0.0, 0.0), "gpt-oss's": (1.702, 1.0, 0.7)}
+"""Slope, offset and limit, the latter between the numbers that are drawn."""
 
 
 def _draws(rows, columns, dtype):
@@ -56,19 +58,25 @@ def _check_row_dots(rows, columns, dtype):
 
 
 def _check_swiglu(rows, columns, dtype):
-    """With factors of rows, in more blocks than one for 5,000 columns."""
+    for gate in GATES.values():
+        for scaled in (False, True):
+            _check_gate(rows, columns, dtype, gate, scaled)
+
+
+def _check_gate(rows, columns, dtype, gate, scaled):
+    """With factors of rows and without, in more blocks than one for 5,000 columns."""
     from distca.ops import swiglu as plain
     from distca.ops.triton import swiglu as kernels
 
-    gate, up, d_out, factors, *_ = _draws(rows, columns, dtype)
-    x, factors = torch.cat((gate, up), -1), factors[:, 0].float().contiguous()
-    ours = [torch.empty_like(each) for each in (d_out, x, factors)]
-    kernels.swiglu(x, ours[0], factors)
-    kernels.scaled_swiglu_backward(d_out, x, factors, *ours[1:])
+    of, (first, second, d_out, factors, *_) = plain.Gate(*gate), _draws(rows, columns, dtype)
+    x, given = torch.cat((first, second), -1), [factors[:, 0].float().contiguous()] * scaled
+    ours = [torch.empty_like(each) for each in (d_out, x, *given)]
+    kernels.swiglu(x, ours[0], given[0] if scaled else None, of)
+    (kernels.scaled_swiglu_backward if scaled else kernels.swiglu_backward)(d_out, x, *given, *ours[1:], of)
 
     def stock(held):
-        inputs = [each.to(torch.promote_types(each.dtype, held)).requires_grad_() for each in (x, factors)]
-        out = plain.swiglu(*inputs)
+        inputs = [each.to(torch.promote_types(each.dtype, held)).requires_grad_() for each in (x, *given)]
+        out = plain.swiglu(*inputs, gate=of)
         return [out.detach(), *torch.autograd.grad(out, inputs, d_out.to(out.dtype))]
 
     for mine, theirs, expected in zip(ours, stock(dtype), stock(torch.float64), strict=True):

@@ -131,7 +131,7 @@ def allocate_as_on_gpus(patch: Any) -> None:
     """Replace what has a kernel on GPUs. ``patch(target, name, value)`` sets an attribute."""
     from megatron.core.transformer import mlp
 
-    from distca.ops import output_loss
+    from distca.ops import grouped_linear, output_loss
     from distca.transport.collective import CollectiveTransport, _AllToAll
     from megatron_patches import pool
     from megatron_patches.experts import grouped
@@ -147,7 +147,8 @@ def allocate_as_on_gpus(patch: Any) -> None:
     patch(norms.RMSNorm, "fill", lambda self, x, out: out.zero_())
     patch(fused_swiglu, "swiglu", _Swiglu.apply)
     patch(mlp, "weighted_bias_swiglu_impl", _WeightedSwiglu.apply)
-    patch(grouped, "swiglu", lambda x, factors: _WeightedSwiglu.apply(x, None, factors))
+    patch(grouped, "swiglu", lambda x, factors, gate: _WeightedSwiglu.apply(x, None, factors))
+    patch(grouped_linear, "row_dots", lambda a, b: a.new_zeros(a.shape[:-1], dtype=torch.float32))
     patch(fused_swiglu, "fill_swiglu", lambda x, out: out.zero_())
     for module in (layer, fused_rope):
         patch(module, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))

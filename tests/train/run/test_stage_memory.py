@@ -61,6 +61,7 @@ SHARED = EXPERTS | {"model.experts.shared_ffn": "96", "model.experts.balance": "
 MIXTURES = [
     EXPERTS | AT_HOME | {"train.recompute": "none"},
     EXPERTS | AT_HOME | {"train.recompute": "all"},
+    EXPERTS | AT_HOME | {"train.recompute": "none", "model.experts.biases": "true", "model.experts.clamp": "7"},
     SHARED | {"train.recompute": "none"},
     SHARED | {"train.recompute": "mlp", "model.experts.dense_layers": "1"},
 ]
