@@ -42,8 +42,8 @@ from distca.plan import (
 from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.table_file import find_table
 from distca.plan.layout import Shards
-from distca.plan.place.halves import Dealing
 from distca.plan.place.lay_out import Placement
+from distca.plan.place.nano_batches import Dealing
 from distca.plan.place.shares import SMALL_POOL
 from distca.versions import versions, write_report
 
@@ -146,7 +146,7 @@ def lay_out_step(step: Step) -> list[tuple[np.ndarray, tuple[Layout, ...]]]:
     laid = []
     for number, each in enumerate(lengths):
         odd = (int(each.sum()) + number) % 2 == 1
-        placement: Placement = "spread_by_half" if options.ranks <= SMALL_POOL and odd else "spread"
+        placement: Placement = "spread_by_nano_batch" if options.ranks <= SMALL_POOL and odd else "spread"
         layouts = lay_out(
             each,
             options.ranks,

@@ -1,11 +1,16 @@
-"""Kills servers without a model at random moments of a step, starts new ones, and holds every loss against a run whose
-servers leave and come at the same steps by schedule.
+"""Ends or stops servers without a model at random moments of a step, starts new ones, and holds every loss against a
+run whose servers leave and come at the same steps by schedule.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.server_kills                # 50 kills on CPU ranks; a few minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.server_kills                 # 50 kills on CPU ranks; a few minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.server_kills --kills 0 --stops 2 --out FILE
+    python -m benchmarks.server_kills --gpus --homes 1 --servers 1 --sockets --kills 2 --out FILE
+    python -m benchmarks.server_kills --gpus --homes 1 --servers 1 --sockets --kills 0 --stops 1 --out FILE
 
-Two homes train a small model, and four servers serve them, over gloo on this machine. A thread of the first home kills
-a server by SIGKILL after a random time, and starts another one. The second run takes its changes from the first one's
-record. Losses are float64 sums of float32 losses, by home. They must be equal bit for bit.
+On CPUs homes train a small model, and servers serve them, over gloo on this machine. With ``--gpus`` every home and
+server has a GPU, and rows go by NCCL: as between nodes over ``--sockets``, else as GPUs are connected. A thread of the
+first home loses a server after a random time, and starts another one. Lost is a server that is killed by SIGKILL, or
+one that is stopped by SIGSTOP, which closes no connection, as a lost node does not. The second run takes its changes
+from the first one's record. Losses are float64 sums of float32 losses, by home. They must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -23,36 +28,86 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from distca.testing.ranks import forked, run_ranks
-from distca.versions import command_line, versions, write_report
+from distca.testing.shared_gpus import each_a_machine
+from distca.transport.collective import nccl_goes_first
+from distca.versions import command_line, header, write_report
 
 RESULTS = Path(__file__).parent / "results" / "server_kills.json"
-HOMES, SERVERS, TOKENS, VOCABULARY = 2, 4, 512, 64
+VOCABULARY = 64
+How = Literal["killed", "stopped"]
+KILLED_S, STOPPED_S, JOIN_S = 20.0, 60.0, 20.0
+"""Seconds in which a step must be over that loses a server, with its repetition, and in which a server must join."""
 
 
 @dataclass(frozen=True)
-class Kill:
-    """One killed server.
+class Setup:
+    """The pool.
 
     Attributes:
-        step: in which it was killed.
+        homes, servers: how many.
+        tp, pp: tensor-parallel ranks and pipeline stages of the homes.
+        gpus: whether each has a GPU.
+        sockets: GPUs reach each other as if each were a machine of its own.
+    """
+
+    homes: int = 2
+    servers: int = 4
+    tp: int = 1
+    pp: int = 1
+    gpus: bool = False
+    sockets: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a home in a micro-batch."""
+        return 16_384 if self.gpus else 512
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The model's: a step takes some tenths of a second."""
+        return {"layers": 4, "hidden": 1024, "ffn": 2048, "heads": 8, "kv_heads": 2} if self.gpus else {"layers": 2}
+
+    def take_device(self, process: int) -> torch.device:
+        """The device of a process: homes by rank, then servers by number, of which later ones have an earlier one's."""
+        if not self.gpus:
+            return torch.device("cpu")
+        of_server = self.homes + (process - self.homes) % self.servers
+        device = torch.device("cuda", process if process < self.homes else of_server)
+        torch.cuda.set_device(device)
+        nccl_goes_first()
+        if self.sockets:
+            each_a_machine(process)
+        return device
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One lost server.
+
+    Attributes:
+        step: in which it was lost.
         server: its number.
+        how: killed or stopped.
         exchange: how many exchanges of rows the first home had launched in the step.
         exchanges: that a whole step has.
-        lasted_s: the step, with its repetition.
+        lasted_s: the step that found it gone, with its repetition.
+        in_its_step: whether that was the same step, which still needed the server.
     """
 
     step: int
     server: int
+    how: How
     exchange: int
     exchanges: int
-    lasted_s: float
+    lasted_s: float = 0.0
+    in_its_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,21 +117,24 @@ class Run:
     Attributes:
         losses: by step.
         servers: by step, numbers of those that served it to the end.
-        kills: on the first home; ``lasted_s`` is 0 where the step did not need the server any more.
-        joins_s: from the start of a server to the first step that it serves, on the first home.
+        lost: on the first home.
+        joins_s: from the start of a server to the end of the first step that it serves, on the first home.
+        joins_asked_s: the same from the step before which it asked to be let in.
         step_s: of a step without a change, in the median.
     """
 
     losses: list[float]
     servers: list[tuple[int, ...]]
-    kills: list[Kill] = field(default_factory=list)
+    lost: list[Loss] = field(default_factory=list)
     joins_s: list[float] = field(default_factory=list)
+    joins_asked_s: list[float] = field(default_factory=list)
     step_s: float = 0.0
 
 
-def server(folder: str, number: int) -> None:
+def server(folder: str, number: int, setup: Setup) -> None:
     """The process of a server without a model."""
     torch.set_num_threads(1)
+    setup.take_device(setup.homes + number)
     from distca import serve
 
     serve(dist.FileStore(f"{folder}/homes"), number)
@@ -84,60 +142,92 @@ def server(folder: str, number: int) -> None:
 
 
 class Servers:
-    """The servers that the first home starts and kills."""
+    """The servers that the first home starts and loses."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder, self._next = folder, 0
+    def __init__(self, folder: str, setup: Setup) -> None:
+        self._folder, self._setup, self._next = folder, setup, 0
         self.processes: dict[int, BaseProcess] = {}
+        self._stopped: list[BaseProcess] = []
         self.begun: dict[int, float] = {}
 
     def start(self) -> int:
         """Start one; returns its number."""
         number, self._next = self._next, self._next + 1
         self.begun[number] = time.monotonic()
-        self.processes[number] = forked(server, self._folder, number)
+        self.processes[number] = forked(server, self._folder, number, self._setup)
         return number
 
-    def kill(self, number: int) -> None:
-        """End one at once, in whatever it is."""
+    def lose(self, number: int, how: How = "killed") -> None:
+        """End or stop one at once, in whatever it is."""
         process = self.processes.pop(number)
-        assert process.pid is not None
-        with suppress(ProcessLookupError):  # homes may have let it go
-            os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        if how == "stopped":
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            self._stopped.append(process)
+        else:
+            _end(process)
+
+    def end_stopped(self) -> None:
+        """End those that were stopped: others take their places."""
+        while self._stopped:
+            _end(self._stopped.pop())
 
 
-def documents() -> Iterator[list[list[np.ndarray]]]:
+def _end(process: BaseProcess) -> None:
+    assert process.pid is not None
+    with suppress(ProcessLookupError):  # homes may have let it go
+        os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def documents(tokens: int) -> Iterator[list[list[np.ndarray]]]:
     """Every step two micro-batches, the same on every home."""
     drawn = np.random.default_rng(1)
     while True:
-        yield [[drawn.integers(0, VOCABULARY, each) for each in (TOKENS, *drawn.integers(1, 60, 8))] for _ in range(2)]
+        yield [[drawn.integers(0, VOCABULARY, each) for each in (tokens, *drawn.integers(1, 60, 8))] for _ in range(2)]
 
 
-def home(folder: str, kills: int, schedule: list[tuple[int, ...]], seed: int, tp: int, pp: int) -> Run:
-    """Train on one home: with random ``kills``, or, where there is one, by ``schedule``, servers by step."""
+def home(folder: str, ways: list[How], schedule: list[tuple[int, ...]], seed: int, setup: Setup) -> Run:
+    """Train on one home: with servers lost in these ``ways``, or, where there is one, by ``schedule``, servers by
+    step."""
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/homes", rank=rank, world_size=HOMES)
+    device = setup.take_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if setup.gpus else "gloo",
+        init_method=f"file://{folder}/homes",
+        rank=rank,
+        world_size=setup.homes,
+    )
     from distca.parity.cases import ParityCase, ParityShape
     from distca.parity.disaggregated import attached
     from distca.parity.unmodified import unmodified_model
     from megatron_patches.patches.cpu import use_cpu
 
-    use_cpu()
-    servers = Servers(folder)
-    for _ in range(SERVERS if rank == 0 else 0):
+    if not setup.gpus:
+        use_cpu()
+    servers = Servers(folder, setup)
+    for _ in range(setup.servers if rank == 0 else 0):
         servers.start()
-    case = ParityCase(micro_batches=((HOMES * TOKENS,),), shape=ParityShape(layers=2), servers=SERVERS, tp=tp, pp=pp)
+    case = ParityCase(
+        micro_batches=((setup.homes * setup.tokens,),),
+        shape=ParityShape(**setup.sizes),
+        servers=setup.servers,
+        tp=setup.tp,
+        pp=setup.pp,
+    )
     made = unmodified_model(case, torch.float32)
     weights = {name: parameter.detach() for name, parameter in made.named_parameters()}
-    cad, model = attached(case, torch.float32, torch.device("cpu"), "reference", weights)
-    trainer = Trainer(cad, cad.data_parallel(model, distributed_optimizer=False), servers if rank == 0 else None)
-    found = trainer.by_schedule(schedule) if schedule else trainer.with_kills(kills, seed)
+    dtype = torch.bfloat16 if setup.gpus else torch.float32
+    cad, model = attached(case, dtype, device, "auto", weights, deterministic=True)
+    trainer = Trainer(setup, cad, cad.data_parallel(model, distributed_optimizer=False), servers if rank == 0 else None)
+    found = trainer.by_schedule(schedule) if schedule else trainer.with_losses(ways, seed)
     dist.barrier()
+    trainer._remote.transport.give_up()  # while its servers live: NCCL would wait for them
+    servers.end_stopped()
     for number in list(servers.processes):
-        servers.kill(number)
+        servers.lose(number)
     return found
 
 
@@ -145,12 +235,14 @@ class Trainer:
     """One home's training loop.
 
     Args:
+        setup: the pool.
         cad, model: this home's.
-        servers: on the first home, which starts and kills them.
+        servers: on the first home, which starts and loses them.
     """
 
-    def __init__(self, cad: Any, model: Any, servers: Servers | None) -> None:
-        self._cad, self._model, self._servers = cad, model, servers
+    def __init__(self, setup: Setup, cad: Any, model: Any, servers: Servers | None) -> None:
+        self._setup, self._cad, self._model, self._servers = setup, cad, model, servers
+        self._asked: dict[int, float] = {}
         self._remote, self._launched = cad._remote, 0
         self._found = Run([], [])
         launch = self._remote.transport.launch
@@ -161,30 +253,34 @@ class Trainer:
 
         self._remote.transport.launch = counted
 
-    def with_kills(self, kills: int, seed: int) -> Run:
-        """Train until so many servers were killed, and others have taken their places."""
+    def with_losses(self, ways: list[How], seed: int) -> Run:
+        """Train until servers were lost in all ``ways``, and others have taken their places."""
         drawn, usual = random.Random(seed), 0
         seconds: list[float] = []
-        with closing(self._cad.plan_ahead(documents())) as steps:
+        with closing(self._cad.plan_ahead(documents(self._setup.tokens))) as steps:
             for step in steps:
                 servers, before = self._remote.numbers, self._remote.generation
-                done = len(self._found.kills) >= kills and self._all_live(servers)
+                self._note_comers()
+                done = len(self._found.lost) >= len(ways) and self._all_live(servers)
                 if self._all(done):
                     break
                 killer = None
                 if self._all_live(servers) and len(seconds) > 3 and not done:
                     wait, victim = drawn.uniform(0, 1.1) * float(np.median(seconds[-20:])), drawn.choice(servers)
-                    killer = threading.Thread(target=self._kill, args=(victim, wait, usual))
+                    killer = threading.Thread(
+                        target=self._lose, args=(victim, ways[len(self._found.lost)], wait, usual)
+                    )
                     killer.start()
                 took = self._step(step)
                 gone = set(servers) - set(self._remote.numbers)
                 if killer is not None:
                     killer.join()
-                    kill = self._found.kills[-1]
-                    self._found.kills[-1] = replace(kill, lasted_s=took if gone else 0.0)
                 elif self._remote.generation == before:
                     seconds.append(took)
                     usual = self._launched
+                for at, each in enumerate(self._found.lost):
+                    if each.server in gone:
+                        self._found.lost[at] = replace(each, lasted_s=took, in_its_step=killer is not None)
                 self._replace(gone)
                 self._note_joins(servers)
         return replace(self._found, step_s=float(np.median(seconds)))
@@ -192,18 +288,22 @@ class Trainer:
     def _replace(self, gone: set[int]) -> None:
         """Start a server for each that is gone, or was let go with one that is."""
         if self._servers is not None:
+            if gone:
+                self._servers.end_stopped()
             for number in gone & set(self._servers.processes):
-                self._servers.kill(number)
+                self._servers.lose(number)
             for _ in gone:
                 self._servers.start()
 
     def _all_live(self, servers: tuple[int, ...]) -> bool:
-        """Whether all servers are there, none of which was killed without anybody having noticed yet."""
-        return self._servers is not None and len(servers) == SERVERS and set(servers) == set(self._servers.processes)
+        """Whether all servers are there, none of which was lost without anybody having noticed yet."""
+        if self._servers is None or len(servers) != self._setup.servers:
+            return False
+        return set(servers) == set(self._servers.processes)
 
     def by_schedule(self, schedule: list[tuple[int, ...]]) -> Run:
         """Train with the servers that ``schedule`` has in each step."""
-        with closing(self._cad.plan_ahead(documents())) as steps:
+        with closing(self._cad.plan_ahead(documents(self._setup.tokens))) as steps:
             for wanted, step in zip(schedule, steps, strict=False):
                 for number in set(self._remote.numbers) - set(wanted):
                     self._cad.let_server_go(number)
@@ -233,16 +333,24 @@ class Trainer:
         self._found.servers.append(self._remote.numbers)
         return time.monotonic() - began
 
-    def _kill(self, number: int, wait: float, usual: int) -> None:
+    def _lose(self, number: int, how: How, wait: float, usual: int) -> None:
         time.sleep(wait)
         assert self._servers is not None
-        self._found.kills.append(Kill(len(self._found.losses), number, self._launched, usual, 0.0))
-        self._servers.kill(number)
+        self._found.lost.append(Loss(len(self._found.losses), number, how, self._launched, usual))
+        self._servers.lose(number, how)
+
+    def _note_comers(self) -> None:
+        """Note who has asked to be let in since the step before."""
+        if self._servers is not None:
+            for each in range(len(self._asked), self._remote._store.count("comers")):
+                self._asked[self._remote._store.take(f"comer/{each}").number] = time.monotonic()
 
     def _note_joins(self, before: tuple[int, ...]) -> None:
         if self._servers is not None:
-            new = set(self._found.servers[-1]) - set(before)
-            self._found.joins_s.extend(time.monotonic() - self._servers.begun[number] for number in sorted(new))
+            now = time.monotonic()
+            for number in sorted(set(self._found.servers[-1]) - set(before)):
+                self._found.joins_s.append(now - self._servers.begun[number])
+                self._found.joins_asked_s.append(now - self._asked.get(number, now))
 
     def _all(self, so: bool) -> bool:
         said = torch.tensor([float(so) if self._servers is not None else 0.0])
@@ -250,7 +358,7 @@ class Trainer:
         return bool(said.item())
 
 
-def compared(kills: int, seed: int = 0, tp: int = 1, pp: int = 1) -> dict[str, Any]:
+def compared(ways: list[How], setup: Setup, seed: int = 0) -> dict[str, Any]:
     """Figures of both runs.
 
     Raises:
@@ -260,43 +368,67 @@ def compared(kills: int, seed: int = 0, tp: int = 1, pp: int = 1) -> dict[str, A
     for schedule in (False, True):
         with tempfile.TemporaryDirectory(prefix="distca-kills-") as folder:
             wanted = runs[0][0].servers if schedule else []
-            runs.append(run_ranks(HOMES, home, folder, kills, wanted, seed, tp, pp, timeout=120.0 + 30.0 * kills))
-    killed, scheduled = runs
-    for number, (one, other) in enumerate(zip(killed, scheduled, strict=True)):
+            patience = 120.0 + 30.0 * len(ways)
+            runs.append(run_ranks(setup.homes, home, folder, ways, wanted, seed, setup, timeout=patience))
+    lost, scheduled = runs
+    for number, (one, other) in enumerate(zip(lost, scheduled, strict=True)):
         differ = [step for step, pair in enumerate(zip(one.losses, other.losses, strict=True)) if pair[0] != pair[1]]
         assert not differ, f"losses of home {number} differ in steps {differ}"
-    first = killed[0]
+    first = lost[0]
     return {
-        "homes": HOMES,
-        "servers": SERVERS,
-        "tp": tp,
-        "pp": pp,
-        "kills": len(first.kills),
+        **asdict(setup),
         "steps": len(first.losses),
         "last_loss": first.losses[-1],
         "losses_equal_to_those_by_schedule": True,
         "step_s": first.step_s,
-        "step_with_repetition_s": {
-            "median": float(np.median([each.lasted_s for each in first.kills if each.lasted_s])),
-            "most": max(each.lasted_s for each in first.kills),
-        },
-        "kills_noticed_in_their_step": sum(each.lasted_s > 0 for each in first.kills),
-        "join_s": {"median": float(np.median(first.joins_s)), "most": max(first.joins_s)},
-        "each": [asdict(each) for each in first.kills],
+        **{how: _figures([each for each in first.lost if each.how == how]) for how in dict.fromkeys(ways)},
+        "join_s": _spread(first.joins_s),
+        "join_from_asking_s": _spread(first.joins_asked_s),
+        "each": [asdict(each) for each in first.lost],
     }
+
+
+def _figures(lost: list[Loss]) -> dict[str, Any]:
+    return {
+        "servers": len(lost),
+        "found_in_their_step": sum(each.in_its_step for each in lost),
+        "step_with_repetition_s": _spread([each.lasted_s for each in lost]),
+    }
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    return {"median": float(np.median(seconds)), "most": max(seconds)} if seconds else {}
+
+
+def missed(found: dict[str, Any]) -> list[str]:
+    """What took longer than it may."""
+    took = {how: found.get(how, {}).get("step_with_repetition_s", {}).get("most", 0.0) for how in ("killed", "stopped")}
+    took["join"] = found["join_s"].get("most", 0.0)
+    limits = {"killed": KILLED_S, "stopped": STOPPED_S, "join": JOIN_S}
+    return [f"{what} took {took[what]:.1f} s, limit {most:g}" for what, most in limits.items() if took[what] > most]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=50, help="servers that are killed")
+    parser.add_argument("--stops", type=int, default=0, help="servers that are stopped, as if their node were lost")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the two homes")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages of the two homes")
+    for name, default in (("homes", 2), ("servers", 4), ("tp", 1), ("pp", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--gpus", action="store_true", help="a GPU for each home and server, and NCCL")
+    parser.add_argument("--sockets", action="store_true", help="every GPU is a machine of its own to NCCL")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    report = {"command": command_line("OMP_NUM_THREADS=1 python -m benchmarks.server_kills"), "versions": versions()}
-    write_report(given.out, report | compared(given.kills, given.seed, given.tp, given.pp))
-    return 0
+    if not given.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    setup = Setup(given.homes, given.servers, given.tp, given.pp, given.gpus, given.sockets)
+    ways: list[How] = [*["killed"] * given.kills, *["stopped"] * given.stops]  # type: ignore[list-item]
+    report = header(command_line("python -m benchmarks.server_kills"), setup.homes + setup.servers)
+    found = compared(ways, setup, given.seed)
+    write_report(given.out, report | found)
+    for sentence in missed(found):
+        sys.stderr.write(sentence + "\n")
+    return 1 if missed(found) else 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from benchmarks.simulated_kinds import FULL
 from distca.commands.simulate_inputs import draw
 from distca.errors import DistcaError
 from distca.plan.cost.analytic import AnalyticCost, analytic_cost
-from distca.plan.recurrent.traffic import recurrent_halves
+from distca.plan.recurrent.traffic import recurrent_nanos
 from distca.simulate import MODELS, Cluster, Job, Workload
 from distca.simulate.cad import planned
 from distca.simulate.sweep import BEST, HIDDEN
@@ -103,7 +103,7 @@ def _summaries(job: Job, workload: Workload) -> dict[str, Any]:
     """Figures of one recurrent layer in a step: GiB that travel between all GPUs, MiB of summaries on the busiest GPU's
     links in one direction, and most summaries that a rank reads in forward."""
     what = job.recurrence
-    halves = [half for layouts in planned(job, workload).layouts for half in recurrent_halves(layouts, what.halo_rows)]
+    halves = [half for layouts in planned(job, workload).layouts for half in recurrent_nanos(layouts, what.halo_rows)]
     sent = np.zeros((2, job.servers))
     for half in halves:
         for of in (half.forward, half.backward):

@@ -218,7 +218,9 @@ class Health:
             self._end(board.failure)
         elif dead := self._dead():
             self._end(self._death_of(dead))
-        elif lost := board.lost_nodes(_LOST_S):
+        elif lost := [
+            node for node in board.lost_nodes(_LOST_S) if not self._may_go.issuperset(self._ranks_of([node]))
+        ]:
             self._end(self._loss_of(lost))
         elif board.silence() > _LOST_S or (pool is not None and pool.is_server and board.broken >= _BROKEN_S):
             self._end(self._loss_of_store(board.silence()))
@@ -296,12 +298,15 @@ class Health:
         )
 
     def _loss_of(self, nodes: list[str]) -> Failure:
-        ranks = [rank for rank, process in self._processes.items() if process.space in nodes]
+        ranks = self._ranks_of(nodes)
         hosts = sorted({self._hosts[rank] for rank in ranks})
         return self._lost(
             f"No sign of life from {self._names(ranks)} on {', '.join(hosts)} for {_LOST_S:.0f} s, in {self._doing}: "
             "the node or its network is gone."
         )
+
+    def _ranks_of(self, nodes: list[str]) -> list[int]:
+        return [rank for rank, process in self._processes.items() if process.space in nodes]
 
     def _loss_of_store(self, seconds: float) -> Failure:
         return self._lost(

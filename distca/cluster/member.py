@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from distca.cluster.pool_store import POLL_S, PoolStore
+from distca.cluster.pool_store import MAY_GO, POLL_S, PoolStore
 from distca.cluster.process import Member
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,9 @@ class Members:
 
     @property
     def may_go(self) -> set[int]:
-        """The members without whom the run goes on: servers on CPUs."""
-        return set() if torch.cuda.is_available() else set(range(self.homes, len(self.everyone)))
+        """The members without whom the run goes on: servers."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return set(range(self.homes, len(self.everyone))) if device in MAY_GO else set()
 
     @property
     def store(self) -> dist.Store:

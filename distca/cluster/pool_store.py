@@ -7,6 +7,7 @@ rank leaves messages that servers read one after the other, and each server leav
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
@@ -24,9 +25,14 @@ from distca.errors import LaunchError
 
 POLL_S = 0.002
 """Seconds between two looks at the store. Nobody waits inside it: its connection is shared by a process's threads."""
-EXCHANGE = timedelta(seconds=60)
+EXCHANGE = timedelta(seconds=30)
 """Time in which an exchange of rows over gloo has to end. Gloo does not always tell a rank that waits to send of
 connections that its peer has closed, and it would wait for ever. A slower exchange counts as a rank that is gone."""
+MAY_GO = ("cpu", "cuda")
+"""Kinds of devices on which a server without a model may go or come while homes train."""
+_OUTLIVES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""Variables with which NCCL's group ends what is under way when a rank is gone, but not this process too. torch reads
+them when it makes the group."""
 _KEPT = 256
 """Messages that the store keeps: by then every server has answered to the older ones."""
 
@@ -128,7 +134,7 @@ class PoolStore:
         Raises:
             RuntimeError: one did not.
         """
-        with _without_split():
+        with _without_split(), _outliving_ranks():
             group, _ = c10d._new_process_group_helper(
                 size,
                 rank,
@@ -149,12 +155,35 @@ class PoolStore:
         return group
 
 
-def give_up(group: dist.ProcessGroup) -> None:
-    """Give up a group, of which a rank may be gone. NCCL ends what is under way. Gloo's connections close with the last
-    reference to the group, and ranks that wait for this one then get an error."""
+def break_off(group: dist.ProcessGroup) -> None:
+    """Let what is under way in a group end at once, whatever it waits for: NCCL does. Gloo's exchanges end with their
+    timeout, or when connections close."""
     if "nccl" in str(dist.get_backend(group)):
         group._get_backend(torch.device("cuda")).abort()  # type: ignore[attr-defined]
-    dist.destroy_process_group(group)
+
+
+def give_up(group: dist.ProcessGroup) -> None:
+    """Give up a group, of which a rank may be gone. Gloo's connections close with the last reference to the group, and
+    ranks that wait for this one then get an error."""
+    if "nccl" in str(dist.get_backend(group)):
+        c10d._abort_process_group(group)  # destroying it would wait for other ranks
+    else:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def _outliving_ranks() -> Iterator[None]:
+    """Let this process live on when ranks of a group that is made inside are gone."""
+    before = {name: os.environ.get(name) for name in _OUTLIVES}
+    os.environ.update(_OUTLIVES)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

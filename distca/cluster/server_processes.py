@@ -1,8 +1,8 @@
 """The servers without a model of one machine: a process each, which live and end each by itself.
 
 ``python -m distca.cluster.server_processes FIRST COUNT GPU program...`` starts servers FIRST, FIRST + 1 ..., of which
-the first gets GPU number GPU. It ends when all have, with the largest of their exit codes. On CPUs one that was
-killed does not count: homes go on without it.
+the first gets GPU number GPU. It ends when all have, with the largest of their exit codes. One that was killed does not
+count: homes go on without it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ def run(first: int, count: int, gpu: int, program: Sequence[str]) -> int:
     for place in range(count):
         variables = {"SERVER": str(first + place), "LOCAL_RANK": str(gpu + place)}
         servers.append(subprocess.Popen(program, env=os.environ | variables, preexec_fn=end_with_parent))
-    codes = [server.wait() for server in servers]
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        codes = [max(code, 0) for code in codes]
-    return max(128 - code if code < 0 else code for code in codes)
+    return max(max(server.wait(), 0) for server in servers)
 
 
 if __name__ == "__main__":

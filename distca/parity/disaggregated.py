@@ -129,6 +129,7 @@ def attached(
     disaggregate: bool = True,
     reduced: bool = True,
     linears: Linears = "auto",
+    deterministic: bool = False,
 ) -> tuple[CAD, GPTModel]:
     """The case's CAD and this rank's part of its model, with its shares of the weights; every rank calls it.
 
@@ -140,7 +141,7 @@ def attached(
         weights: of the whole model.
         disaggregate: False leaves attention at home.
         reduced: whether the model will be wrapped in Megatron's DDP, which holds the gradients.
-        linears: see :class:`megatron_patches.api.CAD`.
+        linears, deterministic: see :class:`megatron_patches.api.CAD`.
     """
     initialize_model_parallel(case.tp, case.pp, case.seed, case.ep)
     config = config_of(case, dtype)
@@ -157,6 +158,7 @@ def attached(
         recompute="all" if case.recompute == "all" and disaggregate else "none",
         offload=case.offload and disaggregate,
         linears=linears,
+        deterministic=deterministic,
         servers=case.servers if disaggregate else 0,
         speeds=case.speeds if disaggregate else (),
         model_options=case.options,

@@ -1,8 +1,8 @@
 """The choice between two placements of a small pool's micro-batch: the one whose plans cost less wins.
 
-Shares of both halves (``place/shares.py``) level what ranks send, at the price of documents that have rows in both
-halves: more tasks, keys read twice. Where few ranks have fast links nobody waits for transfers, and halves placed by
-themselves (``place/by_half.py``) take less time. So both are planned and priced.
+Placing ping and pong together (``place/shares.py``) levels what ranks send. Its price is that documents have rows in
+both: there are more tasks, and keys are read twice. Where few ranks have fast links nobody waits for transfers, and
+placing each nano-batch by itself (``place/by_nano_batch.py``) takes less time. So both are planned and priced.
 
 Array legend: R ranks.
 """
@@ -22,7 +22,8 @@ from distca.plan.network import Links
 from distca.plan.plan import Plan
 
 _WORTH = 0.01
-"""Least part of the time for which documents get rows in both halves: a carried row's gradient is rounded twice."""
+"""The least part of the time that documents with rows in both nano-batches must save. Below it they are not worth it,
+as the gradient of a carried row is rounded twice."""
 
 
 class Scheduler(Protocol):
@@ -34,7 +35,7 @@ class Scheduler(Protocol):
         Args:
             layout: of the nano-batch.
             direction: what the plan is for.
-            beside: [R] seconds of attention that servers compute beside, of stages with another kind of layer.
+            beside: [R] seconds of other work that servers have meanwhile, for stages with another kind of layer.
         """
         ...
 
@@ -44,9 +45,9 @@ class Price:
     """The price of a layer's plans.
 
     Attributes:
-        attention: seconds of the slowest servers.
-        exposed: seconds of the busiest rank's transfers that the attention of the other half does not hide.
-        bytes: that travel between ranks.
+        attention: seconds of the slowest server, added over nano-batches and directions.
+        exposed: seconds of the busiest rank's transfers that the other nano-batch's attention does not hide.
+        bytes: bytes that travel between ranks.
     """
 
     attention: float
@@ -54,19 +55,19 @@ class Price:
     bytes: int
 
     def beats(self, other: Price) -> bool:
-        """Whether rows in both halves are worth it: nothing moves any more, or less is waited for."""
+        """Whether this price of placing both together is worth it: nothing moves any more, or less is waited for."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
         return other.exposed > 0 and gains and self.bytes <= other.bytes
 
 
-Halves = Sequence[tuple[Plan, Plan]]
-"""Forward and backward plan of every nano-batch."""
+NanoPlans = Sequence[tuple[Plan, Plan]]
+"""The forward and the backward plan of every nano-batch."""
 
 
 def once(scheduler: Scheduler) -> Scheduler:
-    """Plans every layout once, however often it is asked for."""
+    """Returns a scheduler that plans every layout once, however often it is asked for."""
     found: dict[tuple[Layout, Direction], Plan] = {}
 
     def planned(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
@@ -81,43 +82,43 @@ def once(scheduler: Scheduler) -> Scheduler:
 
 
 def cheaper(
-    by_half: Callable[[], tuple[Layout, ...]],
+    by_nano_batch: Callable[[], tuple[Layout, ...]],
     together: Callable[[], tuple[Layout, ...]],
     planned: Callable[[Layout], tuple[Plan, Plan]],
-    price: Callable[[Halves], Price],
+    price: Callable[[NanoPlans], Price],
     whole: bool,
 ) -> tuple[Layout, ...]:
-    """The layouts that cost less: of halves by themselves, unless transfers would be waited for.
+    """The layouts that cost less: each nano-batch placed by itself, unless transfers would be waited for.
 
     Args:
-        by_half: lays out each half by itself.
+        by_nano_batch: lays out each nano-batch by itself.
         together: lays out both together.
-        planned: forward and backward plan of a layout.
-        price: of all nano-batches' plans.
-        whole: no document has more work than a rank, so that both together may move nothing.
+        planned: returns the forward and the backward plan of a layout.
+        price: returns the price of all nano-batches' plans.
+        whole: whether no document has more work than a rank, so that both together may move nothing.
     """
-    halves = by_half()
-    before = price([planned(layout) for layout in halves])
+    apart = by_nano_batch()
+    before = price([planned(layout) for layout in apart])
     if not before.bytes or not (before.exposed or whole):
-        return halves
+        return apart
     both = together()
     after = price([planned(layout) for layout in both])
-    return both if after.beats(before) else halves
+    return both if after.beats(before) else apart
 
 
-def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Price:
+def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> Price:
     """Returns the price of one layer of a micro-batch."""
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
-    # Forward and backward often share a plan.
+    # Traffic is counted once for a plan, as forward and backward often share one.
     rows_of: dict[Plan, Traffic] = {}
     q, o = shape.q_bytes, shape.o_bytes
-    # Bytes of a query row that go out, and that come back.
+    # For each direction, the bytes of a query row that go to the server, and those that come home.
     directions: tuple[tuple[Direction, int, int], ...] = (
         ("forward", q, o),
         ("backward", q + 2 * o if resend else o, q),
     )
     for way, (direction, out, back) in enumerate(directions):
-        plans = [half[way] for half in halves]
+        plans = [nano[way] for nano in nanos]
         slowest = [float(server_seconds(plan, cost, direction).max()) for plan in plans]
         attention += sum(slowest)
         q_bytes, kv_bytes = shape.moved_bytes(direction, resend)

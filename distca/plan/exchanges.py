@@ -1,7 +1,8 @@
-"""How rows of one kind get from home ranks to servers: the row ranges that every rank sends, receives and keeps.
+"""How rows of one kind (q, or k and v) get from home ranks to servers: what every rank sends, receives and keeps.
 
-Rows of a shard are contiguous, so a transfer is a list of segments and nothing is indexed by token. The reverse of an
-exchange (o back home, gradients back home) is the same list with source and destination exchanged.
+Rows of a shard are contiguous, so a transfer is a list of row ranges, its *segments*, and nothing is indexed by token.
+The reverse of an exchange (o back home, gradients back home) has the same segments, with source and destination
+exchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Segments:
         return np.bincount(self.peer, weights=self.rows, minlength=ranks).astype(np.int64)
 
     def take(self, chosen: np.ndarray | slice) -> Segments:
-        """The segments of a slice or of indices."""
+        """The segments that a slice or indices choose."""
         return Segments(self.peer[chosen], self.source[chosen], self.destination[chosen], self.rows[chosen])
 
     def between(self, low: int, high: int) -> Segments:
@@ -67,16 +68,15 @@ class RowExchange:
         send: home rows of this rank that other servers need.
         receive: rows that other homes send to this server.
         keep: home rows that this rank's own server needs.
-        repeat: copies from the server buffer to the tasks' regions, all of them, made while the server computes; their
-            gradients are added up before the return. Empty where no two tasks share rows and none are of the half
-            before: the buffer has the regions.
-        before: the same from the server buffer of the half before; their gradients are added to that half's.
+        repeat: copies from the server buffer to all tasks' regions, made while the server computes; their gradients are
+            added up before they go home. Empty where the buffer has the regions already: no two tasks share rows, and
+            none have rows from the nano-batch before.
+        before: copies from the server buffer of the nano-batch before; their gradients are added to that one's.
         travelling: rows that travel between any two ranks of the pool; the same on every rank, so all of them know when
             an exchange can be left out.
-        ahead_at_server: [R] int64: of the rows that each server receives from other ranks, those of home ranks below
-            this one. A receiver packs rows by (sender, order of its segments), so this rank's begin there.
-        ahead_at_home: [R] int64: the same for the way back: of the rows that each home rank gets back from other ranks,
-            those of servers below this one.
+        ahead_at_server: [R] int64 rows that each server receives from home ranks below this one. A receiver packs rows
+            by (sender, order of its segments), so this rank's rows begin there.
+        ahead_at_home: [R] int64 rows that each home rank gets back from servers below this one.
         most_to_server: most rows that any one server receives from others; the same on every rank.
         most_to_home: most rows that any one home rank gets back from others; the same on every rank.
     """
@@ -97,11 +97,11 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Row ranges that servers read, of all ranks. Array legend: N pieces; all arrays are int64.
+    """Row ranges that servers read, for all ranks. Array legend: N pieces; all arrays are int64.
 
     Attributes:
         sender: [N] rank that has the rows.
-        server: [N] rank that reads them, may be the same.
+        server: [N] rank that reads them; it may be the sender.
         source: [N] first row in the sender's tensor.
         destination: [N] first row in the server's buffer.
         rows: [N] number of rows.
@@ -117,8 +117,16 @@ class Pieces:
     def of(
         reads: Reads, begin: np.ndarray, offset: np.ndarray, shards: Shards, links: Links | None = None, ranks: int = 1
     ) -> tuple[Pieces, Pieces]:
-        """The rows of ``reads`` that come from home, and those that a gateway hands on. Tasks read from [T] ``begin``,
-        and those rows land at [T] ``offset``."""
+        """Returns the rows of ``reads`` that come from home, and those that a gateway hands on.
+
+        Args:
+            reads: of tasks.
+            begin: [T] first row that each task reads.
+            offset: [T] where that row lands in the server's buffer.
+            shards: where rows live.
+            links: as of :meth:`distca.plan.network.Reads.in_hops`.
+            ranks: R.
+        """
         start = np.maximum(begin[reads.task], shards.start[reads.shard])
         source = shards.row[reads.shard] + start - shards.start[reads.shard]
         destination = offset[reads.task] + start - begin[reads.task]
@@ -131,12 +139,12 @@ class Pieces:
 
 
 class Exchanges:
-    """The exchange of one kind of row, of all ranks.
+    """The exchanges of one kind of row, for all ranks.
 
     Args:
         pieces: what every server reads.
         source_rows: [R] rows of every sender's tensor.
-        only: the one rank that is going to be asked for, or None.
+        only: the one rank that is going to be asked for, which saves time; None for all.
     """
 
     def __init__(self, pieces: Pieces, source_rows: np.ndarray, only: int | None) -> None:
@@ -144,7 +152,7 @@ class Exchanges:
         home, server, rows = pieces.sender, pieces.server, pieces.rows
         source, destination = pieces.source, pieces.destination
         self._ranks, self._source_rows = ranks, source_rows
-        # By home rank and server for those who send, by server and home rank for those who receive.
+        # Senders look segments up by home rank, then server; receivers by server, then home rank.
         self._by_home = _Grouped(home, Segments(server, source, destination, rows), ranks, only)
         self._by_server = _Grouped(server, Segments(home, source, destination, rows), ranks, only)
         away = np.flatnonzero(home != server)
@@ -173,7 +181,10 @@ class Exchanges:
 
 
 class _Grouped:
-    """[N] segments of all ranks by ``owner`` [N], the rank at this end, those that continue each other joined."""
+    """The segments of all ranks by their ``owner`` [N], the rank at this end; those that continue each other are
+    joined.
+
+    Example: rows 0 to 3 to rows 10 to 13 of a peer, and rows 4 and 5 to its rows 14 and 15, are one segment of 6."""
 
     def __init__(self, owner: np.ndarray, segments: Segments, ranks: int, only: int | None) -> None:
         if only is None:
@@ -196,7 +207,7 @@ class _Grouped:
         self._bounds = np.searchsorted(owner[heads], np.arange(ranks + 1))
 
     def of(self, rank: int) -> tuple[Segments, Segments]:
-        """The rank's segments with others, and with itself."""
+        """Returns the rank's segments with other ranks, and those with itself."""
         mine = self._segments.between(*self._bounds[rank : rank + 2].tolist())
         low, high = np.searchsorted(mine.peer, (rank, rank + 1)).tolist()
         others = np.concatenate((np.arange(low), np.arange(high, len(mine))))
@@ -204,11 +215,11 @@ class _Grouped:
 
 
 class _Arrivals:
-    """Rows that reach other ranks in one direction, from [N] senders at [N] receivers.
+    """Rows that reach other ranks in one direction, [N] pieces with a sender and a receiver each.
 
     Attributes:
-        total: of all.
-        most: at one receiver.
+        total: rows at all receivers together.
+        most: most rows at one receiver.
     """
 
     def __init__(
@@ -221,6 +232,6 @@ class _Arrivals:
         self.total, self.most = int(everything.sum()), int(everything.max())
 
     def ahead(self, rank: int) -> np.ndarray:
-        """[R] int64: at each receiver, the rows of senders below ``rank``."""
+        """[R] int64 rows that each receiver gets from senders below ``rank``."""
         below = slice(len(self._sender) if self._all_below else int(np.searchsorted(self._sender, rank)))
         return np.bincount(self._receiver[below], self._rows[below], self._ranks).astype(np.int64)

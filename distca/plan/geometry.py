@@ -1,11 +1,11 @@
 """The geometry of masks: which keys a query range sees, how many pairs it has, and which range has so many.
 
-A query range is [start, stop) of one document, or [kv_rows - q_rows, kv_rows). The query at position p sees the keys
-[0, p], or with a window w the last w of them. Costs, placement, scheduling, plans and counted FLOPs all ask here, so
-that a mask of another form is a change of this file.
+A query range is [start, stop) of one document, also written [kv_rows - q_rows, kv_rows). The query at position p sees
+the keys [0, p], or with a window w the last w of them. Example: the range [2, 4) has 3 + 4 = 7 causal pairs. Costs,
+placement, scheduling, plans and counted FLOPs all ask here, so that a mask of another form is a change of this file.
 
-Functions over ``Rows`` take numbers or arrays alike: the scheduler asks for a handful at a time, which is faster in
-plain Python. Array legend: N ranges.
+Functions over ``Rows`` take numbers or arrays alike: the scheduler asks for a handful of ranges at a time, which is
+faster in plain Python. Array legend: N ranges.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def causal_pairs(q_rows: Rows, kv_rows: Rows) -> Rows:
 
 
 def pairs(q_rows: np.ndarray, kv_rows: np.ndarray, window: int = 0) -> np.ndarray:
-    """[N] float64 query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) of documents; a FLOP count is
-    4 x head_dim x heads of it, in backward 10 x.
+    """[N] float64 query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) of documents.
 
-    A window w takes from the causal pairs what lies more than w - 1 rows behind a query: the triangle of kv - w rows,
-    less that of the kv - q - w rows in front of the range.
+    A pair takes 4 x head_dim x heads FLOPs in forward, and 10 x head_dim x heads in backward. A window w leaves out the
+    keys more than w - 1 rows before a query. These are the triangle of kv - w rows, less that of the kv - q - w rows
+    that come before the range.
     """
     q = np.asarray(q_rows, np.float64)
     full = causal_pairs(q, kv_rows)
@@ -67,19 +67,21 @@ def position_of(squares: Rows) -> Rows:
 
 
 def stop_after(start: Rows, wanted: Rows) -> Rows:
-    """Returns the end of causal query ranges that begin at ``start`` and have ``wanted`` pairs."""
+    """[N] end of the causal query ranges that begin at ``start`` and have ``wanted`` pairs."""
     return position_of(squared(start) + 2 * wanted)
 
 
 def start_before(stop: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """[N] from where causal query ranges up to [N] ``stop`` have so many pairs; 0 where all of them have fewer."""
+    """[N] start of the causal query ranges that end at [N] ``stop`` and have ``wanted`` pairs; 0 where the whole
+    document has fewer."""
     return position_of(np.maximum(squared(stop) - 2 * wanted, 0.25))
 
 
 def cheapest_middle(wanted: np.ndarray, q_per_kv: float) -> np.ndarray:
-    """[N] middle of the causal query range that has so many pairs for fewest bytes.
+    """[N] middle of the causal query range that has ``wanted`` pairs for fewest bytes.
 
-    A range of m rows around the position c has about m·c pairs, and needs m query rows and c + m/2 keys.
+    A range of m rows around the position c has about m·c pairs, and needs m query rows and c + m/2 keys. So its bytes
+    are least at c = sqrt(wanted · (Q/K + 1/2)), with Q bytes for a query row and K for a key.
 
     Args:
         wanted: [N] pairs.
@@ -89,5 +91,5 @@ def cheapest_middle(wanted: np.ndarray, q_per_kv: float) -> np.ndarray:
 
 
 def rows_around(middle: np.ndarray, wanted: np.ndarray, least: float) -> np.ndarray:
-    """[N] rows around [N] ``middle``, which counts as ``least`` at least, that have so many causal pairs."""
+    """[N] rows around [N] ``middle`` that have ``wanted`` causal pairs; a middle below ``least`` counts as that."""
     return wanted / np.maximum(middle, least)

@@ -1,6 +1,6 @@
 """Kinds of attention layers: which keys a query sees, and how scores become weights.
 
-Layers of one kind share a plan. What differs between layers at home only (rotation, norms) is no part of a kind.
+Layers of one kind share a plan. A difference that concerns the home only (rotation, norms) makes no other kind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class AttentionKind:
 
     Attributes:
         scale: factor on the products of queries and keys.
-        window: keys that a query sees at most, its own included; 0 where it sees its whole document up to itself.
+        window: most keys that a query sees, its own included; 0 where it sees its whole document up to itself.
         softcap: limit of the scores; 0 for none.
         sink: whether each head has a learned score without a value, which takes a part of the softmax.
 
@@ -41,36 +41,36 @@ class AttentionKind:
 
     @property
     def name(self) -> str:
-        """How tables and pictures call it: "full", or its window, and what is beside."""
+        """The name in tables and pictures: "full" or its window, then its softcap and sinks."""
         parts = [f"window {self.window:,}" if self.window else "full"]
         parts += [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sink
         return ", ".join(parts)
 
 
 def usual_scale(head_dim: int) -> float:
-    """Factor on the products of queries and keys where nothing else is said: one over the root of the head's width."""
+    """The usual factor on the products of queries and keys: one over the root of the head's width."""
     return float(head_dim**-0.5)
 
 
 def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[int, ...]:
-    """Returns the number of keys that a query sees in each layer; 0 for all before it.
+    """Returns by layer the number of keys that a query sees; 0 for its whole document up to itself.
 
     Args:
-        layer_types: "full" or "window", for each layer, from the first on again where there are more layers.
-        window: keys in layers of type window.
-        layers: of the model.
+        layer_types: "full" or "window", for each layer; repeated from the first on where there are more layers.
+        window: keys that a query sees in layers of type window.
+        layers: number of the model's layers.
     """
     return tuple(window * (layer_types[layer % len(layer_types)] == "window") for layer in range(layers))
 
 
 def numbered(of_layers: Sequence[AttentionKind]) -> tuple[tuple[AttentionKind, ...], tuple[int, ...]]:
-    """The kinds of a model's layers, each once, those that see most keys first; and by layer the number of its
-    kind."""
+    """Returns the kinds of a model's layers, each once, those that see most keys first; and by layer its kind's
+    number."""
     kinds = tuple(sorted(dict.fromkeys(of_layers), key=lambda kind: (kind.window > 0, -kind.window)))
     return kinds, tuple(kinds.index(kind) for kind in of_layers)
 
 
 def by_stage(of_layer: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Splits the values of a model's layers into one tuple for each pipeline stage; stages are equally long."""
+    """Splits values by layer into one tuple for each pipeline stage; stages have equally many layers."""
     each = len(of_layer) // stages
     return tuple(tuple(of_layer[stage * each : (stage + 1) * each]) for stage in range(stages))

@@ -3,7 +3,11 @@
 A micro-batch is a list of documents over ``ranks`` home ranks. It is processed as one or two *nano-batches* (ping and
 pong), each with a layout of its own (``place/lay_out.py``). Where a document's head is computed in ping and its tail in
 pong, the tail's queries need the head's keys and values. So pong's layout lists those rows as *carried*: they stay
-where ping put them and are exchanged again with pong's own rows.
+where ping put them, and are exchanged again with pong's own rows.
+
+Example: a document of 6 rows on two ranks, cut at row 4. In ping, rank 0 has rows 0 and 1, rank 1 has 2 and 3. In pong,
+rank 0 has row 4 and rank 1 row 5. The k,v rows of pong are then 0, 1, 4 on rank 0, two of them carried, and 2, 3, 5 on
+rank 1.
 
 Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are int64.
 """
@@ -53,19 +57,23 @@ def overlaps(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All pairs (range, shard) of one document that share tokens, and how many rows they share.
 
+    Example: a document with shards [0, 4) and [4, 6) gives for the range [2, 5) two pairs, of 2 rows and of 1 row.
+
     Args:
-        document: [N] of the ranges.
+        document: [N] document of each range.
         start: [N] first position of each.
-        stop: [N] one past its last.
-        shards: sorted by (document, start).
+        stop: [N] one past its last position.
+        shards: the shards, sorted by (document, start).
 
     Returns:
         [P] each: index of the range, index of the shard, rows.
     """
+    # A range's shards follow each other: ``count`` of them from number ``low`` on. They are all shards of its document,
+    # or found by a search for its ends; there (document, position) is one number, document * span + position.
     shards_of = np.bincount(shards.document, minlength=int(document.max(initial=-1)) + 1)
     low = (np.cumsum(shards_of) - shards_of)[document]
     count = shards_of[document]
-    # Most documents live in one place: only those that do not are searched.
+    # Most documents have one shard; only ranges of the others are searched.
     cut = np.flatnonzero(count > 1)
     if len(cut):
         document, span = document[cut], int(max(stop.max(), shards.stop.max())) + 1
@@ -83,7 +91,9 @@ def overlaps(
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """One nano-batch: which rows are computed in it, and where their k,v rows live. A layout is equal to itself alone.
+    """One nano-batch: which rows are computed in it, and where their k,v rows live.
+
+    A layout is equal only to itself, so that it can be the key of a memo.
 
     Attributes:
         ranks: number of home ranks, which is also the number of attention servers.
@@ -93,8 +103,7 @@ class Layout:
         kv: shards of the key/value rows, covering [0, last) of every document with rows here. A rank's k,v rows are
             numbered with its carried rows first, then its own rows in the order of ``q``.
         q_rows: [R] query rows per rank.
-        carried_rows: [R] rows each rank carries over: the last ``carried_rows[r]`` query rows of rank r in the previous
-            nano-batch.
+        carried_rows: [R] rows each rank carries over: its last query rows in the previous nano-batch, so many of them.
     """
 
     ranks: int
@@ -121,8 +130,12 @@ class Layout:
         return np.asarray(self.kv.row < self.carried_rows[self.kv.rank])
 
     def within(self, window: int) -> Layout:
-        """The layout of a kind of layer whose queries see ``window`` keys: of the carried rows only the ``window`` - 1
-        before each document's first query here are left."""
+        """The layout for a kind of layer whose queries see ``window`` keys; 0 for all.
+
+        Only the carried rows that some query still sees are left: the ``window`` - 1 before its document's first row in
+        this nano-batch."""
+        # Carried shards begin later, or vanish. Rows of a rank are then numbered anew: its carried ones first, in the
+        # order that they had, then its own, which move up.
         carried = self.carried
         if not window or not carried.any():
             return self
@@ -139,7 +152,7 @@ class Layout:
         return replace(self, kv=Shards(document, start, stop, rank, row), carried_rows=carried_rows)
 
     def carried_from(self, previous: Layout | None, rank: int) -> list[tuple[int, int]]:
-        """Row ranges (begin, end) of ``rank`` in the ``previous`` nano-batch that are its carried rows here, in
+        """Returns where the carried rows of ``rank`` are: row ranges (begin, end) in the ``previous`` nano-batch, in
         order."""
         if previous is None or not self.carried_rows[rank]:
             return []

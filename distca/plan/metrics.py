@@ -18,18 +18,19 @@ from distca.plan.plan import Plan
 from distca.plan.sorting import order_by
 
 _LEAST_GB = 0.25
-"""Memory for received rows that ranks have at least, in GiB."""
+"""The least memory for received rows, in GiB: a few tokens per rank make plans uneven, and this much is always
+there."""
 
 
 @dataclass(frozen=True)
 class PairRows:
-    """Rows by (home rank, server), of pairs that exchange any; sorted. Array legend: P pairs; all arrays are int64.
+    """Rows by pair of ranks, sorted, of the pairs that exchange any. Array legend: P pairs; all arrays are int64.
 
     Attributes:
         ranks: R.
         home: [P] rank that the rows live on, or that hands them on.
         server: [P] another rank, which reads them.
-        rows: [P] how many, at least 1.
+        rows: [P] rows of each pair, at least 1.
     """
 
     ranks: int
@@ -53,19 +54,19 @@ class PairRows:
         return np.bincount(self.server, self.rows, self.ranks).astype(np.int64)
 
     def between(self, group: np.ndarray) -> PairRows:
-        """The pairs whose home rank and server are of different groups; [R] ``group`` of every rank."""
+        """The pairs whose home rank and server are in different groups; ``group`` [R] has the group of every rank."""
         far = group[self.home] != group[self.server]
         return PairRows(self.ranks, self.home[far], self.server[far], self.rows[far])
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows that travel between ranks for one plan, once.
+    """Rows that travel between ranks for one plan, in one direction.
 
     Attributes:
         q: query rows from home rank to server.
         kv: key/value rows from home rank to server.
-        relay: key/value rows that a server hands on to another of its node, which does not get them from home.
+        relay: key/value rows that a gateway hands on to a server of its node, which then does not get them from home.
     """
 
     q: PairRows
@@ -78,16 +79,17 @@ class Traffic:
 
     @property
     def kv_rows(self) -> int:
-        """In both hops: every server gets a row once."""
+        """Key/value rows of both hops together: every server gets a row once."""
         return self.kv.total + self.relay.total
 
     def between(self, group: np.ndarray) -> Traffic:
-        """The part of it between ranks of different groups; [R] ``group`` of every rank."""
+        """The rows between ranks of different groups; ``group`` [R] has the group of every rank."""
         return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
     def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
-        """[R] int64 bytes of every rank's larger direction, sent or received. A query row takes ``q_out`` bytes to the
-        server and ``q_back`` home, a key/value row ``kv_out``."""
+        """[R] int64 bytes that every rank sends or receives, whichever is more.
+
+        A query row takes ``q_out`` bytes to the server and ``q_back`` home; a key/value row takes ``kv_out``."""
         kv_sent, kv_received = self.kv.sent + self.relay.sent, self.kv.received + self.relay.received
         sent = self.q.sent * q_out + self.q.received * q_back + kv_sent * kv_out
         received = self.q.received * q_out + self.q.sent * q_back + kv_received * kv_out
@@ -95,14 +97,14 @@ class Traffic:
 
 
 def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """[R] seconds of every server's fused batch; "both" adds forward and backward. ``cost`` is of all kinds of layers,
-    or by kind."""
+    """[R] attention seconds of every server; "both" adds forward and backward. ``cost`` is for all kinds of layers, or
+    a sequence with one for each kind."""
     costs = cost if isinstance(cost, Sequence) else (cost,)
     return np.asarray(seconds_by_kind(plan, costs, direction).sum(axis=0))
 
 
 def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """[K, R] the same of each kind's tasks, by kind; all tasks where there is one kind."""
+    """[K, R] attention seconds of every server, by kind; with one cost, of all tasks."""
     tasks, ranks = plan.tasks, plan.layout.ranks
     found = np.zeros((len(costs), ranks))
     for number, cost in enumerate(costs):
@@ -113,8 +115,9 @@ def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction
 
 
 def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """[R] int64 k,v rows in every server's buffer, each once; and [R] of the regions that tasks compute with where some
-    share rows, or have some of the half before, which are copies, else 0."""
+    """[R] int64 k,v rows in every server's buffer, and [R] int64 rows of the copies that its tasks compute with.
+
+    There are copies where tasks share rows, or have some from the nano-batch before; elsewhere they are 0."""
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
     kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
     regions = np.bincount(tasks.server, plan.region_rows, ranks).astype(np.int64)
@@ -122,7 +125,7 @@ def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def imbalance(seconds: np.ndarray) -> float:
-    """Slowest over mean; 1 for no work at all."""
+    """The slowest of [R] ``seconds`` over their mean; 1 for no work at all."""
     mean = float(seconds.mean())
     return float(seconds.max()) / mean if mean > 0 else 1.0
 
@@ -130,12 +133,12 @@ def imbalance(seconds: np.ndarray) -> float:
 def traffic(plan: Plan, links: Links | None = None) -> Traffic:
     """The rows that ``plan`` really moves.
 
-    Rows that a server has, as a home rank or from the half before, are free. A document's k,v rows travel to a server
-    once, however many of its tasks read them.
+    Rows that a server has, as a home rank or from the nano-batch before, are free. A document's k,v rows travel to a
+    server once, however many of its tasks read them.
 
     Args:
         plan: over R ranks.
-        links: which ranks share a node, to each of which k,v rows travel once and on from there; None for all.
+        links: which ranks share a node, to each of which k,v rows travel once and on inside it; None where all do.
     """
     ranks, reads = plan.layout.ranks, plan.q_reads
     q = pair_rows(reads.home, reads.server, reads.rows, ranks)
@@ -147,7 +150,7 @@ def traffic(plan: Plan, links: Links | None = None) -> Traffic:
 
 
 def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -> PairRows:
-    """Adds up [N] rows by pair of ranks; those that stay on their rank are left out."""
+    """Adds up [N] rows by pair of ranks; rows that stay on their rank are left out."""
     away = np.flatnonzero(home != server)
     pair, rows = (home * ranks + server)[away], rows[away]
     order = order_by(pair)
@@ -161,8 +164,8 @@ def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
     """Seconds that the slowest server needs at least, whatever the plan.
 
-    The larger of two facts: all the work, uncut, spread over the servers by their speed; and the last query row of the
-    longest document, which one server must compute. For "both" the bound of forward plus that of backward.
+    It is the larger of two bounds: all the work, uncut, spread over the servers by their speed; and the last query row
+    of the longest document, which one server must compute. For "both" it is forward's bound plus backward's.
 
     Args:
         layout: the nano-batch.
@@ -179,18 +182,18 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
 
 
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:
-    """GiB of memory in which rows of two exchanges land, which are under way at a time; each has up to the rows of a
+    """GiB of memory in which received rows land. Two exchanges are under way at a time, each with up to the rows of a
     nano-batch that the busiest rank receives.
 
-    In rows of q, k and v of a rank's tokens. Real plans without pipeline stages fit, of both mixes in their
-    long-context versions. Tests hold that for 2 to 16 ranks, also on nodes of 4 and of 8
-    (tests/plan/test_receive_buffer.py).
+    It is room for the q, k and v rows of 4.5 times a rank's tokens, with ``resend`` 5 times. Real plans without
+    pipeline stages fit, of both mixes in their long-context versions. Tests hold that for 2 to 16 ranks, also on nodes
+    of 4 and of 8 (tests/plan/test_receive_buffer.py).
 
     Args:
         shape: heads of one rank.
-        tokens: of a micro-batch, per rank.
-        resend: backward sends q, k, v and o again, with dO.
-        sinks: with keep too o comes home with its log-sum-exp, which goes out again with dO.
+        tokens: tokens of a micro-batch per rank.
+        resend: whether backward sends q, k, v and o again, with dO.
+        sinks: whether o comes home with its log-sum-exp, which goes out again with dO, also without ``resend``.
     """
     rows = (5.0 if resend else 4.5) * tokens
     lse = 4 * shape.heads if sinks and not resend else 0

@@ -23,11 +23,11 @@ class NanoPlan:
     """One nano-batch in the layers of one kind.
 
     Attributes:
-        layout: of the nano-batch; the same for all kinds.
-        forward: its plan.
+        layout: the nano-batch's layout; the same for all kinds.
+        forward: the plan of its forward.
         backward: ``forward`` itself when servers keep their tasks' rows for the backward.
         cost: seconds per CA-task in these layers.
-        share: which part of the model's layers they are.
+        share: the part of the model's layers that is of this kind.
     """
 
     layout: Layout
@@ -38,7 +38,7 @@ class NanoPlan:
 
     @property
     def directed(self) -> tuple[tuple[Plan, Direction], ...]:
-        """Both plans with what they are for."""
+        """Both plans, each with its direction."""
         return (self.forward, "forward"), (self.backward, "backward")
 
 
@@ -85,7 +85,7 @@ class MicroBatchPlan:
 
     @property
     def cost(self) -> CostModel:
-        """The cost model that was planned with."""
+        """The cost model that the plans were made with."""
         return self.step.options.cost
 
     @property
@@ -95,12 +95,12 @@ class MicroBatchPlan:
 
     @property
     def nano_batches(self) -> tuple[NanoPlan, ...]:
-        """One NanoPlan per nano-batch, of layers of the first kind that the model has."""
+        """One NanoPlan per nano-batch, for layers of the first kind that the model has."""
         return self.by_kind[0]
 
     @property
     def by_kind(self) -> tuple[tuple[NanoPlan, ...], ...]:
-        """One NanoPlan per kind that the model has layers of, and nano-batch."""
+        """One NanoPlan per nano-batch, for each kind that the model has layers of."""
         step, options = self.step, self.step.options
         (layouts,), (forward,), (backward,) = step.layouts, step.forward, step.backward
         costs = [options.cost_of_kind[kind] for (kind,) in options.combinations]
@@ -126,8 +126,8 @@ class MicroBatchPlan:
 
     @property
     def seconds_before(self) -> np.ndarray:
-        """[R] attention seconds per rank of one layer, forward and backward, without placement by work,
-        servers or halves: documents in order, every shard computed at home."""
+        """[R] attention seconds per rank of one layer, forward and backward, as without DistCA: documents in order, in
+        one piece, every shard computed at home."""
         seconds: np.ndarray = self.step.seconds_before().sum(axis=0)
         return seconds
 
@@ -192,14 +192,14 @@ def plan_micro_batch(
     tolerance: float = DEFAULT_TOLERANCE,
     **options: Any,
 ) -> MicroBatchPlan:
-    """Plan one micro-batch without pipeline stages, as :func:`distca.plan.step.plan_step` does for a step of one.
+    """Plans one micro-batch without pipeline stages, as :func:`distca.plan.step.plan_step` plans a step of one.
 
     Args:
         lengths: [D] tokens per document.
         ranks: home ranks, which are also the attention servers.
         cost: seconds per CA-task.
         rank_of: [D] home rank of every document, for documents that stay whole.
-        tolerance: how far above the mean the busiest server may be.
+        tolerance: how far above the mean the busiest server may be, as a part of it.
         options: see :class:`distca.plan.options.PlanOptions`.
 
     Raises:

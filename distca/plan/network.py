@@ -1,11 +1,15 @@
 """The network between ranks: which share a node, and from whom servers get the rows that they read.
 
-Rows come from home, or, of keys and values, in two hops: across the network once per node and on inside it.
+Query rows come straight from home. Keys and values may take two hops: they cross the network once per node, to its
+*gateway*, and go on inside the node from there.
 
-Readers of a home shard need its first rows, up to their tasks' ends. So one reader of a node, the one that needs most
-of them, is its *gateway*. It gets all that the others there need into its own buffer, and they get them from there.
-Among readers that need as many it is the one with the home rank's number inside the node, or the next behind it. That
-spreads the relays over readers as homes are spread, and rows keep to links between ranks of one number.
+Readers of a home shard need its first rows, up to their tasks' ends. So the reader of a node that needs most of them
+needs all that the others there need, and is the gateway: they get these rows from its buffer. Example: home 0 on node A
+has rows [0, 10). On node B, server 8 needs rows [0, 10) and server 9 rows [0, 6). Server 8 gets 10 rows from home 0,
+and server 9 gets its 6 from server 8.
+
+Among readers that need as many rows, the gateway is the one with the home rank's number inside the node, or the next
+one. So relays are spread over readers as homes are spread, and rows keep to links between ranks of one number.
 """
 
 from __future__ import annotations
@@ -20,16 +24,17 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _NVLINK = 360e9
-"""Bytes per second and direction inside a node (benchmarks/results/planner.md)."""
+"""Bytes per second that a rank sends, or gets, inside a node; prices of transfers are found from it. It is what an H200
+reached over NVLink (benchmarks/results/planner.md)."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Price of a byte between two ranks, relative to one that stays inside a node.
+    """The ranks that share a node, and the price of a byte between nodes over that of a byte inside one.
 
     Attributes:
         ranks_per_node: consecutive ranks that share NVLink; 0 when all ranks do.
-        network_price: price of a byte between nodes (default: 360 GB/s NVLink over 50 GB/s network per H200).
+        network_price: price of a byte between nodes (default: 360 GB/s of NVLink over 50 GB/s of network per H200).
     """
 
     ranks_per_node: int = 0
@@ -47,11 +52,12 @@ class Links:
         return np.arange(ranks) // (self.ranks_per_node or ranks)
 
     def bytes_per_s(self, *, far: bool) -> float:
-        """Bytes per second that a rank sends, and gets, inside a node, or ``far`` between nodes."""
+        """Bytes per second that a rank sends, and gets at the same time: inside a node, or with ``far`` between
+        nodes."""
         return _NVLINK / (self.network_price if far else 1.0)
 
     def may_relay(self, ranks: int) -> bool:
-        """Whether rows may take two hops: there are several nodes, of several ranks."""
+        """Whether rows may take two hops: there are several nodes of several ranks each."""
         return 1 < self.ranks_per_node < ranks
 
 
@@ -60,12 +66,12 @@ class Reads:
     """Pieces of home shards that servers read. Array legend: N pieces; all arrays are int64.
 
     Attributes:
-        task: [N] index of the task that reads them.
+        task: [N] index of the task that reads the piece.
         shard: [N] number of the home shard.
         home: [N] rank that the rows live on.
-        server: [N] rank that reads them, may be the same.
-        rows: [N] how many.
-        straight: [N] bool whether they come from home in any case; None where gateways may hand on all.
+        server: [N] rank that reads them; it may be the home rank.
+        rows: [N] rows of the piece.
+        straight: [N] bool, whether the piece comes from home in any case; None where gateways may hand on all.
     """
 
     task: np.ndarray
@@ -82,13 +88,18 @@ class Reads:
         return Reads(task, shard, shards.rank[shard], tasks.server[task], rows)
 
     def in_hops(self, links: Links | None, ranks: int) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
-        """Indices of the pieces that come from home; of those that gateways hand on; and, for each of these, of the
-        piece that its gateway has.
+        """Returns which pieces come from home and which come from a gateway.
+
+        Pieces that are not ``straight`` must be the first rows of their shards, and no two may have both shard and
+        server in common.
 
         Args:
-            links: which ranks share a node, to each of which rows travel once; None for all. Then pieces that are not
-                ``straight`` are the first rows of their shards, and no two have both shard and server in common.
+            links: which ranks share a node, to each of which rows travel once; None where all share one.
             ranks: R.
+
+        Returns:
+            Indices of the pieces that come from home; indices of those that gateways hand on; and for each of the
+            latter, the index of the piece that its gateway reads.
         """
         none = np.zeros(0, np.int64)
         if links is None or not links.may_relay(ranks):
@@ -99,6 +110,9 @@ class Reads:
             far = far[~self.straight[far]]
         if not len(far):
             return slice(None), none, none
+        # Pieces that cross the network, grouped by (shard, node) and in a group by falling rows, then by ``turn``: how
+        # far the server stands behind the home's number. The first of a group is the gateway's, the others are handed
+        # on.
         rows, group = self.rows[far], self.shard[far] * (ranks // links.ranks_per_node + 1) + node[far]
         turn = (self.server[far] - self.home[far]) % links.ranks_per_node
         order = order_by(group, rows.max() - rows, turn)

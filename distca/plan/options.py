@@ -29,21 +29,21 @@ class PlanOptions:
         nano_batches: 1, or 2 for ping and pong.
         align: rows of a nano-batch on a rank are a multiple of this, which is a multiple of ``shares``.
         shares: tensor-parallel ranks that share the rows; 1 without sequence parallelism.
-        resend: whether backward has servers of its own; with several stages it has.
+        resend: whether backward has servers of its own, to which rows are sent again; with several stages it has.
         disaggregate: False computes every document at home.
         tolerance: how far above the mean the busiest server may be; None takes the one for the size of the pool.
         links: which servers share a node.
-        kinds: of the model's attention layers; layouts level the work of the first.
-        costs: seconds per CA-task by kind; none where ``cost`` is that of all.
+        kinds: the kinds of the model's attention layers; layouts level the work of the first.
+        costs: seconds per CA-task by kind; none where ``cost`` is that of all kinds.
         layer_kinds: by stage, the number of each of its layers' kind; none where all layers have the first.
         non_attention: levels a phase's linear layers and attention together; None levels attention alone.
-        server_gb_s: GB/s of a server without a model over the network; 0 for what ``links`` says.
+        server_gb_s: GB/s of a server without a model over the network; 0 takes the rate of ``links``.
         scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
 
     Raises:
-        PlanError: on sizes below 1, servers that attention cannot go to, a rate of theirs below 0, tables or factors
-            that are not one for each server or home, several stages whose servers keep rows for backward, stages of
-            unequal layers, costs of other kinds than ``kinds``, or layers of a kind that is not there.
+        PlanError: on sizes below 1; servers where attention stays at home, or a negative rate of theirs; tables or
+            factors that are not one for each server or home; several stages that keep rows for backward; stages of
+            unequal layers; costs for another number of kinds; layers of a kind that is not there.
     """
 
     ranks: int
@@ -106,26 +106,24 @@ class PlanOptions:
 
     @cached_property
     def combinations(self) -> tuple[tuple[int, ...], ...]:
-        """The combinations of kinds that the stages run at the same time: each once, as the number of every stage's
-        kind."""
+        """The combinations of kinds that stages run at the same time, each once: by stage, the number of its kind."""
         return tuple(dict.fromkeys(zip(*self.layer_kinds, strict=True))) or ((0,) * self.stages,)
 
     @cached_property
     def layer_combinations(self) -> tuple[int, ...]:
-        """The number of the combination of each layer of a stage. Where nothing is known of layers, it is that of one
-        layer."""
+        """The number of the combination of each layer of a stage; one layer where nothing is known of layers."""
         each = {combination: number for number, combination in enumerate(self.combinations)}
         return tuple(each[layer] for layer in zip(*self.layer_kinds, strict=True)) or (0,)
 
     @property
     def shares_of_layers(self) -> np.ndarray:
-        """[C] which part of a stage's layers have each combination."""
+        """[C] the part of a stage's layers that has each combination."""
         layers = np.array(self.layer_combinations)
         return np.asarray(np.bincount(layers, minlength=len(self.combinations)) / len(layers))
 
     @property
     def names_of_combinations(self) -> tuple[str, ...]:
-        """The name of each combination in tables: its share of the layers, and the kind of every stage."""
+        """The name of each combination in tables: how many layers have it, and the kind of every stage."""
         layers = self.layer_combinations
         return tuple(
             f"{layers.count(number)} of {len(layers)} layers: {' | '.join(self.kinds[kind].name for kind in kinds)}"
@@ -139,7 +137,7 @@ class PlanOptions:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Keys that a query sees by kind; 0 for all."""
+        """The keys that a query sees, by kind; 0 for all."""
         return tuple(kind.window for kind in self.kinds)
 
     @property
@@ -149,12 +147,12 @@ class PlanOptions:
 
     @property
     def homes(self) -> int:
-        """Ranks of the pool with a model, the first ones."""
+        """The number of ranks of the pool with a model, which come first."""
         return self.stages * self.ranks
 
     @property
     def pool_ranks(self) -> int:
-        """Servers of the pool, homes first."""
+        """The number of servers of the pool, homes among them."""
         return self.homes + self.servers
 
     @property
@@ -167,16 +165,16 @@ class PlanOptions:
 
     @property
     def keeps(self) -> bool:
-        """Servers keep rows and compute the backward of what they computed forward."""
+        """Whether servers keep the rows of a forward, and compute its backward."""
         return self.stages == 1 and not self.resend
 
     @property
     def stage_node(self) -> int:
-        """Consecutive ranks of a stage that share a node; 0 where all do or none, or where stages share nodes
+        """How many consecutive ranks of a stage share a node; 0 where all share one, none do, or stages share nodes
         unevenly."""
         size = self.links.ranks_per_node
         return size if size > 1 and self.ranks % size == 0 else 0
 
     def pool_rank(self, stage: int, rank: int) -> int:
-        """Number in the pool of a stage's data-parallel rank."""
+        """The number that a stage's data-parallel rank has in the pool."""
         return stage * self.ranks + rank

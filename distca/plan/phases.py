@@ -1,4 +1,9 @@
-"""The phases of a step: in each, what all stages run at the same time, and the plans of their layers, by kind."""
+"""The phases of a step: in each, what all stages run at the same time, and the plans of their layers, by kind.
+
+A phase has a plan for each *combination*: the kinds of layers that the stages compute at the same time. Example: stage
+0 has layers with and without a window in turn, and stage 1 has none with a window. Then layers of the combination
+(window, full) have one plan, and those of (full, full) another.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ class Phase:
 
     Attributes:
         micro_batches: by stage, the micro-batch that it runs; None for an idle stage.
-        by_combination: by combination of the stages' kinds and nano-batch, the plan over the whole pool.
+        by_combination: by combination and nano-batch, the plan over the whole pool.
     """
 
     micro_batches: tuple[int | None, ...]
@@ -40,8 +45,8 @@ class Phase:
 
 
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
-    """[R] non-attention seconds of one layer and nano-batch, [2, R] of both directions; 0 where attention alone is
-    levelled."""
+    """[R] seconds of one layer and nano-batch in linear layers, [2, R] for both directions; 0 where plans level
+    attention alone."""
     each = options.non_attention
     if each is None:
         return np.zeros_like(layout.q_rows, np.float64)
@@ -62,10 +67,10 @@ def plan_phases(
     def phase(number: int, direction: Direction) -> Phase:
         due = [number - (stages - 1 - stage if direction == "backward" else stage) for stage in range(stages)]
         running = tuple(m if 0 <= m < len(layouts) else None for m in due)
-        halves = [[None if m is None else layouts[m][nano] for m in running] for nano in range(len(layouts[0]))]
+        nanos = [[None if m is None else layouts[m][nano] for m in running] for nano in range(len(layouts[0]))]
         return Phase(
             running,
-            tuple(_of_combination(each, halves, options, direction, scheduler) for each in options.combinations),
+            tuple(_of_combination(each, nanos, options, direction, scheduler) for each in options.combinations),
         )
 
     numbers = range(len(layouts) + stages - 1)
@@ -76,53 +81,65 @@ def plan_phases(
 
 def _of_combination(
     kinds: Sequence[int],
-    halves: Sequence[Sequence[Layout | None]],
+    nanos: Sequence[Sequence[Layout | None]],
     options: PlanOptions,
     direction: Direction,
     scheduler: Scheduler,
 ) -> tuple[Plan, ...]:
-    """Returns a plan for each nano-batch, of those layers of a phase that have these ``kinds`` by stage.
+    """Returns a plan for each nano-batch of a phase, for the layers that have these ``kinds`` by stage.
 
     Layers with a window are computed at home, where their work is about level. Layers without one are scheduled over
-    all servers, beside the work that these have with windows."""
+    all servers, beside the work that servers have with windows.
+
+    Args:
+        kinds: by stage, the number of the layers' kind.
+        nanos: by nano-batch and stage, the layout; None for an idle stage.
+        options: how to plan.
+        direction: what the plans are for.
+        scheduler: plans one nano-batch.
+    """
     windows = [options.kinds[kind].window for kind in kinds]
     if not any(windows):
-        plans = [_with_kinds(scheduler(_joined(half, options), direction), half, kinds, options) for half in halves]
-        if options.keeps:  # what servers keep for backward is there for the next half too
+        plans = [_with_kinds(scheduler(_joined(nano, options), direction), nano, kinds, options) for nano in nanos]
+        if options.keeps:  # rows that servers keep for backward are there for the next nano-batch too
             plans[1:] = [replace(plan, before=before.tasks) for before, plan in pairwise(plans)]
         return tuple(plans)
     plans = []
-    for half in halves:
-        seen = [layout and layout.within(window) for layout, window in zip(half, windows, strict=True)]
-        home = _with_kinds(plan_at_home(_joined(seen, options)), half, kinds, options)
+    for nano in nanos:
+        seen = [layout and layout.within(window) for layout, window in zip(nano, windows, strict=True)]
+        home = _with_kinds(plan_at_home(_joined(seen, options)), nano, kinds, options)
         if all(windows):
             plans.append(home)
             continue
+        # "full" are the ranks of stages without a window, and servers without a model; the others' tasks stay ("rest").
+        # They count as work beside when the tasks of "full" ranks are scheduled. Both make one plan.
         full = np.repeat([not window for window in windows], options.ranks)
         full = np.append(full, np.ones(options.servers, bool))
         rest = home.tasks.take(~full[home.tasks.server])
         beside = server_seconds(replace(home, tasks=rest), options.cost_of_kind, direction)
         beside += np.where(full, 0.0, other_seconds(options, home.layout, direction))
-        scheduled = scheduler(_joined(half, options, [not window for window in windows]), direction, beside).tasks
+        scheduled = scheduler(_joined(nano, options, [not window for window in windows]), direction, beside).tasks
         columns = (np.concatenate(pair) for pair in zip(scheduled.columns(), rest.columns(), strict=True))
         plans.append(replace(home, tasks=Tasks.sorted(*columns)))
     return tuple(plans)
 
 
-def _with_kinds(plan: Plan, half: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
-    """The plan, which then knows the kind of layer of every document."""
+def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
+    """The plan of a nano-batch, which then knows the kind of layer of every document."""
     if not any(kinds) and not any(options.windows):
         return plan
-    documents = [0 if layout is None else len(layout.first) for layout in half]
+    documents = [0 if layout is None else len(layout.first) for layout in nano]
     windows = tuple(window if number in kinds else 0 for number, window in enumerate(options.windows))
     return replace(plan, windows=windows, kind=np.repeat(np.asarray(kinds, np.int64), documents))
 
 
 def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
+    """A scheduler that leaves every row at home; arguments as of :class:`distca.plan.choice.Scheduler`."""
     return plan_at_home(layout)
 
 
 def scheduler_of(options: PlanOptions) -> Scheduler:
+    """The product's scheduler with the tolerance, costs and other work that ``options`` say."""
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
@@ -147,8 +164,10 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 
 
 def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
-    """Seconds per CA-task by server. Where time is levelled and servers are not alike, those without rows wait for the
-    ones that they get."""
+    """Seconds per CA-task by server.
+
+    Where servers are not alike and plans level all of a phase's time, a server without rows of its own has nothing to
+    do until its tasks' rows arrive. Its costs then include that time."""
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost
@@ -159,8 +178,10 @@ def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
 
 
 def _joined(parts: Sequence[Layout | None], options: PlanOptions, some: Sequence[bool] | None = None) -> Layout:
-    """One layout over the ranks of all stages and the servers without a model; idle stages have no rows, nor have those
-    that are not among ``some``. Documents are numbered stage by stage."""
+    """One layout over the whole pool: the ranks of all stages, and the servers without a model.
+
+    Idle stages have no rows, nor have stages that are not among ``some`` (by stage; None for all). Documents and ranks
+    are numbered stage by stage: rank r of stage s is number s · ranks + r."""
     if len(parts) == 1 and parts[0] is not None and not options.servers:
         return parts[0]
     ranks = options.ranks

@@ -19,14 +19,18 @@ from distca.plan.tasks import Tasks
 
 @dataclass(frozen=True)
 class Contexts:
-    """k,v rows that servers need. Tasks of one document on one server share a context where their keys overlap: without
-    a window all of them, as each sees its document from the start. Array legend: L contexts, T tasks; arrays are int64.
+    """The k,v rows that servers need. Array legend: L contexts, T tasks; arrays are int64.
+
+    A context is a range of k,v rows of one document on one server. Tasks there share a context where their keys
+    overlap. Without a window all do, as each sees its document from the start. Example: the tasks [2, 4) and [6, 7) of
+    a document read keys [0, 4) and [0, 7), so they share the context [0, 7). With a window of 2 they read [1, 4) and
+    [5, 7): two contexts.
 
     Attributes:
-        last: the last task of each, whose stop is the context's.
-        first: [L] its first row.
-        begin: [L] first row that must come; the server still has those before it from the half before.
-        at: [L] where the rows from ``first`` to ``begin`` begin in its buffer of that half, which has documents one
+        last: the last task of each context, whose stop is the context's.
+        first: [L] first row of each context.
+        begin: [L] first row that must travel; the server still has those before it from the nano-batch before.
+        at: [L] where the rows [first, begin) begin in the server's buffer of that nano-batch, which has documents one
             after the other.
         of_task: [T] context of every task.
     """
@@ -39,7 +43,7 @@ class Contexts:
 
     @property
     def rows(self) -> np.ndarray:
-        """[L] rows that must come."""
+        """[L] rows of each context that must travel."""
         return self.last.stop - self.begin
 
 
@@ -47,13 +51,13 @@ class Contexts:
 class Plan:
     """A layout and the server of every query row in it; the same for all layers of a kind.
 
-    A plan is equal to itself alone. Array legend: D documents, T tasks.
+    A plan is equal only to itself, as a layout is. Array legend: D documents, T tasks.
 
     Attributes:
         layout: the nano-batch's layout.
         tasks: its CA-tasks.
-        before: tasks of the half before, if their servers keep its k,v rows: these do not travel to them again. Kinds
-            with a window keep none.
+        before: the tasks of the nano-batch before, if servers keep its k,v rows, which do not travel to them again.
+            Kinds with a window keep none.
         windows: by kind of layer, the keys that a query sees; 0 for all, and for kinds that the plan has no layers of.
         kind: [D] int64 number of every document's kind of layer, since stages may run different ones; None where all
             documents have the first.
@@ -85,6 +89,8 @@ class Plan:
     @cached_property
     def contexts(self) -> Contexts:
         """The contexts that servers need for the documents of their tasks."""
+        # Tasks are sorted by server, document and start. A context ends with a document's last task on a server, or
+        # where the next task's first key lies behind the keys of this one.
         tasks, first = self.tasks, self.first_key
         ends = tasks.last_on_server
         if any(self.windows):
@@ -98,16 +104,21 @@ class Plan:
         return Contexts(last, first, begin, at, of_task)
 
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
-        """[L] rows that the servers of ``last`` tasks have of the half ``before``, from the start of their documents.
-        With them [L] the first of these rows in the servers' buffers of that half."""
-        assert not any(self.windows), "kinds with a window keep no rows of the half before"
+        """[L] rows of each context that its server has from the nano-batch ``before``, counted from the start of its
+        document. With them [L] where these rows begin in the server's buffer of that nano-batch.
+
+        Example: a server read rows [0, 10) of a document in ping, whose home shards are [0, 4), [4, 8) and [8, 12). For
+        pong it has the whole shards of these, rows [0, 8)."""
+        assert not any(self.windows), "kinds with a window keep no rows of the nano-batch before"
+        # "stop" is how far each context's server read its document before; 0 where it did not. (server, document) is
+        # one number for the search.
         kept = before.take(before.last_on_server)
         documents = len(self.layout.last)
         key = kept.server * documents + kept.document
         wanted = last.server * documents + last.document
         found = np.searchsorted(key, wanted)
         stop = np.where(np.append(key, -1)[found] == wanted, np.append(kept.stop, 0)[found], 0)
-        # Whole shards of home rows: who reads rows of a shard reads its first ones.
+        # Only whole shards count as kept, since an exchange sends the first rows of a shard, never its last ones alone.
         kv = self.layout.kv
         span = int(kv.stop.max()) + 1
         whole = np.searchsorted(kv.document * span + kv.stop, last.document * span + stop, side="right") - 1
@@ -123,8 +134,9 @@ class Plan:
 
     @cached_property
     def kv_reads(self) -> Reads:
-        """The k,v rows of the contexts that servers do not have of the half before. Gateways hand on rows of documents
-        without a window, whose readers all begin at the document's start."""
+        """The k,v rows of contexts that servers do not have from the nano-batch before.
+
+        Gateways hand on rows only of documents without a window, whose readers all begin at the document's start."""
         reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
         if not any(self.windows):
             return reads
@@ -133,7 +145,8 @@ class Plan:
         return replace(reads, straight=(np.array(self.windows) > 0)[kind[reads.task]])
 
     def check(self) -> None:
-        """Raise PlanError unless every query row is computed exactly once, by an existing server."""
+        """Raises PlanError unless every query row is computed exactly once, by an existing server."""
+        # Tasks by document and start: they must touch, begin at the document's first row, and have all of its rows.
         tasks, layout = self.tasks, self.layout
         if len(tasks) and (tasks.server.min() < 0 or tasks.server.max() >= layout.ranks):
             raise PlanError(
@@ -160,7 +173,7 @@ def plan_at_home(layout: Layout) -> Plan:
 
 
 def fingerprint(plans: Iterable[Plan]) -> int:
-    """A number that two ranks have alike if they made the same plans: the CRC-32 of all layouts and tasks."""
+    """The CRC-32 of all layouts and tasks: ranks that made the same plans have the same number."""
     value = 0
     for plan in plans:
         layout, tasks = plan.layout, plan.tasks

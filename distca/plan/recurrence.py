@@ -1,4 +1,4 @@
-"""The core of a recurrent layer: one formula, of which the known layers are cases.
+"""The core of a recurrent layer: one formula with known layers as its cases.
 
 For each head, with the state S of shape [K, V] and for one row after the other:
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Column = Literal["q", "k", "v"]
-_WIDE = 4  # bytes of a number of a state
+_WIDE = 4  # bytes of a number in a state, which is float32
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Recurrence:
         heads: heads of v and of the state.
         key_dim: K, elements of a head of q or k.
         value_dim: V, elements of a head of v.
-        scale: of the outputs.
+        scale: factor on the outputs.
         delta: whether a row corrects what the state holds for its key, or only adds to it.
         normalise: whether heads of q and k are divided by their norm.
         decay_by_channel: whether g has one number for each channel of k, or one per head.
@@ -94,8 +94,10 @@ class Recurrence:
 
     @property
     def transition_shape(self) -> tuple[int, int, int]:
-        """Shape of a piece's transition: a matrix per head with the delta rule, which mixes channels; else what each
-        channel of k keeps, or one number where all keep the same."""
+        """Shape of a piece's transition.
+
+        The delta rule mixes channels, so there it is a matrix per head. Else it is the part that each channel of k
+        keeps, or one number where all channels keep the same."""
         if self.delta:
             return self.heads, self.key_dim, self.key_dim
         return self.heads, self.key_dim if self.decay_by_channel else 1, 1
@@ -112,6 +114,8 @@ class Recurrence:
 
     @property
     def operations(self) -> int:
-        """Operations of the forward of one row, one row after the other: it reads the state, adds to it, and with the
-        delta rule looks up what the state holds for its key; before that comes the convolution."""
+        """Floating-point operations of one row's forward, where rows are computed one after the other.
+
+        After the convolution a row reads the state and adds to it. With the delta rule it also looks up what the state
+        holds for its key."""
         return (6 if self.delta else 4) * math.prod(self.state_shape) + 2 * self.kernel * self.channels

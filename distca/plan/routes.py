@@ -1,9 +1,12 @@
 """Routes: one rank's part of a plan, as exchanges of rows and the tasks' regions in them.
 
-Varlen kernels read one region [first key, stop) of k,v rows per task, in task order. The rows of a context travel to a
-server once, and are kept so, for the half that comes next too. Only while it computes does a server whose tasks share
-rows copy them to a region per task. Between nodes of several ranks they travel to each node
-once and on inside it: two exchanges, the second of which is the *relay* (``network.py``).
+Attention kernels read one region [first key, stop) of k,v rows per task, in task order. The rows of a context
+(``plan.py``) travel to a server once, into its buffer, and are kept there, for the next nano-batch too. A server whose
+tasks share rows copies them to one region per task, only while it computes. Between nodes of several ranks, rows travel
+to each node once and on inside it: in two exchanges, the second of which is the *relay* (``network.py``).
+
+Example: a server has the tasks [2, 4) and [6, 7) of a document at another home. Its buffer gets k,v rows [0, 7) once.
+The first task's region is a copy of rows [0, 4), the second's of rows [0, 7).
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ class Route:
         ranks: size of the server pool.
         q: exchange of query rows (and of o, its reverse).
         kv: exchange of key and value rows; with a relay, of those that come straight from home.
-        relay: what goes on from servers to others of their nodes, after ``kv`` and before it on the way back: gateways
-            stand in for home ranks, and server buffers for home tensors. None where no row of the pool takes two hops.
+        relay: exchange of the rows that gateways hand on to servers of their nodes. It comes after ``kv``, on the way
+            back before it. Gateways stand in for home ranks, and their server buffers for home tensors. None where no
+            row of the pool takes two hops.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' k,v regions.
         kind: [T] int64 number of every task's kind of layer; tasks of one kind may stand in several places.
@@ -58,7 +62,7 @@ class Route:
 
 
 def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
-    """The part of ``plan`` that concerns ``rank``; ``links`` as of :class:`Routes`.
+    """The part of ``plan`` that concerns ``rank``; ``links`` as in :class:`Routes`.
 
     Raises:
         PlanError: the plan was made for fewer ranks.
@@ -144,15 +148,25 @@ def _borders(ends: np.ndarray, low: int, high: int) -> np.ndarray:
 
 
 def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[T] first row of each task in its server's buffer; those of server r are tasks [bounds[r], bounds[r + 1])."""
+    """[T] first row of each task in its server's buffer, where tasks lie one after the other; server r has the tasks
+    [bounds[r], bounds[r + 1])."""
     begins = np.concatenate(([0], np.cumsum(rows)))
     return begins[:-1] - begins[bounds[tasks.server]]
 
 
 def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
-    """Copies to the regions of all tasks of servers [peer] where some share rows or have some of the half before: from
-    rows that arrived, those of contexts at ``kv_offset`` [L], and from the half before. Contexts of one task, one after
-    the other, are one copy."""
+    """Returns the copies to the regions of tasks: from the server buffer, and from that of the nano-batch before.
+
+    Only servers need copies whose tasks share rows, or have some from the nano-batch before; on the others the buffer
+    has the regions. ``peer`` of the segments is the server here.
+
+    Args:
+        plan: over all servers.
+        kv_offset: [L] first row of each context in its server's buffer.
+        bounds: server r has the tasks [bounds[r], bounds[r + 1]).
+    """
+    # A region is what the server kept of its context (a copy from "before"), then what arrived (a copy from "source").
+    # Where consecutive contexts have one task each and nothing was kept, their copies are joined into one.
     tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task
     alone = np.append(context[1:] != context[:-1], True)[: len(tasks)]  # the last of its context
     kept = contexts.begin - contexts.first

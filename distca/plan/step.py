@@ -32,11 +32,12 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""The most work that a document on one rank may have, over the mean rank's: a placement that moves nothing is tried
-only where no document has more."""
+"""The most work of a document, over the mean rank's, with which it may stay whole. Where a document has more, no
+placement can move nothing, so a second one is not planned for that. 1.01 and 1.2 gave the same plans
+(benchmarks/results/planner.md)."""
 _LONGER = 1.02
-"""How much longer a micro-batch may get, over the longest one given, when documents are dealt anew. Without room for a
-few tokens more, no two documents as long as the context would go together."""
+"""The length that a micro-batch may get when documents are dealt anew, over the longest one given. Without a few tokens
+of room, no two documents as long as the context would go together."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class StepPlan:
             stages.
         forward: forward phases in order.
         backward: backward phases in order; with one stage that keeps, their plans are those of the forward phases.
-        drawn: by micro-batch, [D, 2] int64: where each of its documents was among those given, by micro-batch and
-            number there.
+        drawn: by micro-batch, [D, 2] int64: the micro-batch in which each of its documents was given, and its number
+            there.
     """
 
     options: PlanOptions
@@ -87,8 +88,10 @@ class StepPlan:
         return micro_batch + self.options.stages - 1 - stage
 
     def order(self) -> Iterator[tuple[Literal["forward", "backward"], int]]:
-        """All phases as they run. A backward phase runs as soon as the last stage has its micro-batch's forward behind
-        it: no other order keeps fewer micro-batches in flight, on any stage (docs/architecture.md)."""
+        """All phases in the order in which they run.
+
+        A backward phase runs as soon as the last stage has finished its micro-batch's forward. No other order keeps
+        fewer micro-batches in flight, on any stage (docs/architecture.md)."""
         last = self.options.stages - 1
         for tick in range(len(self.forward) + last):
             if tick < len(self.forward):
@@ -111,7 +114,7 @@ class StepPlan:
         return replace(self, forward=forward, backward=backward)
 
     def of_combination(self, number: int) -> StepPlan:
-        """The same step of a model that has only the layers of one combination of the stages' kinds."""
+        """The same step of a model that has only the layers of one combination, by its number."""
         options = self.options
         layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()
         forward, backward = (
@@ -121,7 +124,7 @@ class StepPlan:
         return replace(self, options=replace(options, layer_kinds=layers), forward=forward, backward=backward)
 
     def balance(self) -> StepBalance:
-        """Returns the balance that the plan achieves; costs about as much as planning did."""
+        """Returns the balance that the plan achieves; it takes about as long as planning did."""
         options, phases = self.options, self.phases
         return StepBalance(
             self._in_order().seconds_by_kind(),
@@ -155,12 +158,12 @@ class StepBalance:
 
     @cached_property
     def seconds_before(self) -> np.ndarray:
-        """[P, R] that of all kinds together."""
+        """[P, R] seconds before, of all kinds together."""
         return np.asarray(self.before_by_kind.sum(axis=0))
 
     @cached_property
     def seconds_after(self) -> np.ndarray:
-        """[P, R] that of all kinds together."""
+        """[P, R] seconds as planned, of all kinds together."""
         return np.asarray(self.after_by_kind.sum(axis=0))
 
 
@@ -170,7 +173,7 @@ def plan_step(
     homes: Sequence[Sequence[int] | np.ndarray | None] | None = None,
     room: Sequence[int] | np.ndarray | None = None,
 ) -> StepPlan:
-    """Plan a step from its documents' lengths; deterministic, so every rank gets the same answer.
+    """Plans a step from its documents' lengths; it is deterministic, so every rank gets the same answer.
 
     Args:
         lengths: by micro-batch, tokens per document.
@@ -178,11 +181,12 @@ def plan_step(
         homes: by micro-batch, the home rank of every document, for documents that stay whole; None lets them span
             ranks.
         room: by micro-batch, most tokens; the step's documents are then dealt over its micro-batches anew, and
-            ``StepPlan.drawn`` says which went where. None leaves them where they are, as does room in which whole
-            documents, longest first, do not find a place.
+            ``StepPlan.drawn`` says which went where. None leaves them where they are. So does room in which some
+            document, dealt longest first, finds no place.
 
     Raises:
-        PlanError: on no micro-batch, lengths that cannot be laid out, or room for other micro-batches.
+        PlanError: on no micro-batch, lengths that cannot be laid out, room for another number of micro-batches, or room
+            beside homes.
     """
     if not len(lengths):
         raise PlanError("A step has at least one micro-batch, and this one has none.")
@@ -194,7 +198,7 @@ def plan_step(
         if len(room) != len(rows):
             raise PlanError(f"room is for {len(room)} micro-batches, and the step has {len(rows)}.")
         flat, origin = np.concatenate(rows), np.concatenate(drawn)
-        # No micro-batch should get much longer than the longest was, if that can be.
+        # Documents are dealt into all of the room only where they do not fit into little more than they had.
         longest = np.minimum(int(_LONGER * max(int(each.sum()) for each in rows)), room)
         deal = partial(deal_over_micro_batches, flat, stages=options.stages)
         chosen = deal(longest) or deal(room)
@@ -212,16 +216,17 @@ def plan_step(
 def _laid_out(
     options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Scheduler
 ) -> tuple[Layout, ...]:
-    # Idle stages of a pipeline can only take over what attention a half has.
+    """Returns the layouts of a micro-batch: the placement that its pool's size, or the price of plans, asks for."""
+    # Idle stages can only take over attention of the nano-batch that runs, so with stages both should have some.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
     if not options.disaggregate or homes is not None:
         return laid()
     together = partial(laid, placement="spread", cost=options.cost, ranks_per_node=options.stage_node)
-    by_half = partial(laid, placement="spread_by_half", cost=options.cost)
+    by_nano_batch = partial(laid, placement="spread_by_nano_batch", cost=options.cost)
     if options.ranks == 1:
-        return by_half()
-    if options.ranks > SMALL_POOL or options.servers:  # which most rows travel to
+        return by_nano_batch()
+    if options.ranks > SMALL_POOL or options.servers:  # with these, most rows travel anyway
         return together()
 
     def planned(layout: Layout) -> tuple[Plan, Plan]:
@@ -231,16 +236,16 @@ def _laid_out(
     price = partial(price_of, cost=options.cost, links=options.links, resend=options.resend)
     work = options.cost.per_direction("both", lengths, lengths)
     whole = bool((work.max(axis=1, initial=0.0) <= work.sum(axis=1) * _WHOLE / options.ranks).all())
-    return cheaper(by_half, together, planned, price, whole)
+    return cheaper(by_nano_batch, together, planned, price, whole)
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
-    """Returns the layout of documents. By default it is the one, in one piece, that plain packing gives."""
+    """Returns the layouts of documents. By default there is one, as plain packing gives it."""
     return lay_out(lengths, options.ranks, rank_of=homes, align=options.align, **how)
 
 
 def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.ndarray:
-    """[K, R] seconds of one layer by kind, in the mean over a stage's layers."""
+    """[K, R] seconds of a phase in one layer, by kind, in the mean over a stage's layers."""
     return np.asarray(
         sum(
             share * np.sum([seconds_by_kind(plan, options.cost_of_kind, direction) for plan in plans], axis=0)
@@ -250,6 +255,7 @@ def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.nda
 
 
 def _bytes(phase: Phase, options: PlanOptions, direction: Direction) -> float:
+    """Bytes that travel in a phase for one layer, in the mean over a stage's layers."""
     q_bytes, kv_bytes = options.cost.shape.moved_bytes(direction, options.resend, options.sinks)
     total = 0.0
     for share, plans in zip(options.shares_of_layers.tolist(), phase.by_combination, strict=True):

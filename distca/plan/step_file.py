@@ -1,7 +1,8 @@
-"""A step's document lengths, and how it is planned, as a file: of a step that could not be planned, to be sent and
-planned again by ``distca plan``. JSON with plain numbers; token ids are not in it.
+"""A file with a step's document lengths and all options of its plan.
 
-The file holds every option of a plan but a scheduler of its own, each kind of layer and the cost of each kind.
+It is written for a step that could not be planned, so that ``distca plan`` can plan it again elsewhere. It is JSON with
+plain numbers, and has no token ids. It holds every option of a plan but a scheduler of its own, with each kind of layer
+and the cost of each kind.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"
 _FORMAT = 4
-"""Format 1 knew one cost and no kinds of layers, format 2 no servers but home ranks, all alike, format 3 no network of
-their own."""
+"""The newest format. Format 1 had one cost and no kinds of layers. Format 2 had no servers without a model, and none of
+unlike speed. Format 3 did not have their rate over the network."""
 _NOT_WRITTEN = {"scheduler"}
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
 _FACTORS = ("forward_factor", "backward_factor")
@@ -44,7 +45,7 @@ class StepInputs:
 
     Attributes:
         lengths: by micro-batch, tokens per document.
-        options: how to plan, without a scheduler of its own.
+        options: how to plan; its scheduler is the product's.
         homes: by micro-batch, the home rank of every document, or None.
         room: by micro-batch, most tokens of documents that are dealt anew; None deals none.
     """
@@ -55,7 +56,7 @@ class StepInputs:
     room: Sequence[int] | None = None
 
     def plan(self) -> StepPlan:
-        """Plan the step.
+        """Plans the step.
 
         Raises:
             PlanError: as :func:`distca.plan.step.plan_step`.
@@ -64,7 +65,7 @@ class StepInputs:
 
 
 def write_step(path: Path, inputs: StepInputs) -> None:
-    """Write a step whole, so that several ranks may write the same one.
+    """Writes a step to a part file and renames it, so that several ranks may write the same one.
 
     Raises:
         OSError: the file cannot be written.
@@ -89,17 +90,17 @@ def write_step(path: Path, inputs: StepInputs) -> None:
 
 
 def read_step(path: str | Path) -> StepInputs | None:
-    """The step of a file; None where it is another kind of file.
+    """Returns the step of a file; None where it is another kind of file.
 
     Raises:
-        PlanError: it is one of a step, but not usable.
+        PlanError: the file is of a step, but not usable.
     """
     try:
         with open(path, encoding="utf-8") as file:
             if file.read(1) != "{":
                 return None
             content = json.loads("{" + file.read())
-    except (OSError, ValueError, RecursionError):  # who reads lengths from it says so
+    except (OSError, ValueError, RecursionError):  # whoever then reads lengths from the file refuses it
         return None
     if _NAME not in content:
         return None
@@ -180,7 +181,7 @@ def _cost(content: Mapping[str, Any]) -> CostModel:
 
 
 def _numbers(column: Any) -> Any:
-    """Nested lists, with None for nan, which is no JSON."""
+    """Nested lists of numbers, with None for nan, which JSON does not have."""
     array = np.asarray(column, np.float64)
     if array.ndim > 1:
         return [_numbers(row) for row in array]

@@ -1,7 +1,7 @@
 """CA-tasks: the units of core attention that servers compute.
 
-A CA-task is a query range [start, stop) of one document with its full causal context, keys and values [0, stop). It is
-never split along the keys, so no partial softmax is ever merged (arXiv 2510.18121, section 4.1).
+A CA-task is a query range [start, stop) of one document with its full causal context, the keys and values [0, stop). It
+is never split along the keys, so no partial softmax is ever merged (arXiv 2510.18121, section 4.1).
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ class Tasks:
         return len(self.document)
 
     def take(self, chosen: np.ndarray) -> Tasks:
-        """The tasks of a mask or of indices."""
+        """The tasks that a mask or indices choose."""
         return Tasks(self.document[chosen], self.start[chosen], self.stop[chosen], self.server[chosen])
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        """Document, start, stop and server of all."""
+        """Document, start, stop and server of all tasks."""
         return self.document, self.start, self.stop, self.server
 
     @property
     def last_on_server(self) -> np.ndarray:
-        """[T] bool: the last task of its document on its server, which reads all k,v rows that the others read."""
+        """[T] bool: whether it is the last task of its document on its server, which reads all k,v rows of the
+        others."""
         differs = (self.document[1:] != self.document[:-1]) | (self.server[1:] != self.server[:-1])
         return np.append(differs, True)[: len(self)]
 
     @staticmethod
     def sorted(document: np.ndarray, start: np.ndarray, stop: np.ndarray, server: np.ndarray) -> Tasks:
-        """Sort by (server, document, start) and join ranges of one document that touch on one server."""
+        """Sorts ranges by (server, document, start), and joins those of one document that touch on one server."""
         order = order_by(server, document, start)
         document, start, stop, server = (np.asarray(x, np.int64)[order] for x in (document, start, stop, server))
         if len(document) == 0:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from distca.attention import AttentionSpec, Kernel, choose_kernel
 from distca.cluster.hostname import machine_name
 from distca.cluster.interface import LOOPBACK, bind_gloo
-from distca.cluster.pool_store import PoolStore, give_up
+from distca.cluster.pool_store import MAY_GO, PoolStore
+from distca.cluster.pool_watch import PoolWatch
 from distca.cluster.process import Process
 from distca.cluster.timeout import TIMEOUT
 from distca.device.host_to_device import uploading
@@ -34,8 +35,8 @@ from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
 from distca.runtime.ping_pong import run_layers
 from distca.runtime.server import AttentionPool
 from distca.runtime.timeline import Timeline
-from distca.transport.breakable import is_lost_peer
-from distca.transport.collective import CollectiveTransport, nccl_goes_first
+from distca.transport.breakable import BreakableTransport, is_lost_peer
+from distca.transport.collective import nccl_goes_first
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class _Server:
     def __init__(self, store: PoolStore, me: Comer, kernel: Kernel, device: torch.device) -> None:
         self._store, self._me, self._kernel, self._device = store, me, kernel, device
         self._planned: dict[int, Future[tuple[StepPlan, StepRoutes]]] = {}
-        self._group: dist.ProcessGroup | None = None
+        self._transport, self._watch = BreakableTransport(goes_on=False), PoolWatch(store, me.process)
 
     @property
     def _number(self) -> int:
@@ -209,17 +210,15 @@ class _Server:
                 raise
             logger.warning("The pool did not form.", exc_info=True)
             return
-        self._pool = AttentionPool(CollectiveTransport(group), self._kernel, Timeline(self._device), terms.backward)
-        self._group = group
+        self._transport.use(group)
+        self._pool = AttentionPool(self._transport, self._kernel, Timeline(self._device), terms.backward)
+        self._watch.begin(generation.number, self._transport)
         logger.info("Server %d of the pool serves core attention of %d homes.", self._number, options.homes)
 
     def _leave(self) -> None:
-        """Give up the pool, also where it is broken."""
-        group, self._group = self._group, None
-        if group is not None:
-            # Whoever waits for this server must learn that it does not go on.
-            self._pool = replace(self._pool, transport=None)  # type: ignore[arg-type]
-            give_up(group)
+        """Give up the pool, also where it is broken: whoever waits for this server must learn that it is not there."""
+        self._watch.end()
+        self._transport.give_up()
 
     def _rejoin(self, number: int) -> bool:
         """Be part of the pool's next generation; returns whether this server is."""
@@ -252,7 +251,7 @@ class _Server:
                     continue
                 step, lengths, forward_only = content
                 found = self._planned.pop(step, None) or thread.submit(self._plan, step, lengths)
-                if self._group is not None and self._has_served(*found.result(), forward_only):
+                if not self._transport.broken and self._has_served(*found.result(), forward_only):
                     self._tell_served(step)
                     served += 1
                 else:  # homes will see it, and change the pool
@@ -266,6 +265,8 @@ class _Server:
         """
         try:
             self._serve(plan, routes, forward_only)
+            if self._device.type in MAY_GO:
+                self._transport.came_to_end(self._device)
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise

@@ -15,7 +15,7 @@ import numpy as np
 
 from distca.models.layer_bytes import LayerBytes, expert_parameters_of_rank, parameters_of_rank
 from distca.models.model_bytes import model_bytes
-from distca.plan.recurrent.traffic import RecurrentHalf
+from distca.plan.recurrent.traffic import RecurrentNano
 from distca.simulate.job import VALUE, Job
 
 
@@ -32,7 +32,7 @@ class StateBytes:
     at_work: np.ndarray
 
     @staticmethod
-    def of(job: Job, halves: Sequence[RecurrentHalf]) -> StateBytes:
+    def of(job: Job, halves: Sequence[RecurrentNano]) -> StateBytes:
         """Bytes of the halves of a micro-batch, over the ranks of one stage; stages are alike."""
         what = job.recurrence
         kept = sum(half.continuing * what.state_bytes + half.between * what.transition_bytes for half in halves)

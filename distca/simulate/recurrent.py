@@ -13,7 +13,7 @@ import numpy as np
 
 from distca.plan.layout import Layout
 from distca.plan.metrics import PairRows
-from distca.plan.recurrent.traffic import RecurrentHalf, recurrent_halves
+from distca.plan.recurrent.traffic import RecurrentNano, recurrent_nanos
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import VALUE, Job
 
@@ -47,7 +47,7 @@ class Recurrent:
 
     def __init__(self, job: Job, layouts: Sequence[tuple[Layout, ...]]) -> None:
         self._job, self._layouts = job, layouts
-        self._counted: dict[int, tuple[RecurrentHalf, ...]] = {}
+        self._counted: dict[int, tuple[RecurrentNano, ...]] = {}
 
     def halves(self, micro_batches: Sequence[int | None], direction: str) -> list[CoreHalf]:
         """The halves of a phase in which each stage runs a micro-batch, or nothing."""
@@ -57,14 +57,14 @@ class Recurrent:
             for nano in range(len(self._layouts[0]))
         ]
 
-    def counted(self, micro_batch: int) -> tuple[RecurrentHalf, ...]:
+    def counted(self, micro_batch: int) -> tuple[RecurrentNano, ...]:
         """The rows and summaries of a micro-batch's halves, over the ranks of one stage."""
         if micro_batch not in self._counted:
             layouts = self._layouts[micro_batch]
-            self._counted[micro_batch] = recurrent_halves(layouts, self._job.recurrence.halo_rows)
+            self._counted[micro_batch] = recurrent_nanos(layouts, self._job.recurrence.halo_rows)
         return self._counted[micro_batch]
 
-    def _half(self, of_stages: Sequence[RecurrentHalf | None], direction: str) -> CoreHalf:
+    def _half(self, of_stages: Sequence[RecurrentNano | None], direction: str) -> CoreHalf:
         job, what, core = self._job, self._job.recurrence, self._job.core
         before, rest = np.zeros((2, job.servers))
         halo, states = [], []

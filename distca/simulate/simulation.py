@@ -12,7 +12,7 @@ from distca.baselines import Mode
 from distca.baselines.dealing import dealt_anew
 from distca.plan import StepPlan, context_rows
 from distca.plan.metrics import receive_buffer_gb
-from distca.plan.recurrent.traffic import recurrent_halves
+from distca.plan.recurrent.traffic import recurrent_nanos
 from distca.simulate import memory, one_f_one_b
 from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch, work_of
 from distca.simulate.cad import Cad, planned
@@ -112,7 +112,7 @@ def _states(job: Job, plan: StepPlan) -> memory.StateBytes | None:
     """States of the micro-batch that has most on each rank; None without recurrent layers."""
     if not any(job.recurrent):
         return None
-    each = [memory.StateBytes.of(job, recurrent_halves(layouts, job.recurrence.halo_rows)) for layouts in plan.layouts]
+    each = [memory.StateBytes.of(job, recurrent_nanos(layouts, job.recurrence.halo_rows)) for layouts in plan.layouts]
     return memory.StateBytes(*(np.max([getattr(of, name) for of in each], axis=0) for name in ("kept", "at_work")))
 
 

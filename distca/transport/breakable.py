@@ -7,12 +7,14 @@ step: all that arrives from the moment on in which an exchange failed are zeros.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from distca.cluster.pool_store import give_up
+from distca.cluster.pool_store import break_off, give_up
 from distca.transport.collective import CollectiveHandle, CollectiveTransport
 from distca.transport.interface import Part
 
@@ -22,25 +24,31 @@ _LOST = ("gloo/transport", "NCCL", "ncclRemoteError")
 """Words of errors that follow from a rank that is gone."""
 
 
+class PoolBrokenError(RuntimeError):
+    """The pool was given up, because a rank of it is gone."""
+
+
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether a collective failed because a rank of its group is gone."""
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in _LOST)
+    known = isinstance(error, (dist.DistError, PoolBrokenError))
+    return known or any(word in str(error) for word in _LOST)
 
 
 class BreakableTransport:
     """Rows by all-to-all over a process group that may be given up for another one.
 
     Args:
-        may_break: whether a rank may be gone; otherwise an exchange that fails raises its error.
+        goes_on: whether a step goes on with zeros when a rank is gone; otherwise an exchange raises its error.
 
     Attributes:
         broken: whether an exchange failed, or there is no group.
     """
 
-    def __init__(self, may_break: bool) -> None:
-        self._may_break = may_break
+    def __init__(self, goes_on: bool) -> None:
+        self._goes_on = goes_on
         self._group: dist.ProcessGroup | None = None
         self._inner: CollectiveTransport | None = None
+        self._ending = threading.Lock()
         self.name, self.rank, self.ranks, self.broken = "", 0, 0, True
 
     def use(self, group: dist.ProcessGroup) -> None:
@@ -51,9 +59,17 @@ class BreakableTransport:
 
     def give_up(self) -> None:
         """Send no rows any more. Exchanges that are under way fail."""
-        group, self._group, self._inner, self.broken = self._group, None, None, True
-        if group is not None:
-            give_up(group)
+        with self._ending:
+            group, self._group, self._inner, self.broken = self._group, None, None, True
+            if group is not None:
+                give_up(group)
+
+    def break_off(self) -> None:
+        """Let exchanges that are under way fail, from another thread than the one that launches them."""
+        with self._ending:
+            self.broken = True
+            if self._group is not None:
+                break_off(self._group)
 
     def launch(self, parts: tuple[Part, ...]) -> BreakableHandle:
         """Start an exchange.
@@ -62,6 +78,8 @@ class BreakableTransport:
             TransportError: the moves belong to a plan for another number of ranks; nothing was sent.
         """
         handle = None
+        if self.broken:
+            self.failed(PoolBrokenError("The pool was given up."))
         if self._inner is not None:
             try:
                 handle = self._inner.launch(parts)
@@ -73,13 +91,35 @@ class BreakableTransport:
         """Give the pool up where an exchange failed because a rank is gone.
 
         Raises:
-            RuntimeError: the ``error``, where that is another.
+            RuntimeError: the ``error``, where that is another, or the step does not go on.
         """
-        if not self._may_break or not (self.broken or is_lost_peer(error)):
+        if not self._goes_on or not (self.broken or is_lost_peer(error)):
             raise error
         logger.debug("An exchange of rows failed: %s", error)
         error.__traceback__ = None  # its frames hold the group, whose connections tell others
         self.give_up()
+
+    def came_to_end(self, device: torch.device) -> bool:
+        """Whether all ranks of the group have come to the end of a step with all that they launched; they all ask. It
+        waits for the device, on which exchanges that were broken off end too.
+
+        Raises:
+            RuntimeError: on one that does not go on.
+        """
+        here = torch.ones(1, device=device)
+        try:
+            if self.broken or self._group is None:
+                self.failed(PoolBrokenError("The pool was given up."))
+                return False
+            dist.all_reduce(here, group=self._group)
+            # What NCCL breaks off leaves any number there.
+            whole = here.item() == self.ranks and not self.broken
+        except RuntimeError as error:
+            self.failed(error)
+            return False
+        if not whole:
+            self.failed(PoolBrokenError("The pool was given up."))
+        return whole
 
 
 class BreakableHandle:

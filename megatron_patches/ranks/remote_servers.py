@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import distributed_c10d as c10d
 
-from distca.cluster.pool_store import POLL_S, PoolStore
+from distca.cluster.pool_store import MAY_GO, POLL_S, PoolStore
+from distca.cluster.pool_watch import PoolWatch
 from distca.cluster.timeout import TIMEOUT
 from distca.errors import LaunchError, PlanError, SupportError
 from distca.plan.step import StepPlan
@@ -29,7 +30,7 @@ from distca.transport.breakable import BreakableTransport
 logger = logging.getLogger(__name__)
 
 _HERE_S = 15.0
-"""Seconds in which a server that lives answers that the pool changes."""
+"""Seconds in which a server that lives answers."""
 _TRIES = 5
 _pools = count()
 """Numbers of the pools that this process makes; the same on all homes, which make them together."""
@@ -46,7 +47,13 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
     Raises:
         SupportError: the model has it.
     """
-    found = {"mixtures of experts": bool(config.num_moe_experts), "recurrent layers": recurrent, "offload": offload}
+    found = {
+        "mixtures of experts": bool(config.num_moe_experts),
+        "recurrent layers": recurrent,
+        "offload": offload,
+        # A step that is thrown away would leave its largest values behind.
+        "FP8 with delayed scaling": bool(config.fp8) and config.fp8_recipe == "delayed",
+    }
     for what, there in found.items():
         if there:
             raise SupportError(f"Servers without a model have not been shown beside {what}: leave `servers` at 0.")
@@ -55,8 +62,7 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
 class RemoteServers:
     """Servers without a model; every home makes one together.
 
-    On CPUs they may go and come: a *generation* of the pool has the same servers throughout, and process groups of its
-    own. On GPUs nobody has shown that NCCL survives it, and a server that is gone ends the run.
+    They may go and come: a *generation* of the pool has the same servers throughout, and process groups of its own.
 
     Args:
         servers: how many, of all tensor-parallel ranks together.
@@ -84,7 +90,7 @@ class RemoteServers:
             raise SupportError(
                 f"`transport` is {transport!r}, and rows reach servers without a model by {by}: set it to 'auto'."
             )
-        self._tp, self._device, self._may_change = tp, device, device.type == "cpu"
+        self._tp, self._device, self._may_change = tp, device, device.type in MAY_GO
         self._leads = dist.get_rank() == 0
         self._store, self._numbers = PoolStore(c10d._get_default_store(), next(_pools)), count(1)
         found: list[Any] = [None]
@@ -101,7 +107,10 @@ class RemoteServers:
         self._seen = 0
         self._lost: set[int] = set()
         self._released: set[int] = set()
-        self.transport = BreakableTransport(self._may_change)
+        self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
+        weakref.finalize(self, self._watch.stop)
+        # What servers and other homes need no more than a host for is asked over gloo, where there is some.
+        self._asking = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
         if self._leads:
             # Servers end when this rank has no more use for them, or ends itself.
             weakref.finalize(self, self._store.tell, "end")
@@ -119,6 +128,7 @@ class RemoteServers:
         """Form the pool of the first generation; every home and its servers do together."""
         self._put_generation(terms)
         self.transport.use(self._group(TIMEOUT))
+        self._begin_watch()
 
     # A step.
 
@@ -141,7 +151,7 @@ class RemoteServers:
         if self._leads:
             for each in self._servers:
                 key = f"planned/{number}/{each.number}"
-                if self._answers(key, each, (_HERE_S if self._may_change else TIMEOUT.total_seconds())):
+                if self._answers(key, each):
                     check_planned(self._store.take(key), each.number, plan.fingerprint)
                 elif self._may_change:
                     self._lost.add(each.number)
@@ -156,7 +166,7 @@ class RemoteServers:
 
     def is_served(self) -> bool:
         """Whether the step that ran had all its servers to the end, on every home; they all ask."""
-        return not (self._may_change and self._anywhere(self.transport.broken))
+        return not (self._may_change and self._anywhere(not self.transport.came_to_end(self._device)))
 
     def served(self, number: int) -> list[Served | None] | None:
         """The seconds and memory that step ``number`` took on each server, which this waits for; None of a server that
@@ -164,7 +174,7 @@ class RemoteServers:
         return [self._served(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 
     def _served(self, key: str, server: Comer) -> Served | None:
-        found: Served | None = self._store.take(key) if self._answers(key, server, TIMEOUT.total_seconds()) else None
+        found: Served | None = self._store.take(key) if self._answers(key, server) else None
         return found
 
     # Who serves.
@@ -180,17 +190,17 @@ class RemoteServers:
                 self._seen += 1
             self._answer_comers()
             complete = len(self._let_in(self._comers)) > 0
-            wanted |= complete or bool(self._lost) or any(map(is_gone, self._servers))
+            wanted |= complete or bool(self._lost) or any(map(self._is_gone, self._servers))
         return self._anywhere(wanted)
 
     def let_go(self, number: int) -> None:
         """Go on without a server from the next step on.
 
         Raises:
-            SupportError: on GPUs.
+            SupportError: on devices where servers have to stay.
         """
         if not self._may_change:
-            raise SupportError("Servers without a model stay to the end on GPUs: end the run to go on with fewer.")
+            raise SupportError(f"Servers without a model stay to the end on {self._device.type}: end the run.")
         self._released.add(number)
         self._lost.add(number)
 
@@ -204,6 +214,7 @@ class RemoteServers:
             LaunchError: pools have failed to form too often.
         """
         for _ in range(_TRIES):
+            self._watch.end()
             self.transport.give_up()
             self.generation += 1
             before = self.numbers
@@ -225,6 +236,7 @@ class RemoteServers:
                 logger.warning("A server went while the pool was formed.", exc_info=True)
                 self.transport.give_up()
             if not self._anywhere(self.transport.broken):
+                self._begin_watch()
                 _say(before, self.numbers)
                 return
         raise LaunchError(f"The pool of homes and servers without a model has failed to form {_TRIES} times.")
@@ -233,16 +245,24 @@ class RemoteServers:
         """Whether a server is to be part of the next generation."""
         if server.number in self._released:
             return False
-        return self._answers(f"here/{self.generation}/{server.number}", server, _HERE_S)
+        return self._answers(f"here/{self.generation}/{server.number}", server)
 
-    def _answers(self, key: str, server: Comer, seconds: float) -> bool:
+    def _answers(self, key: str, server: Comer) -> bool:
         """Wait until a server has left something under ``key``; returns False where it is gone, or too late."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + (_HERE_S if self._may_change else TIMEOUT.total_seconds())
         while not self._store.has(key):
-            if (self._may_change and is_gone(server)) or time.monotonic() > until:
+            if (self._may_change and self._is_gone(server)) or time.monotonic() > until:
                 return self._store.has(key)
             time.sleep(POLL_S)
         return True
+
+    def _is_gone(self, server: Comer) -> bool:
+        """Whether a server's process has ended, or the server gives no sign of life."""
+        return self._watch.is_gone(server.process)
+
+    def _begin_watch(self) -> None:
+        servers = [each.process for each in self._servers] if self._leads else []
+        self._watch.begin(self.generation, self.transport, servers)
 
     def _whole_places(self, here: list[Comer]) -> list[Comer]:
         """The servers of ``here`` whose place in the pool has one for every tensor-parallel rank."""
@@ -251,12 +271,12 @@ class RemoteServers:
 
     def _let_in(self, comers: list[Comer]) -> list[Comer]:
         """The first of those who have come, by number, for whole places."""
-        some = sorted((each for each in comers if not is_gone(each)), key=lambda each: each.number)
+        some = sorted((each for each in comers if not self._is_gone(each)), key=lambda each: each.number)
         return some[: len(some) // self._tp * self._tp]
 
     def _answer_comers(self) -> None:
         """Turn away whoever cannot become one of the servers."""
-        taken = {each.number for each in self._servers if not is_gone(each)}
+        taken = {each.number for each in self._servers if not self._is_gone(each)}
         for each in list(self._comers):
             wrong = None
             if each.device != self._device.type:
@@ -283,14 +303,9 @@ class RemoteServers:
 
     def _anywhere(self, so: bool) -> bool:
         """Whether it is so on any home."""
-        said = torch.tensor([float(so)], device=self._device)
+        said = torch.tensor([float(so)], device=self._asking)
         dist.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said.item())
-
-
-def is_gone(server: Comer) -> bool:
-    """Whether a server's process has ended, as far as that can be seen from this machine."""
-    return not server.process.is_running()
 
 
 def _say(before: Sequence[int], now: Sequence[int]) -> None:

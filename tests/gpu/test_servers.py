@@ -1,4 +1,5 @@
-"""Servers without a model on GPUs, started by the launcher: losses are those of the homes alone."""
+"""Servers without a model on GPUs: losses are those of the homes alone, also when one is lost and another joins; and
+servers of unlike speeds."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import server_kills, server_speeds
+from distca.testing.ranks import run_ranks
 from tests.gpu.runs import settings_line
 from tests.train.small_runs import ROOT, steps_of
 
@@ -54,3 +57,19 @@ def test_losses_are_those_of_homes_alone(tmp_path: Path, case: str) -> None:
     assert steps_of(together, "grad_norm") == pytest.approx(steps_of(alone, "grad_norm"), rel=20 * apart)
     served = [seconds[homes:] for seconds in steps_of(together, "attention_s").values()]  # type: ignore[index]
     assert all(min(seconds) > 0 for seconds in served), "servers had nothing to do"
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_run_goes_on_without_a_lost_server_and_with_a_new_one(how: server_kills.How) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    pool = server_kills.Setup(homes=1, servers=1, gpus=True, sockets=True)
+    assert not server_kills.missed(server_kills.compared([how], pool))
+
+
+def test_attention_is_levelled_to_what_speeds_allow() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    setup = server_speeds.Setup(ranks=2, gpus=True, steps=6, seed=1234)
+    measured = run_ranks(2, server_speeds.measure, setup, timeout=140, gpus=True)[0]
+    assert not server_speeds.missed(server_speeds.compared(setup, measured), gpus=True)

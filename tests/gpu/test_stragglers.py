@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from distca.testing.ranks import run_ranks
 from distca.train.metrics.slow_ranks import STEPS
 from tests.gpu.runs import keep_results, settings_line, train_on_gpus
-from tests.train.small_runs import steps_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -56,10 +54,9 @@ class Slowed:
     Args:
         serve: the half, as in distca.runtime.server.
         device: of this rank.
-        by: how much longer it takes: 0.1 is a tenth.
     """
 
-    def __init__(self, serve: Callable[..., Any], device: torch.device, by: float) -> None:
+    def __init__(self, serve: Callable[..., Any], device: torch.device) -> None:
         from distca.device.clock import Clock
 
         self._serve, self._clock = serve, Clock(device)
@@ -67,7 +64,7 @@ class Slowed:
         self._matrix = torch.randn(width, width, dtype=dtype, device=device)
         self._timed((self._matrix @ self._matrix).sum)  # what is first takes longer
         self._product_s = self._timed(lambda: [self._matrix @ self._matrix for _ in range(50)])[1] / 50
-        self._calls, self._seconds, self._pairs, self._by = 0, 0.0, 0.0, by
+        self._calls, self._seconds, self._pairs = 0, 0.0, 0.0
 
     def __call__(self, kernel: Any, route: Any, *tensors: Any) -> Any:
         pairs = sum(self._pairs_of(each.batch) for each in route.batches)
@@ -78,7 +75,7 @@ class Slowed:
                 self._seconds, self._pairs = self._seconds + seconds, self._pairs + pairs
             return result
         result = self._serve(kernel, route, *tensors)
-        for _ in range(round(self._by * pairs * self._seconds / self._pairs / self._product_s)):
+        for _ in range(round(SLOWED_BY * pairs * self._seconds / self._pairs / self._product_s)):
             self._matrix @ self._matrix
         return result
 
@@ -93,7 +90,7 @@ class Slowed:
         return float((q * (kv - (q - 1) / 2.0)).sum())
 
 
-def watch(train: Callable[[], Any], device: torch.device, slow_rank: int | None, by: float = SLOWED_BY) -> Watched:
+def watch(train: Callable[[], Any], device: torch.device, slow_rank: int | None) -> Watched:
     """Train with a rank slowed, or none, and note what is said of speeds; every rank calls it."""
     from unittest.mock import patch
 
@@ -118,7 +115,7 @@ def watch(train: Callable[[], Any], device: torch.device, slow_rank: int | None,
     log.addHandler(keep)
     halves = {name: getattr(attention_call, name) for name in ("serve_forward", "serve_backward")}
     if dist.get_rank() == slow_rank:
-        halves = {name: Slowed(serve, device, by) for name, serve in halves.items()}
+        halves = {name: Slowed(serve, device) for name, serve in halves.items()}
     try:
         with patch.object(SlowRanks, "add", noted), patch.multiple(attention_call, **halves):
             train()
@@ -158,32 +155,3 @@ def test_a_gpu_that_is_a_tenth_slower_is_named_and_no_other(runs: tuple[Watched,
     assert rank == 1 and STEPS <= step <= STEPS + 10, slow.slower
     assert len(slow.warnings) == 1 and slow.warnings[0].startswith("Rank 1 (")
     assert slow.slower[SLOW_STEPS][1] == pytest.approx(SLOWED_BY, abs=0.04)
-
-
-def _at_half_speed(output: Path) -> None:
-    """Rank 1 computes attention at half speed: planned as equal, then as what it is."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    for name, speeds in (("equal", "[1,1]"), ("speeds", "[1,0.5]")):
-        own = {
-            "name": name,
-            "output": output,
-            "train.steps": SLOW_STEPS,
-            "cad.speeds": speeds,
-            "cad.level": "attention",
-        }
-        watch(partial(train_on_gpus, [SETTINGS | own]), device, 1, by=1.0)
-
-
-def test_attention_is_levelled_to_what_speeds_allow(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    run_ranks(2, _at_half_speed, tmp_path, timeout=110, gpus=True)
-    equal, speeds = (_newest_seconds(tmp_path / name) for name in ("equal", "speeds"))
-    assert speeds.max() / speeds.mean() <= 1.03, speeds
-    assert speeds.max() <= 0.75 * equal.max(), (equal, speeds)
-
-
-def _newest_seconds(run: Path) -> np.ndarray:
-    """[ranks] seconds of attention in the newest steps, as they were measured."""
-    seconds = list(steps_of(run, "attention_s").values())
-    return np.sum(seconds[-STEPS:], axis=0)

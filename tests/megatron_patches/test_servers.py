@@ -120,9 +120,11 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
         CadArguments(tokens_per_rank=1, server_gb_s=25).how(1)
     with pytest.raises(SupportError, match="speeds are given, but disaggregate is False"):
         CadArguments(tokens_per_rank=1, speeds=(1.0,), disaggregate=False).how(1)
-    dense, mixture = SimpleNamespace(num_moe_experts=None), SimpleNamespace(num_moe_experts=4)
+    dense, mixture = (SimpleNamespace(num_moe_experts=each, fp8="hybrid", fp8_recipe="tensorwise") for each in (0, 4))
+    delayed = SimpleNamespace(num_moe_experts=0, fp8="hybrid", fp8_recipe="delayed")
     check_with_servers(dense, False, False)
-    for config, recurrent, offload in ((mixture, False, False), (dense, True, False), (dense, False, True)):
+    refused = ((mixture, False, False), (dense, True, False), (dense, False, True), (delayed, False, False))
+    for config, recurrent, offload in refused:
         with pytest.raises(SupportError, match="have not been shown beside"):
             check_with_servers(config, recurrent, offload)
 

@@ -40,7 +40,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, ...]:
         rank_of = draw(st.lists(st.integers(0, ranks - 1), min_size=len(documents), max_size=len(documents)))
         return lay_out(documents, ranks, nano_batches=nano_batches, rank_of=rank_of, dealing=dealing)
     align = draw(st.sampled_from((1, 4)))
-    placement = draw(st.sampled_from(("in_order", "spread", "spread_by_half")))
+    placement = draw(st.sampled_from(("in_order", "spread", "spread_by_nano_batch")))
     return lay_out(documents, ranks, nano_batches=nano_batches, align=align, dealing=dealing, placement=placement)
 
 

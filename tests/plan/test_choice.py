@@ -33,7 +33,7 @@ def test_a_slow_network_gets_the_layouts_with_less_to_wait_for() -> None:
     ]
     fast, slow = (step.layouts[0] for step in found)
     how = {"nano_batches": 2, "dealing": "lean", "cost": LLAMA_8B}
-    assert same(fast, lay_out(lengths, 8, placement="spread_by_half", **how))
+    assert same(fast, lay_out(lengths, 8, placement="spread_by_nano_batch", **how))
     assert same(slow, lay_out(lengths, 8, placement="spread", ranks_per_node=1, **how))
     assert found[1].balance().bytes_moved < found[0].balance().bytes_moved
 

@@ -117,7 +117,7 @@ def test_halves_are_dealt_evenly_and_spread_and_before_is_in_order_and_at_home()
     made = plan_step(LENGTHS, STAGES)
     at_home = []
     for lengths, layouts in zip(LENGTHS, made.layouts, strict=True):
-        spread = lay_out(lengths, 3, nano_batches=2, dealing="even", placement="spread_by_half", cost=COST)
+        spread = lay_out(lengths, 3, nano_batches=2, dealing="even", placement="spread_by_nano_batch", cost=COST)
         assert _columns(layouts) == _columns(spread)
         (packed,) = lay_out(lengths, 3)
         at_home.append([server_seconds(plan_at_home(packed), COST, way) for way in ("forward", "backward")])

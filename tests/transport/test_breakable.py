@@ -10,11 +10,11 @@ from distca.transport.breakable import BreakableTransport
 LOST = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
 
 
-def failing(error: RuntimeError, may_break: bool = True) -> BreakableTransport:
+def failing(error: RuntimeError, goes_on: bool = True) -> BreakableTransport:
     def launch(_: object) -> None:
         raise error
 
-    transport = BreakableTransport(may_break)
+    transport = BreakableTransport(goes_on)
     transport._inner, transport.broken = SimpleNamespace(launch=launch), False  # type: ignore[assignment]
     return transport
 
@@ -28,9 +28,9 @@ def test_zeros_arrive_once_a_rank_is_gone() -> None:
     assert not part.destination.any()
 
 
-@pytest.mark.parametrize("error, may_break", [(RuntimeError("out of memory"), True), (LOST, False)])
-def test_other_errors_are_raised_and_where_none_may_go_all(error: RuntimeError, may_break: bool) -> None:
-    transport = failing(error, may_break)
+@pytest.mark.parametrize("error, goes_on", [(RuntimeError("out of memory"), True), (LOST, False)])
+def test_other_errors_are_raised_and_where_a_step_does_not_go_on_all(error: RuntimeError, goes_on: bool) -> None:
+    transport = failing(error, goes_on)
     with pytest.raises(RuntimeError, match=str(error)[-10:]):
         transport.launch(())
     assert not transport.broken

@@ -1,1 +1,1 @@
-"""Seconds that attention takes: analytic models and measured tables."""
+"""The seconds that attention and linear layers take: analytic models and measured tables."""

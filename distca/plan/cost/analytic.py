@@ -18,7 +18,8 @@ from distca.plan.geometry import causal_pairs, keys_seen, pairs
 from distca.plan.kinds import AttentionKind
 
 _LONG = 32768
-"""Tokens of the document by which a model of windows is scaled to a table."""
+"""Tokens of the document at which the analytic model of a window is made to agree with a measured table: long enough to
+fill a GPU, and measured in every table of one."""
 
 _WAYS = ("forward", "backward")
 
@@ -27,18 +28,18 @@ _WAYS = ("forward", "backward")
 class AnalyticCost(CostModel):
     """seconds = pairs / rate + q rows x tile overhead + k,v rows x load overhead.
 
-    The q term is what every tile pays at its start, end and diagonal; the k,v term is what every task pays for its
-    keys. That is small in forward; in backward every block of keys is loaded and its dK and dV stored, however few
-    queries read it.
+    The q term is what every tile costs at its start, its end and the diagonal. The k,v term is what every task costs
+    for its keys. It is small in forward. In backward every block of keys is loaded and its dK and dV stored, however
+    few queries read it.
 
     Attributes:
         shape: the attention layer.
         block: query rows of one kernel tile.
-        forward_terms: seconds per (pair, q row, k,v row).
-        backward_terms: the same for backward.
-        linear: of matrix products.
-        window: keys that a query sees at most; 0 for all. Kernels compute whole tiles at both ends of it, so
-            one tile of keys counts beside.
+        forward_terms: seconds per (pair, q row, k,v row) in forward.
+        backward_terms: the same in backward.
+        linear: seconds of matrix products on the same device.
+        window: most keys that a query sees; 0 for all. Kernels compute whole tiles at both ends of a window, so one
+            tile of keys is added.
     """
 
     shape: AttentionShape
@@ -49,7 +50,7 @@ class AnalyticCost(CostModel):
     window: int = 0
 
     def times(self, forward: float, backward: float) -> AnalyticCost:
-        """The same with all seconds of forward and of backward times a factor."""
+        """The same model with all seconds multiplied by a factor for ``forward`` and one for ``backward``."""
         a, b, c = self.forward_terms
         d, e, f = self.backward_terms
         return replace(
@@ -60,7 +61,7 @@ class AnalyticCost(CostModel):
 
     @cached_property
     def _terms(self) -> dict[Direction, np.ndarray]:
-        """[K, 3] by direction."""
+        """The [K, 3] terms of a pair, a q row and a k,v row, by direction."""
         both = np.array((self.forward_terms, self.backward_terms))
         return {"both": both, "forward": both[:1], "backward": both[1:]}
 
@@ -72,7 +73,7 @@ class AnalyticCost(CostModel):
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         terms, q = self._terms[direction], np.asarray(q_rows, np.float64)
-        # Without queries a range costs nothing, whatever its keys.
+        # A range without queries costs nothing, whatever its keys.
         kv = kv_rows * (q > 0)
         if self.window:
             seen = self.window + self.block - 1
@@ -91,12 +92,11 @@ class AnalyticCost(CostModel):
 def analytic_cost(
     heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128, value_dim: int = 0
 ) -> AnalyticCost:
-    """The cost model without a measured table: least squares over flash-attn-4's times on one H200.
+    """The cost model where there is no measured table: a least-squares fit to flash-attn-4's times on one H200.
 
     The fit reproduces the ten measured rates (32 heads, 8 k,v heads, d 128, causal) within 9 % forward, 6.5 % backward
-    (benchmarks/results/planner.md).
-    Other shapes scale every term with heads x head_dim. Only ratios matter to a schedule. Narrower values count in one
-    of two products forward, and in two of five backward.
+    (benchmarks/results/planner.md). For other shapes every term is scaled with heads x head_dim; only ratios matter to
+    a plan. Narrower values count in one of two products forward, and in two of five backward.
     """
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     values = value_dim or head_dim
@@ -114,15 +114,17 @@ def analytic_cost(
 def area_cost(
     heads: int = 1, kv_heads: int = 1, head_dim: int = 1, *, value_bytes: int = 2, block: int = 1, value_dim: int = 0
 ) -> AnalyticCost:
-    """Pure FLOP counting: seconds are query-key pairs. For tests, tiny models and CPU runs, where tiles mean
-    nothing."""
+    """The cost model that counts FLOPs alone: seconds are query-key pairs. It is for tests, tiny models and CPU runs,
+    which have no tiles."""
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     return AnalyticCost(shape, block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))
 
 
 def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
-    """Seconds per CA-task of a kind, from the ``cost`` of layers without a window. A model counts windows; beside a
-    table it is scaled to what the table says of a long document."""
+    """Seconds per CA-task of a kind, from the ``cost`` of layers without a window.
+
+    Windows are always counted by the analytic model. Where the cost is a measured table, the model is scaled so that
+    both agree on a long document."""
     if not kind.window:
         return cost
     if isinstance(cost, PoolCost):

@@ -1,4 +1,4 @@
-"""Seconds of linear layers: matrix products per token, and those that a rank computes between two attentions."""
+"""Seconds of linear layers: per token and weight, and of all that a rank computes between two attention layers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class LinearRate:
     """Seconds of a layer's matrix products per token and weight, measured on the same device as attention.
 
     Attributes:
-        forward: one product with each weight.
-        backward: two.
-        fp8: by how tensors are scaled to FP8 ("current", "delayed", "blockwise"), where that was measured: time of the
-            products in FP8, with all that quantises for them, over that in bfloat16.
+        forward: seconds of the one product with a weight.
+        backward: seconds of the two products.
+        fp8: time of products in FP8, with all that quantises for them, over that in bfloat16. It is by scaling
+            ("current", "delayed", "blockwise"), for those that were measured.
     """
 
     forward: float
@@ -27,7 +27,7 @@ class LinearRate:
     fp8: Mapping[str, float] = field(default_factory=dict)
 
     def in_fp8(self, scaling: str) -> LinearRate | None:
-        """The rate where tensors are scaled so to FP8; as it is for "none". None where nobody measured that."""
+        """The rate with a ``scaling`` to FP8; "none" is bfloat16. None where this scaling was not measured."""
         factor = 1.0 if scaling == "none" else self.fp8.get(scaling)
         return None if factor is None else LinearRate(factor * self.forward, factor * self.backward)
 
@@ -36,7 +36,7 @@ class LinearRate:
         """The rate in a table file's content; None where it has none.
 
         Raises:
-            PlanError: it is there, but not usable.
+            PlanError: the file has a rate that is not usable.
         """
         found = content.get("linear")
         if found is None:
@@ -66,12 +66,12 @@ def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: in
 
 @dataclass(frozen=True)
 class NonAttention:
-    """Seconds per row of what a busy rank computes between two attentions of its stage.
+    """Seconds per row that a rank with a micro-batch computes between two attention layers of its stage.
 
     Attributes:
-        forward: in a forward phase.
-        backward: in a backward phase.
-        factors: [H] how many times as long every home rank takes; none where all are alike.
+        forward: seconds in a forward phase.
+        backward: seconds in a backward phase.
+        factors: [H] how many times as long each home rank takes; empty where all are alike.
     """
 
     forward: float
@@ -81,13 +81,13 @@ class NonAttention:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The weights that a layer multiplies a row with beside core attention.
+    """The work of a layer beside core attention, counted in weights that a row is multiplied with.
 
     Attributes:
-        attends: whether it has core attention.
-        weights: of its matrix products.
-        recomputed: those of them that backward multiplies with once more.
-        core: of a recurrent layer's core; none of attention.
+        attends: whether the layer has core attention.
+        weights: weights of its matrix products.
+        recomputed: weights that backward multiplies with once more, to recompute forward.
+        core: the work of a recurrent layer's core; none for attention layers.
     """
 
     attends: bool
@@ -97,15 +97,15 @@ class LayerWork:
 
 
 def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
-    """Seconds per row of what a rank computes between two attentions, in the mean over a stage's attentions.
+    """Seconds per row that a rank computes between two attention layers, in the mean over the stage's attention layers.
 
-    A stage of n layers with attention computes linear layers n − 1 times between two attentions, and all recurrent
-    layers that lie there. What comes before the first and after the last one leaves nothing to serve. Norms, rotation
-    and activation are not counted, so an idle stage gets rather too little than too much.
+    A stage with n attention layers computes linear layers n − 1 times between two of them, and all recurrent layers
+    that lie there. Work before the first and after the last one is not counted, as no attention is left to serve then.
+    Nor are norms, rotation and activation, so an idle stage gets rather too little attention than too much.
 
     Args:
-        rate: of matrix products.
-        layers: of the stage, some with attention.
+        rate: seconds of matrix products.
+        layers: the stage's layers; some have attention.
         tp: tensor-parallel ranks, which share the weights.
     """
     attending = [number for number, layer in enumerate(layers) if layer.attends]

@@ -1,9 +1,9 @@
 """Seconds of a CA-task in the attention kernel over (query rows, key rows), forward and backward.
 
 A task with ``q_rows`` queries and ``kv_rows`` keys is the causal query range [kv_rows - q_rows, kv_rows) of a document.
-Seconds are those a task adds to a *full* fused batch, so a batch costs the sum over its tasks: one small task alone
-cannot fill the GPU, but a plan never runs one alone. Array legend: N tasks; rows are int64, seconds float64.
-``analytic.py`` computes it, ``table.py`` interpolates measurements.
+Its seconds are those that it adds to a *full* fused batch, so a batch costs the sum over its tasks. One small task
+alone cannot fill the GPU, but a plan never runs one alone. ``analytic.py`` computes seconds by a formula, ``table.py``
+from measurements. Array legend: N tasks; rows are int64, seconds float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AttentionShape:
         kv_heads: key/value heads.
         head_dim: numbers of a query or key head.
         value_bytes: bytes of one number.
-        value_dim: numbers of a value head, where they are fewer; 0 for ``head_dim``.
+        value_dim: numbers of a value head, where these are narrower; 0 for ``head_dim``.
     """
 
     heads: int
@@ -66,9 +66,13 @@ class AttentionShape:
     def moved_bytes(self, direction: Direction, resend: bool = False, sinks: bool = False) -> tuple[int, int]:
         """Bytes that travel for one query row and for one key/value row computed away from home.
 
-        Forward: q out, o back; k, v out. Backward, keep: dO out, dQ back; dK, dV back. Backward, resend: q, o, dO and
-        lse out, dQ back; k, v out again, dK, dV back; o and lse then also came back in forward. With sinks, which are
-        added at home, lse comes back in forward and goes out in backward with keep too.
+        | | out | back |
+        |---|---|---|
+        | forward | q, k, v | o; with resend or sinks also lse |
+        | backward, keep | dO; with sinks also lse | dQ, dK, dV |
+        | backward, resend | q, k, v, o, dO, lse | dQ, dK, dV |
+
+        Sinks are added at home, which needs lse, the log-sum-exp of a row's scores.
         """
         lse = 4 * self.heads if resend or sinks else 0
         both = self.q_bytes + self.o_bytes
@@ -85,7 +89,7 @@ class CostModel(ABC):
     Attributes:
         shape: the attention layer.
         block: query rows of one kernel tile; cuts fall on multiples of it.
-        linear: what matrix products take beside; None where nobody measured that.
+        linear: seconds of matrix products on the same device; None where they were not measured.
     """
 
     shape: AttentionShape
@@ -101,7 +105,7 @@ class CostModel(ABC):
         """[N] seconds of the backward kernel."""
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[K, N] seconds that the ranges take at least, however they are cut. By default cutting never helps."""
+        """[K, N] least seconds of the ranges, however they are cut. By default these are those of uncut ranges."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -113,12 +117,13 @@ class CostModel(ABC):
     def on_servers(
         self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray, server: np.ndarray
     ) -> np.ndarray:
-        """[K, N] seconds of ranges on the [N] ``server`` that computes each; the same on all by default."""
+        """[K, N] seconds of ranges on the [N] ``server`` that computes each; by default all servers are alike."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
-        """[K][N] seconds of a handful of ranges: what the scheduler asks for most. In plain Python that can be had in
-        less time than numpy's calls take."""
+        """[K][N] seconds of a handful of ranges, which the scheduler asks for most.
+
+        For these, plain Python takes less time than numpy's calls do."""
         q, kv = np.array(q_rows, np.float64), np.array(kv_rows, np.float64)
         seconds: list[list[float]] = self.per_direction(direction, q, kv).tolist()
         return seconds

@@ -1,4 +1,4 @@
-"""Costs of CA-tasks on the servers of a pool that are not alike: each server has the table of its GPU and kernel.
+"""Costs of CA-tasks in a pool of unlike servers: each server has the table of its GPU and kernel.
 
 Array legend: K directions, N tasks, R servers, C tables.
 """
@@ -18,15 +18,15 @@ from distca.plan.cost.scaled import scaled
 
 @dataclass(frozen=True)
 class PoolCost(CostModel):
-    """Seconds of CA-tasks by server. Asked without a server, it says what the first table does.
+    """Seconds of CA-tasks by server. Without a server, it gives those of the first table.
 
     Attributes:
-        tables: of the kinds of servers, all for the same heads; the first is that of home ranks.
+        tables: one table for each kind of server, all for the same heads; the first is that of home ranks.
         of_server: [R] number of every server's table.
-        shape, block, linear: the first table's.
+        shape, block, linear: those of the first table.
 
     Raises:
-        PlanError: on no table, tables of other heads or other tiles, or a server without a table.
+        PlanError: on no table, tables that differ in heads or tiles, or a server without a table.
     """
 
     tables: tuple[CostModel, ...]
@@ -47,11 +47,11 @@ class PoolCost(CostModel):
 
     @property
     def window(self) -> int:
-        """Keys that a query sees at most; 0 for all."""
+        """The most keys that a query sees; 0 for all."""
         return int(getattr(self.tables[0], "window", 0))
 
     def changed(self, change: Callable[[CostModel], CostModel]) -> PoolCost:
-        """The same pool with every table as ``change`` has it."""
+        """The same pool with every table replaced by ``change`` of it."""
         return PoolCost(tuple(change(table) for table in self.tables), self.of_server)
 
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -79,12 +79,17 @@ class PoolCost(CostModel):
         return np.array(self.of_server, np.int64)
 
     def work(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """Work of ranges on every server, where these are the ranges to be computed.
+        """The work of ranges on every server, where these are all ranges to be computed.
 
-        A server's slowness in a direction is what all of them take by its table over what they take by others': its
-        harmonic mean over servers is 1. So servers that share the ranges by speed all take the same seconds, which are
-        the mean of the ranges' work.
+        Work is counted in seconds of a server of mean speed. A server's *slowness* in a direction is its own seconds
+        per second of work. It is found from all ranges together, so that its harmonic mean over servers is 1. Servers
+        that share the ranges by speed then all take the same time, the mean of the ranges' work.
+
+        Example: of two servers, one takes 1 second for all ranges and the other 3. Their slowness is 2/3 and 2. Shared
+        3 to 1, the ranges take 0.75 seconds on each.
         """
+        # [C, K] seconds of all ranges by each table, and their ratio to the first table's. ``both`` has the factors
+        # that turn a table's seconds into work, for forward and backward.
         seconds = np.stack([table.per_direction(direction, q_rows, kv_rows).sum(axis=1) for table in self.tables])
         ratio = np.divide(seconds, seconds[:1], out=np.ones_like(seconds), where=seconds[:1] > 0)
         speeds = 1.0 / ratio[self._table]
@@ -95,7 +100,7 @@ class PoolCost(CostModel):
 
 
 def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
-    """Costs of a pool whose servers are [R] ``speeds`` times as fast as ``cost`` says, forward and backward."""
+    """Costs of a pool whose servers are [R] ``speeds`` times as fast as ``cost`` says, in both directions."""
     unlike = list(dict.fromkeys((1.0, *map(float, speeds))))
     tables = tuple(scaled(cost, 1.0 / speed, 1.0 / speed) for speed in unlike)
     return PoolCost(tables, tuple(unlike.index(float(speed)) for speed in speeds))
@@ -103,11 +108,11 @@ def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
 
 @dataclass(frozen=True)
 class ServerWork:
-    """Work of ranges on every server, in seconds of a server of mean speed; where all are alike, in their own.
+    """The work of ranges on every server, in seconds of a server of mean speed; where all are alike, in their own.
 
     Attributes:
-        direction: which are counted.
-        costs: by table.
+        direction: the directions that are counted.
+        costs: by table, the work of a range.
         of_server: [R] number of every server's table; None where all are alike.
         slowness: [K, R] a server's own seconds per second of work; None where all are alike.
     """
@@ -119,7 +124,7 @@ class ServerWork:
 
     @staticmethod
     def of(cost: CostModel, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """The work of these ranges [N] by ``cost``."""
+        """The work by ``cost``, where these ranges [N] are all that is to be computed."""
         if isinstance(cost, PoolCost):
             return cost.work(direction, q_rows, kv_rows)
         return ServerWork(direction, (cost,))
@@ -159,7 +164,7 @@ class ServerWork:
 def seconds_on(
     tables: Sequence[CostModel], number: np.ndarray, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray
 ) -> np.ndarray:
-    """[K, N] seconds of ranges, each by the table whose [N] ``number`` it has."""
+    """[K, N] seconds of ranges, each by the table with its [N] ``number``."""
     found = np.zeros((2 if direction == "both" else 1, len(q_rows)))
     for each in np.unique(number).tolist():
         some = number == each

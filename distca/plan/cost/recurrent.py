@@ -1,6 +1,6 @@
-"""The time of the core of a recurrent layer, in weights whose matrix product takes as long.
+"""The time of a recurrent layer's core, counted in weights of a matrix product that takes as long.
 
-A core is counted beside matrix products of the same device, so that one measured ratio serves devices of all speeds.
+So a core is counted together with matrix products, and one measured ratio serves devices of all speeds.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from distca.plan.recurrence import Recurrence
 
 _FORWARD, _BACKWARD = 39.5, 56.8
-"""Weights whose product, forward or backward, takes as long as a row takes for each number of the state. An H200
+"""The weights whose product takes as long as one row takes for each number of the state, forward and backward. An H200
 multiplies a row with a weight in 2.79 and 5.84 femtoseconds (distca/plan/cost/tables). For 32,768 rows and 32 states of
 128 × 128, fla 0.5.1's chunked gated delta rule takes 1.89 and 5.70 ms there (benchmark/benchmark_results_H200.txt of
 github.com/QwenLM/FlashQLA)."""
 _BY_CHANNEL, _ADDING = 1.5, 2 / 3
-"""How many times as long a core takes whose decay is by channel, and one without the delta rule. Nobody measured these:
-the second is the ratio of their operations."""
+"""How many times as long other cores take: one with decay by channel, and one without the delta rule. They were not
+measured. The first is a guess, the second the ratio of operations."""
 
 
 @dataclass(frozen=True)
 class CoreWeights:
-    """Weights of a matrix product that takes as long as a core.
+    """The weights of a matrix product that takes as long as a core.
 
     Attributes:
-        forward: as long as its forward. A summary takes as long, and so does the gradient of a state alone.
-        backward: as long as its backward.
+        forward: those of the core's forward. A summary takes as long, and so does the gradient of a state alone.
+        backward: those of the core's backward.
     """
 
     forward: float
@@ -37,7 +37,7 @@ NO_CORE = CoreWeights(0.0, 0.0)
 
 
 def core_weights(what: Recurrence) -> CoreWeights:
-    """The weights of a core with these heads."""
+    """The weights that the core of a recurrence takes as long as."""
     factor = (1.0 if what.delta else _ADDING) * (_BY_CHANNEL if what.decay_by_channel else 1.0)
     size = factor * math.prod(what.state_shape)
     return CoreWeights(_FORWARD * size, _BACKWARD * size)

@@ -1,4 +1,4 @@
-"""Costs of a kernel that is faster or slower than another one, evenly at all lengths."""
+"""Costs of a kernel that is faster or slower than another one by the same factor at all lengths."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from distca.plan.cost.model import CostModel, Direction
 
 @dataclass(frozen=True)
 class ScaledCost(CostModel):
-    """Another model's seconds, times a factor for each direction; not of its linear layers.
+    """Another model's seconds, times a factor for each direction; linear layers stay as they are.
 
     Attributes:
         measured: the other model.
-        forward_factor, backward_factor: above 0.
+        forward_factor, backward_factor: the factors, above 0.
         shape, block, linear: the other model's.
 
     Raises:
@@ -39,11 +39,11 @@ class ScaledCost(CostModel):
 
     @property
     def window(self) -> int:
-        """Keys that a query sees at most; 0 for all."""
+        """The most keys that a query sees; 0 for all."""
         return int(getattr(self.measured, "window", 0))
 
     def factors(self, direction: Direction) -> list[float]:
-        """[K] by direction."""
+        """[K] factors of a direction."""
         both = [self.forward_factor, self.backward_factor]
         return {"both": both, "forward": both[:1], "backward": both[1:]}[direction]
 
@@ -70,7 +70,7 @@ class ScaledCost(CostModel):
 
 
 def scaled(cost: CostModel, forward: float, backward: float) -> CostModel:
-    """``cost`` with seconds times a factor for each direction; itself where both are 1."""
+    """``cost`` with seconds multiplied by a factor for each direction; itself where both are 1."""
     if forward == backward == 1.0:
         return cost
     if isinstance(cost, ScaledCost):
@@ -83,5 +83,5 @@ def scaled(cost: CostModel, forward: float, backward: float) -> CostModel:
 
 
 def slower_linears(rate: LinearRate | None, factor: float) -> LinearRate | None:
-    """Linear layers that take ``factor`` times as long."""
+    """The rate of linear layers that take ``factor`` times as long."""
     return rate and LinearRate(rate.forward * factor, rate.backward * factor, rate.fp8)

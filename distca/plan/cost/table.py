@@ -1,7 +1,7 @@
 """Seconds of CA-tasks from a measured table; the same on all ranks that read the same file.
 
-Planning asks many times over for the seconds of thousands of tasks, in both directions. So the table is interpolated
-once, onto a fine grid whose cells are found without a search. Array legend: N tasks, K directions, C grid cells.
+Planning asks for the seconds of thousands of tasks many times. So the table is interpolated once, onto a fine grid
+whose cells are found without a search. Array legend: N tasks, K directions, C grid cells.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.geometry import causal_pairs
 
 _STEPS = 8
-"""Grid lines between a power of two and the next, evenly spaced. Points measured at these are met exactly."""
+"""Grid lines between a power of two and the next, evenly spaced. Points that were measured on such lines are met
+exactly."""
 _FEW = 8
 """Ranges up to which plain Python is faster than numpy: 2 µs against 15 for one range, 12 against 19 for eight. Most
 calls of the scheduler are of that kind; with numpy alone a plan takes 10 to 20 % longer."""
 _PER_LINE = _STEPS / 2.0**52
-"""Lines per unit of the integer that has a float's bits."""
+"""Grid lines per unit of the integer that has the bits of a float64: its exponent begins at bit 52."""
 
 
 @dataclass(frozen=True)
 class LoadFactors:
-    """Factors on the seconds of tasks in mixed batches under sustained load. They correct the table, which has batches
-    of equal tasks.
+    """Factors on the seconds of tasks in mixed batches under sustained load.
 
-    Array legend: L lengths. Between lengths factors are linear in log2 k,v rows, beyond them constant.
+    They correct the table, which was measured on batches of equal tasks. Between lengths, factors are linear in log2 of
+    k,v rows; beyond them they are constant. Array legend: L lengths.
 
     Attributes:
-        kv_rows: [L] increasing.
-        forward: [L] positive.
-        backward: [L] positive.
+        kv_rows: [L] increasing lengths.
+        forward: [L] positive factors.
+        backward: [L] positive factors.
 
     Raises:
-        PlanError: on lengths that do not increase, or factors that are not positive or not as many.
+        PlanError: on lengths that do not increase, or factors that are not positive or not one for each length.
     """
 
     kv_rows: np.ndarray
@@ -60,7 +61,7 @@ class LoadFactors:
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> LoadFactors | None:
-        """The factors of a table file's content, None where it has none."""
+        """The factors in a table file's content; None where it has none."""
         found = content.get("load_factors")
         if found is None:
             return None
@@ -75,9 +76,9 @@ class LoadFactors:
 class TableCost(CostModel):
     """Measured seconds, interpolated.
 
-    The table is used as a factor on the analytic model: bilinear in (log2 q rows, log2 k,v rows) between measured
-    points and constant beyond them. So it is exact at every measured point and sensible outside the grid. Between the
-    lines of the fine grid it is bilinear in the rows themselves.
+    The table is used as a factor on the analytic model. The factor is bilinear in (log2 q rows, log2 k,v rows) between
+    measured points and constant beyond them. So seconds are exact at every measured point, and sensible outside the
+    table. Between the lines of the fine grid the factor is bilinear in the rows themselves.
 
     Args:
         shape: the attention layer that was measured.
@@ -86,16 +87,16 @@ class TableCost(CostModel):
         forward_seconds: [Q, V] seconds per task inside a full batch; nan where q_rows > kv_rows or not measured.
         backward_seconds: [Q, V] the same for backward.
         block: query rows of one kernel tile.
-        load: what all seconds are multiplied with by their k,v rows; nothing if None.
-        linear: what matrix products take beside.
-        window: keys that a query sees at most in the layers that were measured; 0 for all.
+        load: factors on all seconds, by k,v rows; None for none.
+        linear: seconds of matrix products on the same device.
+        window: most keys that a query sees in the layers that were measured; 0 for all.
 
     Raises:
         PlanError: on a table whose axes are not increasing or which has no measured point in some column.
 
     Attributes:
-        measured: what it was made from, by :attr:`COLUMNS`.
-        load: likewise.
+        measured: the arrays that it was made from, by :attr:`COLUMNS`.
+        load: the factors that it was made from.
     """
 
     COLUMNS = ("q_rows", "kv_rows", "forward_seconds", "backward_seconds")
@@ -154,6 +155,9 @@ class TableCost(CostModel):
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         if q_rows.ndim == 1 and len(q_rows) <= _FEW and not self.window:
             return np.array(self.of_few(direction, q_rows.tolist(), kv_rows.tolist()))
+        # A float's bits give its grid line and its place between two lines (:class:`_Lines`). The factor of a cell is
+        # constant + by_q · dq + by_kv · dkv + by_both · dq · dkv, with dq and dkv the place in it. All is done in
+        # place.
         seconds = self._base.per_direction(direction, q_rows, kv_rows)
         at = np.array((q_rows, kv_rows), np.float64).reshape(2, -1)
         at = np.multiply(at.view(np.int64), _PER_LINE)
@@ -191,7 +195,8 @@ class TableCost(CostModel):
         return seconds
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """The analytic model, which cutting never makes cheaper, at the best measured factor."""
+        """[K, N] seconds by the analytic model, which cutting never makes cheaper, times the smallest measured
+        factor."""
         best = {"forward": self._best[:1], "backward": self._best[1:]}.get(direction, self._best)
         return self._base.per_direction(direction, q_rows, kv_rows) * best[:, None]
 
@@ -199,7 +204,12 @@ class TableCost(CostModel):
 class _Lines:
     """Grid lines at (1 + i / _STEPS) times every power of two.
 
-    Their number is read off a float's bits: exponent and first bits of the fraction, one after the other.
+    The number of a line is read off a float's bits: the exponent, then the first bits of the fraction. Example: with 8
+    steps, lines 24 and 25 are at 8 and 9 rows, and 8.5 rows are at 24.5.
+
+    Attributes:
+        first: number of the first line.
+        cells: number of cells between the lines.
     """
 
     def __init__(self, first: int, cells: int) -> None:
@@ -207,7 +217,7 @@ class _Lines:
 
     @staticmethod
     def over(axis: np.ndarray) -> _Lines:
-        """Lines that enclose ``axis``, at least one cell."""
+        """The lines that enclose ``axis``, with at least one cell."""
         low, high = (_number(axis[[0, -1]])).tolist()
         first = int(np.floor(low))
         return _Lines(first, max(int(np.ceil(high)) - first, 1))
@@ -219,7 +229,7 @@ class _Lines:
         return np.exp2(line // _STEPS) * (1 + line % _STEPS / _STEPS)
 
     def place(self, rows: float) -> tuple[int, float]:
-        """The cell that holds ``rows``, or the nearest one, and the place in it, from 0 to 1."""
+        """Returns the cell that holds ``rows``, or the nearest one, and the place in it, from 0 to 1."""
         fraction, exponent = math.frexp(rows)
         at = (exponent - 2 + 2 * fraction) * _STEPS - self.first
         if at <= 0.0:
@@ -234,14 +244,15 @@ def _check_axis(name: str, axis: np.ndarray) -> None:
 
 
 def _number(rows: np.ndarray) -> np.ndarray:
-    """How many lines lie between 1 and each value, with its place between two; about _STEPS x log2."""
+    """[N] number of the line at each value, with a fraction between lines; about _STEPS x log2."""
     return rows.view(np.int64) * _PER_LINE - _STEPS * 1023.0
 
 
 def _interpolated(
     factors: np.ndarray, q_axis: np.ndarray, kv_axis: np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray
 ) -> np.ndarray:
-    """[K, q_rows, kv_rows] factors, bilinear in the logarithms of [K, Q, V] ``factors``, constant outside."""
+    """[K, q_rows, kv_rows] factors at other rows than the [K, Q, V] ``factors`` of the axes: bilinear in the logarithms
+    of rows, constant outside."""
     q, dq = _cell(np.log2(q_axis), q_rows)
     kv, dkv = _cell(np.log2(kv_axis), kv_rows)
     q1, kv1 = np.minimum(q + 1, len(q_axis) - 1), np.minimum(kv + 1, len(kv_axis) - 1)
@@ -250,7 +261,7 @@ def _interpolated(
 
 
 def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of the cell of a logarithmic axis that holds each value, and the place in it, from 0 to 1."""
+    """[N] index of the cell of a logarithmic axis that holds each value, and [N] the place in it, from 0 to 1."""
     at = np.clip(np.log2(rows), axis[0], axis[-1])
     low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, max(len(axis) - 2, 0))
     width = axis[np.minimum(low + 1, len(axis) - 1)] - axis[low]
@@ -258,14 +269,14 @@ def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells(nodes: np.ndarray) -> np.ndarray:
-    """[4, K, C]: value at a cell's low corner, its rise with q, with k,v, and with both."""
+    """[4, K, C] terms of every cell: the factor at its low corner, and how it rises with q, with k,v, and with both."""
     low, right = nodes[:, :-1, :-1], nodes[:, :-1, 1:]
     above, corner = nodes[:, 1:, :-1], nodes[:, 1:, 1:]
     return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(nodes), -1)
 
 
 def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """Measured over analytic seconds; a hole takes the value of the nearest measured q rows with the same k,v rows."""
+    """[Q, V] measured over analytic seconds; a hole takes the factor of the nearest measured q rows of its column."""
     table = np.asarray(seconds, np.float64)
     if table.shape != base.shape:
         raise PlanError(f"The cost table's {name} seconds have shape {table.shape}; its axes ask for {base.shape}.")

@@ -1,7 +1,6 @@
-"""Cost tables as files: named after device, kernel and heads, found by them again. numpy only.
+"""Cost tables as files, which are named after device, kernel and heads, and are found by these.
 
-Tables of this package lie in the folder ``tables`` beside this file; put a file of `distca profile` there and training
-finds it.
+Tables of this package lie in the folder ``tables`` beside this file. Training finds a file of `distca profile` there.
 """
 
 from __future__ import annotations
@@ -26,21 +25,20 @@ logger = logging.getLogger(__name__)
 TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
 _SIZES = ("heads", "kv_heads", "head_dim", "value_bytes", "block", "window")
-"""The last three may be left out."""
+"""Sizes in a table file; the last three may be left out."""
 _LARGEST = 1 << 20
-"""A size is at most this: no model's attention has more heads, or larger ones."""
+"""The largest size that a table may name. No model has more heads, or larger ones, so more is a mistake."""
 _SIDES = ("forward", "backward")
 
 
 def table_name(device: str, kernel: str, heads: int, kv_heads: int, head_dim: int, window: int = 0) -> str:
-    """File name of a table, such as ``h200_flash4_32x8x128.json``, or ``h200_flash4_32x8x128_w1024.json`` of layers
-    with a window."""
+    """The file name of a table: ``h200_flash4_32x8x128.json``, or for a window ``h200_flash4_32x8x128_w1024.json``."""
     short = re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia")).strip("-")
     return f"{short}_{kernel}_{heads}x{kv_heads}x{head_dim}{f'_w{window}' if window else ''}.json"
 
 
 def write_table(path: Path, content: dict[str, Any]) -> None:
-    """Write a table; nan becomes null and a list of numbers takes one line."""
+    """Writes a table; nan becomes null, and a list of numbers takes one line."""
     text = json.dumps(_plain(content), indent=1, allow_nan=False)
     flat = re.sub(r"\[\s+[^\[\]{}]*?\s+\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,19 +48,19 @@ def write_table(path: Path, content: dict[str, Any]) -> None:
 def find_table(
     device: str, kernel: str, heads: int, kv_heads: int, head_dim: int, *, window: int = 0, folder: Path = TABLES
 ) -> TableCost | None:
-    """The measured costs of a device and kernel, or None if nobody measured them.
+    """The measured costs of a device and kernel, or None if there is no table of them.
 
     A table fits if its head size and its query heads per key/value head are the same. Heads are independent of each
     other, so seconds are scaled by their number; of several fitting tables the one with the nearest number is taken.
 
     Args:
-        device: as torch.cuda.get_device_name() says it, such as "NVIDIA H200".
+        device: the device's name, as torch.cuda.get_device_name() returns it: "NVIDIA H200".
         kernel: name of the kernel, such as "flash4".
         heads: query heads on one rank.
         kv_heads: key/value heads on one rank.
         head_dim: size of a head.
-        window: keys that a query sees at most; 0 for all. Tables are for one window.
-        folder: where tables lie.
+        window: most keys that a query sees; 0 for all. A table is for one window.
+        folder: the folder with the tables.
 
     Raises:
         PlanError: a fitting file is not a usable table.
@@ -84,10 +82,12 @@ def find_table(
 
 
 def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int) -> TableCost:
-    """The measured costs of a file, for so many heads; its head size and query heads per key/value head must be these.
+    """The measured costs of a file, scaled to so many heads.
+
+    The file's head size, and its query heads per key/value head, must be the same.
 
     Raises:
-        PlanError: the file is not a usable table, or one of other heads.
+        PlanError: the file is not a usable table, or is one for other heads.
     """
     content = _read(Path(path))
     if window := content.get("window", 0):
@@ -106,13 +106,14 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int) -> Ta
 
 
 def load_table(path: str | Path) -> TableCost:
-    """Read a cost table, a JSON file that `distca profile` writes.
+    """Reads a cost table, a JSON file that `distca profile` writes.
 
-    It has heads, kv_heads, head_dim, block, q_rows [Q] and kv_rows [V]. Its forward_seconds and backward_seconds [Q][V]
-    are per task inside a full batch (null where q_rows > kv_rows). ``load_factors`` (kv_rows, forward, backward: [L]
-    each) may say how much more mixed batches take. ``linear`` (hidden, ffn, forward_s_per_token, backward_s_per_token)
-    may say what a layer's matrix products take. Its ``fp8`` has the factor on that in FP8. Other keys describe the
-    node.
+    - It has heads, kv_heads, head_dim, block, q_rows [Q] and kv_rows [V].
+    - forward_seconds and backward_seconds [Q][V] are per task inside a full batch, null where q_rows > kv_rows.
+    - load_factors (kv_rows, forward, backward: [L] each) may say how many times as long mixed batches take.
+    - linear (hidden, ffn, forward_s_per_token, backward_s_per_token) may give the seconds of a layer's matrix products,
+      and in fp8 the factors on them in FP8.
+    - Other keys describe the node.
 
     Raises:
         PlanError: when there is no such file, it lacks a key, or its table is not usable.
@@ -123,7 +124,7 @@ def load_table(path: str | Path) -> TableCost:
 
 @cache
 def _read_once(path: Path) -> dict[str, Any]:
-    """A table of this package, which stays as it is while a process runs."""
+    """Reads a table of this package once; it stays as it is while a process runs."""
     return _read(path)
 
 
@@ -147,14 +148,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> TableCost:
-    """For that many heads: seconds grow with them, since heads are independent of each other."""
+    """The table for so many heads: seconds grow with their number, since heads are independent of each other."""
     try:
         q_rows, kv_rows = (np.asarray(content[key], np.float64) for key in ("q_rows", "kv_rows"))
         scale = heads / content["heads"]
         forward, backward = (np.asarray(content[f"{side}_seconds"], np.float64) * scale for side in _SIDES)
         shape = AttentionShape(heads, kv_heads, content["head_dim"], content.get("value_bytes", 2))
         block, load = content.get("block", 128), LoadFactors.of(content)
-        # Seconds per weight are the same for any number of heads.
+        # Seconds of matrix products are per weight, and so are the same for any number of heads.
         return TableCost(
             shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content), content.get("window", 0)
         )

@@ -1,7 +1,7 @@
 """Costs of a CA-task on a server without rows of its own, with the time in which the task's rows travel.
 
-A home computes linear layers while rows travel. A server without rows has nothing to do until they are there: exchanges
-go in one order, so its next rows do not set out before its last ones are home. That time is its own, as its kernel's.
+A home computes linear layers while rows travel. A server without rows has nothing to do until they arrive: exchanges go
+in one order, so its next rows are not sent before its last ones are home. So that time counts as the server's work.
 
 Array legend: R servers.
 """
@@ -17,17 +17,18 @@ from distca.plan.cost.model import CostModel, Direction
 from distca.plan.cost.pool import PoolCost
 
 WAITED_FOR = 0.4
-"""Part of the time of both ways that a server waits: once a layer for two halves. It is less than half, since keys that
-its node has already are counted for each task (chosen from benchmarks/results/simulated.md)."""
+"""The part of the travel time, both ways, that a server waits. It waits once a layer for two nano-batches. The part is
+less than a half, as keys that its node has already count for each task (chosen from
+benchmarks/results/simulated.md)."""
 
 
 @dataclass(frozen=True)
 class TravellingCost(CostModel):
-    """Another model's seconds, and more for each query row and each key/value row.
+    """Another model's seconds, and further seconds for each query row and each key/value row that travels.
 
     Attributes:
         kernel: the other model.
-        forward_rows, backward_rows: seconds for a query row and for a key/value row.
+        forward_rows, backward_rows: further seconds for a query row and for a key/value row.
         shape, block, linear: the other model's.
     """
 
@@ -71,10 +72,10 @@ def with_travel(
     """Costs of a pool whose servers without rows wait for those that they compute with.
 
     Args:
-        cost: of the pool's kernels.
-        has_rows: [R] bool whether a server is home to some.
-        bytes_per_s: [R] that reach a server, and leave it.
-        resend, sinks: as of :meth:`distca.plan.cost.model.AttentionShape.moved_bytes`.
+        cost: the cost of the pool's kernels.
+        has_rows: [R] bool, whether a server is home to some rows.
+        bytes_per_s: [R] bytes per second that reach a server, and leave it at the same time.
+        resend, sinks: as in :meth:`distca.plan.cost.model.AttentionShape.moved_bytes`.
     """
     ways = [cost.shape.moved_bytes(direction, resend, sinks) for direction in ("forward", "backward")]
     tables, of_server = list(cost.tables), list(cost.of_server)

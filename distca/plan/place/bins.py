@@ -1,6 +1,11 @@
 """Dealing items of many sizes to bins: each bin gets the same work, none more tokens than it has room for.
 
-Placement deals documents with it, to nodes and to the ranks of each node. Work is in units of the mean rank's.
+Placement deals documents with it, to nodes and then to the ranks of each node. Work is in units of the mean rank's.
+
+The *filler* is what comes after the items that are dealt here: the short documents that are laid into whatever room is
+left. The *surplus* of an item is its work, less the work of as many tokens of filler. A bin's surplus decides, not its
+work: whatever room an item does not take will be filled, and filler brings work too. Example: with filler of 0.1 work
+per 1,000 tokens, an item of 2,000 tokens and 0.5 work has a surplus of 0.3.
 """
 
 from __future__ import annotations
@@ -12,22 +17,28 @@ from typing import NamedTuple
 import numpy as np
 
 _DENSE = 0.6
-"""Documents with at least this part of the mean work per token are not needed to fill ranks that have enough work."""
+"""The work per token, over the mean, below which an item counts as sparse. Ranks that have enough work are filled up
+with sparse ones. With 0.4 or 0.8 bytes change by 1 % (benchmarks/results/planner.md, as of all constants here)."""
 _SAME_SIZE = 1.5
-"""Documents within this factor of rows are dealt against the same rate of the shorter documents."""
+"""The ratio of rows within which items are dealt together. They are compared with the same rate of filler, so that bins
+are sorted once for all of them."""
 OVERFULL = 0.012
-"""A rank may get so much more than it lacks, of the mean work, rather than a share."""
+"""The work above its goal that a rank may get so that an item stays whole, in parts of the mean rank's work. Beyond it
+the item is cut into shares. It is about what the scheduler tolerates anyway."""
 _OVERFULL_WITH_KEYS = 0.09
-"""The same of a document in shares with more keys than a rank has tokens: so much is not worth reading them for."""
+"""The same limit for the last share of a document with more keys than a rank has tokens. A further rank would read all
+these keys for this little work (benchmarks/results/planner.md)."""
 _LEVELLINGS = 3
+"""Rounds in which shares are resized. Each rank's change disturbs the others that share the document, less every time:
+without a round bytes grow by 1.2 %, with one by 0.1 %, with more than two they stay the same."""
 _NO_SURPLUS = 1e-6
-"""A surplus below this share of an item's work is rounding. The surplus is its work over that of as many tokens of
-what fills ranks up."""
+"""The part of an item's work below which its surplus is rounding, and its shares cannot level anything."""
 _FEW_SHARES = 1.1
-"""Documents in shares of up to so many times a rank's tokens come one after the other. What longer ones leave is for
-shorter ones, of which fewer keys are needed."""
+"""The length of a document in shares, over a rank's tokens, up to which it begins where the document before left room.
+Longer ones begin on an empty rank, and their leftovers go to shorter documents, which have fewer keys."""
 LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
-"""Least work of a share, in parts of the mean; and the part of it for which room is used where tokens are scarce."""
+"""The least work of a share, in parts of the mean rank's work. Where tokens are scarce, a share may have as little as
+this second part of it. Smaller shares would cost more in keys that are read again than they level."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +48,9 @@ class Items:
     Attributes:
         rows: [I] tokens.
         work: [I] float64.
-        added: [I] float64 work that each share has beyond its part.
-        long: [I] bool, whether it is to be in shares.
-        keys: [I] tokens of the document that it is, or is a part of.
+        added: [I] float64 work that each share has beyond its part of the item's work.
+        long: [I] bool, whether the item is to be cut into shares.
+        keys: [I] tokens of the document that the item is, or is a part of.
     """
 
     rows: np.ndarray
@@ -49,7 +60,7 @@ class Items:
     keys: np.ndarray
 
     def of(self, item: np.ndarray, part: np.ndarray) -> Items:
-        """Parts of them."""
+        """Returns [N] parts of items as items of their own: the ``part`` of each ``item``."""
         rows, work = self.rows[item] * part, self.work[item] * part
         return Items(rows, work, self.added[item], self.long[item], self.keys[item])
 
@@ -71,10 +82,10 @@ class Filled(NamedTuple):
     """Bins with what was dealt to them. Array legend: B bins.
 
     Attributes:
-        parts: that were dealt.
+        parts: the parts that were dealt.
         mean: [B] float64 work that a rank of the bin should get.
-        need: [B] float64 work that bins still lack.
-        space: [B] float64 tokens that they still have.
+        need: [B] float64 work that each bin still lacks; negative where it has too much.
+        space: [B] float64 tokens that each bin still has room for.
     """
 
     parts: Parts
@@ -97,15 +108,15 @@ def deal_to_bins(
     Args:
         items: longest first.
         mean: work that each rank should get.
-        room: tokens that each bin has.
-        ranks: how many ranks it is.
+        room: tokens that each bin has room for.
+        ranks: number of ranks that each bin stands for.
         filler: work per token, and tokens, of the short documents that come after these items.
-        most: work of shares on a rank, in parts of the mean, and rows of them, in parts of its tokens.
+        most: most work of shares on a rank, in parts of the mean, and most rows of them, in parts of its tokens.
         in_turn: whether a document in few shares begins where the one before left room, and slivers of long ones are
             avoided.
 
     Returns:
-        The bins, and (item, part of it) of those without room.
+        The bins; and (item, part of it) of everything that found no room.
     """
     rates = Rates(items.rows, items.work, filler)
     bins = _Bins(mean, room, ranks, rates.sparse, most, in_turn)
@@ -114,6 +125,9 @@ def deal_to_bins(
     keys = items.keys.tolist()
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
+    # Items [begin, end) of about one size are dealt against the filler that begins at ``end``. Small ones are put whole
+    # into the neediest bin, quickly. Any other one is put whole, or cut: first into what bins lack, then, where all
+    # have enough work, into whatever tokens are left.
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -140,9 +154,15 @@ def deal_to_bins(
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     """Returns the dealt parts, with the shares of long documents resized.
 
-    Their ranks then get what they lack now that whole documents are there too. ``rate`` is the work per token of what
-    fills ranks up."""
-    # Who gets more of what brings no more work than what fills ranks up has as much work as before.
+    Whole documents were dealt after the shares, so ranks with shares may lack work by now, or have too much. Each
+    round gives every rank what it lacks. Then the shares of a document are scaled so that they add up as before.
+
+    Args:
+        items: all items.
+        filled: the bins with the parts that were dealt.
+        rate: work per token of the filler.
+    """
+    # An item without surplus brings no more work than the filler, so that resizing its shares would level nothing.
     resizable = items.long & (items.work - rate * items.rows > _NO_SURPLUS * items.work)
     in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
     if not len(in_shares):
@@ -156,7 +176,8 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
-        # A rank with several shares changes them alike.
+        # Per share: its surplus, and its rows. A rank's shares all grow by the factor that covers what it lacks, and by
+        # no more than its space allows. "whole" is what the shares of one document add up to.
         size, own = part * surplus, part * rows
         lacks = need - rate * space
         wanted = size * (1 + (lacks / np.maximum(np.bincount(at, size, len(space)), tiny))[at])
@@ -176,15 +197,15 @@ class _Bins:
 
     Args:
         mean: work that each rank should get.
-        room: [B] tokens.
-        ranks: [B] how many ranks it is.
+        room: [B] tokens that each bin has room for.
+        ranks: [B] number of ranks that each bin stands for.
         sparse: work per token of the sparsest documents.
-        most: work of shares on a rank, in parts of the mean, and rows of them, in parts of its tokens.
+        most: most work of shares on a rank, in parts of the mean, and most rows of them, in parts of its tokens.
         in_turn: whether the bin with the newest share is set aside until :meth:`take_back`.
 
     Attributes:
         least: least work of a share.
-        many_keys: whether shares are of a document of which no rank should read all keys for little work.
+        many_keys: whether the item being cut has so many keys that no rank should read them for little work.
     """
 
     def __init__(
@@ -193,7 +214,7 @@ class _Bins:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
         self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
-        # Pong has short documents beside its shares.
+        # The rows that shares leave free are filled with the sparsest documents, which bring some of the work.
         self._need_shares = [
             most_work * lacks - sparse * (1 - most_rows) * tokens
             for lacks, tokens in zip(self._need, self._space, strict=True)
@@ -214,7 +235,9 @@ class _Bins:
         return Filled(parts, np.full(len(self._need), self._mean), np.array(self._need), np.array(self._space))
 
     def order_by(self, rate: float) -> None:
-        """Look first at the bin that lacks most surplus over this work per token."""
+        """Sorts bins by the surplus that they lack, most first, where filler has ``rate`` work per token.
+
+        A bin lacks its missing work, less what filler will bring into all of its room."""
         self._rate, self._newest = rate, -1
         pairs = zip(self._need, self._space, strict=True)
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
@@ -222,9 +245,10 @@ class _Bins:
         heapq.heapify(self._heap)
 
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
-        """Put whole items from ``first`` on, up to ``end``, each into the bin that is first then. This goes on while
-        items are ``small``, too small ever to be in shares, and that bin has the tokens. Returns the first item that
-        was not put."""
+        """Puts whole items, from ``first`` up to ``end``, each into the bin that lacks most surplus then.
+
+        It goes on while items are ``small``, too small ever to be cut, and that bin has the tokens. Returns the first
+        item that was not put."""
         if first == end or not small[first]:
             return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace
@@ -244,7 +268,10 @@ class _Bins:
         return end
 
     def put_whole(self, item: int, own: float, brings: float) -> bool:
-        """Put an item into the first bin that has the tokens, if there is one and it does not get far too much."""
+        """Puts a whole item into the neediest bin that has the tokens; returns whether it did.
+
+        It does not where the bin would get more than ``OVERFULL`` too much, unless the excess is too small for a
+        share."""
         aside = []
         while self._heap and self._space[self._heap[0][1]] < own:
             aside.append(heapq.heappop(self._heap))
@@ -256,7 +283,7 @@ class _Bins:
             if found:
                 self._put(item, at, 1.0, own, brings)
         for each in aside:
-            # No whole document finds room again where there is less than a token.
+            # A bin with room for less than one token is out of this round: only parts may still fit.
             if self._space[each[1]] < 1.0:
                 self._full.append(each)
             else:
@@ -264,8 +291,10 @@ class _Bins:
         return found
 
     def take_back(self, *, first: bool = False) -> None:
-        """Let the bin with the newest share get others; look at it ``first`` if it lacks another one: so no bin gets
-        shares of many documents, of each of which it needs the keys."""
+        """Puts the bin with the newest share back among the others; in front, with ``first``, if it lacks two more
+        shares.
+
+        The next document then begins there. So no bin gets shares of many documents, and reads the keys of each."""
         at, self._newest = self._newest, -1
         if at >= 0:
             first = first and self._need_shares[at] >= 2 * self.least
@@ -275,8 +304,16 @@ class _Bins:
         return self._rate * self._space[at] - self._need[at]
 
     def put_parts(self, item: int, part: float, own: float, brings: float, extra: float, *, within_need: bool) -> float:
-        """Put parts of an item that all of it has ``own`` rows and ``brings`` work into one bin after the other; with
-        ``within_need`` as much as they lack, else as much as they have tokens for. Returns what is left of it."""
+        """Puts ``part`` of an item into one bin after the other; returns the part that is left.
+
+        Args:
+            item: its number.
+            part: how much of it is to be put.
+            own: rows of the whole item.
+            brings: work of the whole item.
+            extra: work that each share has beyond its part.
+            within_need: whether a bin gets as much as it lacks, or as much as it has tokens for.
+        """
         aside = []
         while self._full:
             heapq.heappush(self._heap, self._full.pop())
@@ -291,7 +328,7 @@ class _Bins:
                 space = min(self._space[at], self._space_shares[at])
                 if most * part > lacks + over or own * part > space:
                     taken = min((lacks - extra) / most if most > 0 else part, space / own)
-                    # Nobody should get a sliver of the rest.
+                    # The rest must not be a sliver: this bin takes it too, or leaves a whole least share.
                     if part - taken < least:
                         taken = part if (part - taken) * most <= over else part - least
                 if taken < least and taken < part:
@@ -328,11 +365,11 @@ class _Bins:
 
 
 class Rates:
-    """Work per token of what fills ranks up.
+    """Work per token of the filler, as dealing goes on.
 
     Attributes:
-        of_shorter: of all items from each on, and one more.
-        sparse: of those with little work per token.
+        of_shorter: [I + 1] work per token of the items from number i on and of the filler, which is the last.
+        sparse: work per token of everything with little work per token; of the two last where nothing has.
     """
 
     def __init__(self, rows: np.ndarray, work: np.ndarray, filler: tuple[float, int]) -> None:

@@ -16,28 +16,38 @@ from distca.plan.place.shares import Dealt, Work
 from distca.plan.sorting import order_by
 
 _CLOSE = 0.003
-"""Difference of work between halves, in parts of the mean rank's, for which no document is cut."""
+"""The difference from the wanted work of ping, in parts of the mean rank's, for which no document is cut: a cut costs
+keys that are read twice. With 0.02 nothing changes by 1 % (benchmarks/results/planner.md, as of all constants here)."""
 
 _HALVINGS, _NEARLY = 16, 0.02
+"""Steps of the bisection for the row up to which documents are for ping: 16 find it to a 65,536th of the longest. The
+second is how much less than the wanted work counts as reached, as a part of it."""
 
 _LEVELLINGS, _FEW = 2, 0.1
-"""Ranks, as a part of all, that are left to the scheduler where they cannot have as much work in ping."""
+"""Times that ping's part of the work is set. Where some ranks have no room for it, the others are lowered to them once.
+The second is the part of all ranks that may stay below it, and is left to the scheduler."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""[N] document, start, stop and rank each."""
+"""[N] document, start, stop and rank of query ranges, each int64."""
 
 
-def bounds_in_half(half: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[S] where shares begin and end in a half: who has a document's outer rows, and reads most of its keys, in ping
-    has its inner ones in pong."""
-    return (1 - high, 1 - low) if half else (low, high)
+def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[S] where shares begin and end in a nano-batch, 0 for ping and 1 for pong.
+
+    Shares are mirrored in pong. A rank with outer rows of a document reads most of its keys; so who has outer rows in
+    ping has inner ones in pong."""
+    return (1 - high, 1 - low) if nano else (low, high)
 
 
 def ranges_of_shares(
     document: np.ndarray, rank: np.ndarray, low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> Ranges:
     """The rows of shares within [first, last) [D] of their documents: a range near the start and its mirror image near
-    the end, or the one around the middle."""
+    the end, or the one around the middle.
+
+    Example: of rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7)."""
+    # "outer" and "inner" are where a share begins and ends, in rows from either end. The share that ends at 1 joins its
+    # two ranges around the middle.
     first, last = first[document], last[document]
     half = (last - first) // 2
     outer, inner = (low * half).astype(np.int64), (high * half).astype(np.int64)
@@ -51,14 +61,24 @@ def ranges_of_shares(
 def cut_whole(
     length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], cut: np.ndarray, whole: np.ndarray, work: Work
 ) -> None:
-    """Set where the ``whole`` [S] documents are cut, in ``cut`` [D]: so that each rank has about the same part of its
-    work in ping and keeps to both budgets."""
+    """Sets where whole documents are cut: each rank gets about the same part of its work in ping, within both budgets.
+
+    Args:
+        length: [D] tokens.
+        dealt: documents on ranks.
+        budgets: of ping and pong, [R] tokens each.
+        cut: [D] rows of each document in ping; those of whole documents are written here.
+        whole: [S] bool, the shares that are whole documents.
+        work: of query ranges.
+    """
+    # For each nano-batch and rank: the room that documents in shares leave, and the work of these documents and of the
+    # filler ("more").
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
     parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
     room, more = [], []
-    for half, (budget, first, last) in enumerate(((budgets[0], np.zeros_like(cut), cut), (budgets[1], cut, length))):
+    for nano, (budget, first, last) in enumerate(((budgets[0], np.zeros_like(cut), cut), (budgets[1], cut, length))):
         _, start, stop, owner = ranges_of_shares(
-            parts[0], parts[1], *bounds_in_half(half, parts[2], parts[3]), first, last
+            parts[0], parts[1], *bounds_in_nano_batch(nano, parts[2], parts[3]), first, last
         )
         room.append(budget - np.bincount(owner, stop - start, ranks))
         more.append(np.bincount(owner, work(start, stop), ranks) + rate * room[-1])
@@ -73,9 +93,9 @@ def cut_whole(
     square, slope = _growth(own, dealt.work[document], work)
     documents = _Documents(owner, own, square, slope - rate, square / own**2)
     columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
-    # Shares may overfill a half: what they have too much is cut off later, and nothing else has room there.
+    # Shares may overfill a nano-batch: what exceeds it is cut off later (home_rows.py), and nothing else has room.
     room = [np.maximum(each, 0.0) for each in room]
-    spaces, level = [each.tolist() for each in room], dealt.halves.ping
+    spaces, level = [each.tolist() for each in room], dealt.split.ping
     for _ in range(_LEVELLINGS):
         wanted = level * total - more[0]
         found: list[int] = []
@@ -89,13 +109,14 @@ def cut_whole(
         head = np.array(found, np.int64)
         again = np.flatnonzero(off[owner] > 0)
         if len(again):
-            # Heads have less work than whole documents of as many rows: too little where there is no room for more.
+            # Where no choice of whole documents and one cut fits, all documents of a rank are cut. Heads have less work
+            # than whole documents of as many rows, so they are taken only where they come nearer to what is wanted.
             heads = documents.take(again).heads(wanted, *room)
             nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
             head[again] = np.where(nearer[owner[again]], heads, head[again])
         cut[document] = head
         reached = (more[0] + documents.surplus_of(head, ranks)) / np.maximum(total, 1e-300)
-        # Where some ranks have no room for so much work in ping, the others have no more.
+        # Where some ranks have no room for so much work in ping, the others get no more than these.
         lowest = float(np.quantile(reached, _FEW))
         if lowest > level * (1 - _NEARLY):
             break
@@ -103,11 +124,12 @@ def cut_whole(
 
 
 def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarray, np.ndarray]:
-    """How the work of documents with [N] rows and ``whole`` work grows: with the square of a head's rows, for all of
-    them, and per row what grows with the rows."""
+    """Fits the work of a head of p of a document's rows as square · p² + slope · rows · p.
+
+    Returns [N] ``square`` and [N] ``slope``, from the work of the ``whole`` documents and of their first halves."""
     half = length // 2
     part = np.maximum(half / length, 1e-9)
-    # whole = square + slope * rows; of the half: square * part^2 + slope * rows * part.
+    # whole = square + slope * rows; of the first half: square * part^2 + slope * rows * part.
     slope = (work(np.zeros_like(half), half) - whole * part**2) / (length * np.maximum(part - part**2, 1e-9))
     slope = np.where(length > 1, slope, 0.0)
     return whole - slope * length, slope
@@ -117,10 +139,10 @@ class _OnRank(NamedTuple):
     """A rank's whole documents, longest first. Array legend: W of them.
 
     Attributes:
-        rows: [W].
-        surplus: [W] work less that of as many rows of short documents.
+        rows: [W] tokens.
+        surplus: [W] work, less the work of as many tokens of filler.
         square: [W] part of the work that grows with the square of a head's rows.
-        slope: [W] surplus per row beside that.
+        slope: [W] the surplus that grows with the rows, per row.
         ping: tokens that ping has room for.
         pong: tokens that pong has room for.
     """
@@ -133,19 +155,21 @@ class _OnRank(NamedTuple):
     pong: float
 
     def cuts(self, wanted: float) -> tuple[list[int], float]:
-        """[W] rows in ping, of one document a part, so that ping has ``wanted`` surplus and neither half more rows than
-        it has room for; and how far off that is, 0 where it is close: infinitely where there is no room."""
+        """[W] rows in ping of each document, so that ping has ``wanted`` surplus, and how far off that is.
+
+        Each document, longest first, goes to the nano-batch that lacks more, and has the room. At most one is cut. The
+        distance is 0 where it is close enough, and infinite where a document has no room."""
         missing, of_pong = wanted, sum(self.surplus) - wanted
         room = [self.ping, self.pong]
         cuts: list[int] = []
         for own, more in zip(self.rows, self.surplus, strict=True):
-            half = 0 if missing > of_pong else 1
-            if room[half] < own:
-                half = 1 - half
-                if room[half] < own:
+            nano = 0 if missing > of_pong else 1
+            if room[nano] < own:
+                nano = 1 - nano
+                if room[nano] < own:
                     return [0] * len(self.rows), inf
-            room[half] -= own
-            if half:
+            room[nano] -= own
+            if nano:
                 of_pong -= more
                 cuts.append(0)
             else:
@@ -153,7 +177,8 @@ class _OnRank(NamedTuple):
                 cuts.append(own)
         if abs(missing) <= _CLOSE:
             return cuts, 0.0
-        # Ping lacks work: the head of one of pong's documents goes there; or the tail of one of its own leaves.
+        # Where ping lacks work, it gets the head of one of pong's documents; else the tail of one of its own leaves it.
+        # The shortest document that has enough surplus and room is cut.
         giver = 1 if missing > 0 else 0
         for at in range(len(cuts) - 1, -1, -1):
             if (cuts[at] == 0) != (giver == 1) or self.surplus[at] < abs(missing):
@@ -167,8 +192,13 @@ class _OnRank(NamedTuple):
 
 
 class _Documents(NamedTuple):
-    """[N] whole documents of all ranks, those of a rank one after the other, longest first: the rank of each; rows,
-    square and slope as of :class:`_OnRank`; and ``dense``, the square part over the rows' square."""
+    """The whole documents of all ranks, those of a rank one after the other, longest first. Array legend: N documents.
+
+    Attributes:
+        rank: [N] home rank.
+        rows, square, slope: as of :class:`_OnRank`.
+        dense: [N] the square part of the work over the square of the rows.
+    """
 
     rank: np.ndarray
     rows: np.ndarray
@@ -180,14 +210,17 @@ class _Documents(NamedTuple):
         return _Documents(*(column[chosen] for column in self))
 
     def surplus_of(self, heads: np.ndarray, ranks: int) -> np.ndarray:
-        """[R] of heads with [N] rows."""
+        """[R] surplus in ping, where [N] rows of each document are there."""
         return np.bincount(self.rank, (self.dense * heads + self.slope) * heads, ranks)
 
     def heads(self, wanted: np.ndarray, ping: np.ndarray, pong: np.ndarray) -> np.ndarray:
-        """[N] rows of a head of every document, so that ranks have [R] ``wanted`` surplus in ping.
+        """[N] rows of every document's head in ping, so that ranks have [R] ``wanted`` surplus there.
 
-        No half has more rows than its room, ``ping`` or ``pong``. Heads are the rows up to one position, which have
-        least work, or the same part of each document."""
+        Neither nano-batch gets more rows than its [R] room, ``ping`` or ``pong``. On each rank, heads end at one
+        position for all documents, which leaves ping least work for its rows. Where that is too little, they are the
+        same part of each document."""
+        # Bisection, on all ranks at once, for the last position that fits ping and is needed: for its work, or because
+        # pong has no room for what is behind it.
         at, own = self.rank, self.rows
         ranks, total = len(wanted), np.bincount(at, own, len(wanted))
         low, high = np.zeros(ranks), np.zeros(ranks)
@@ -207,7 +240,8 @@ class _Documents(NamedTuple):
             part = _head_with(float(wanted[rank]), 1.0, float(self.square[here].sum()), slope)
             part = min(max(part, 1 - pong[rank] / total[rank]), ping[rank] / total[rank], 1.0)
             heads[here] = part * own[here]
-        # Rounding took rows from ping, which pong may have no room for.
+        # Rounding down took rows from ping, and pong may have no room for them: documents of that rank give them back,
+        # one after the other.
         over = total - np.bincount(at, heads, ranks) - np.floor(pong)
         spare = own - heads
         before = np.cumsum(spare) - spare
@@ -216,6 +250,6 @@ class _Documents(NamedTuple):
 
 
 def _head_with(surplus: float, rows: float, square: float, slope: float) -> float:
-    """Rows of a head that has this surplus."""
+    """Rows of the head that has this surplus, the root of dense · rows² + slope · rows; at most ``rows``."""
     dense = max(square, 1e-12) / rows**2
     return float(min(max((-slope + (slope**2 + 4 * dense * max(surplus, 0.0)) ** 0.5) / (2 * dense), 0.0), rows))

@@ -1,10 +1,15 @@
 """From documents on ranks to the rows of every nano-batch: what is computed in ping, what in pong, and what fills up.
 
-A rank that has all of its documents in both halves moves nothing: the first rows of a document are computed in ping,
-the others in pong, whose queries find the keys of the first ones at home. So both halves are made of one placement.
-Every rank puts about the same part of its work into ping: whole documents where that comes out, and one that is cut.
-Ranks may be full of documents so long that half their rows are a head with little work. Then ping has less work than
-pong, on all ranks alike. A document in shares is cut at the same place for all of them.
+One placement serves both nano-batches: a document stays on its rank. Its first rows are computed in ping, the others in
+pong, whose queries find the keys of the first rows at home, so that nothing moves.
+
+Every rank puts about the same part of its work into ping: whole documents, and one that is cut where they do not come
+out even. Ranks may be full of documents so long that half their rows are a head with little work. Then ping has less
+work than pong, on all ranks alike. All shares of a document are cut at the same row of it.
+
+Example: two ranks have 6 tokens each, 3 of them in ping. Document a, of 8 rows, is in two equal shares and is cut at
+row 4. In ping, rank 0 has the outer rows of its head, 0 and 3, and rank 1 has 1 and 2. In pong, rank 0 has the inner
+rows of its tail, 5 and 6, and rank 1 has 4 and 7. One row on each rank and nano-batch is left for short documents.
 
 Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
 """
@@ -15,13 +20,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distca.plan.place.halves import Stream
-from distca.plan.place.head_cuts import Ranges, bounds_in_half, cut_whole, ranges_of_shares
+from distca.plan.place.head_cuts import Ranges, bounds_in_nano_batch, cut_whole, ranges_of_shares
+from distca.plan.place.nano_batches import Stream, laid_end_to_end
 from distca.plan.place.shares import Dealt, Work
-from distca.plan.sorting import merged
 
 _HEAD = 0.5
-"""Part of the rows that is for ping of documents that are in parts only because no rank had room for all of it."""
+"""The part of the rows that is for ping, for documents that are in shares only because no rank had room for them."""
 
 
 def home_rows(
@@ -37,26 +41,29 @@ def home_rows(
         node: [R] node of every rank.
 
     Returns:
-        None where documents in shares are more than a half has room for.
+        By nano-batch, the ranges and [N] the rank of each; None where documents in shares exceed a nano-batch's room.
     """
     shares = dealt.shares
     whole = (shares.low == 0) & (shares.high == 1)
     cut = length.copy()
     if len(budgets) == 2:
-        # Parts of other documents are where tokens fit, however many rows pong has for shares.
-        cut = np.rint(length * np.where(dealt.long, dealt.halves.head, _HEAD)).astype(np.int64)
+        # Documents that are in shares for want of room are cut in the middle, whatever the split of long ones says.
+        cut = np.rint(length * np.where(dealt.long, dealt.split.head, _HEAD)).astype(np.int64)
         cut_whole(length, dealt, budgets, cut, whole, work)
     keys = np.bincount(shares.rank, length[shares.document], len(node))
     found = []
     in_ping = 0
-    for half, budget in enumerate(budgets):
-        low, high = (np.zeros_like(cut), cut) if half == 0 else (cut, length)
-        begin, end = bounds_in_half(half, shares.low, shares.high)
+    for nano, budget in enumerate(budgets):
+        # Rows [low, high) of every document are of this nano-batch. Shares take theirs; what exceeds a rank's budget is
+        # cut off, and put beside other ranks' rows. What found no room so far ("fixed") is then laid end to end, with
+        # the filler behind it, into the room that is left.
+        low, high = (np.zeros_like(cut), cut) if nano == 0 else (cut, length)
+        begin, end = bounds_in_nano_batch(nano, shares.low, shares.high)
         placed = [ranges_of_shares(shares.document, shares.rank, begin, end, low, high)]
         placed[0], cut_off = _within(placed[0], budget)
         room = budget - np.bincount(placed[0][3], placed[0][2] - placed[0][1], len(budget)).astype(np.int64)
         left, nobody, begin, end = _columns(dealt.left)
-        begin, end = bounds_in_half(half, begin, end)
+        begin, end = bounds_in_nano_batch(nano, begin, end)
         beside, cut_off = _beside(cut_off, room, keys, node)
         placed.append(beside)
         missed = [ranges_of_shares(left, nobody, begin, end, low, high)[:3], cut_off[:3]]
@@ -64,10 +71,10 @@ def home_rows(
         short = dealt.short
         spare = int(room.sum()) - int((fixed[2] - fixed[1]).sum())
         own = length[short]
-        if half == 0:
+        if nano == 0:
             if spare < 0 or spare > own.sum():
                 return None
-            # The first of the short documents, one of them cut.
+            # Ping takes the first ``spare`` tokens of the filler; a document at the border is cut.
             stop = np.clip(spare - (np.cumsum(own) - own), 0, own)
             start, in_ping = np.zeros_like(stop), spare
         else:
@@ -75,7 +82,8 @@ def home_rows(
         some = stop > start
         filler = (short[some], start[some], stop[some])
         document, start, stop = (np.concatenate(pair) for pair in zip(fixed, filler, strict=True))
-        placed.append(_laid(document, start, stop, room))
+        pieces, owner = laid_end_to_end(Stream(document, start, stop), room)
+        placed.append((pieces.document, pieces.start, pieces.stop, owner))
         document, start, stop, rank = (np.concatenate(column) for column in zip(*placed, strict=True))
         found.append((Stream(document, start, stop), rank))
     return found
@@ -88,7 +96,7 @@ def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarr
 
 
 def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Ranges that keep to the [R] budgets, and what had to be cut off."""
+    """Ranges that keep to the [R] budgets, and what had to be cut off: the ends of a rank's longest ranges."""
     document, start, stop, rank = ranges
     over = np.bincount(rank, stop - start, len(budget)).astype(np.int64) - budget
     if (over <= 0).all():
@@ -107,11 +115,17 @@ def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
 
 
 def _beside(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Put ranges that were cut off on other ranks, the longest first; returns these, and the ranges that fit nowhere.
+    """Puts ranges that were cut off on other ranks, the longest first; returns these, and the ranges that fit nowhere.
 
-    A range goes to a rank of its own node that has enough tokens left in the [R] ``room``: the one that reads fewest of
-    the [R] ``keys``. Where there is none, it goes to the rank of any node with most room. Its tokens are taken off the
-    room, and its keys are added."""
+    A range goes to a rank of its own node that has enough tokens left: the one that reads fewest keys. Where there is
+    none, it goes to the rank of any node with most room.
+
+    Args:
+        ranges: what was cut off, with the ranks that it was on.
+        room: [R] tokens left; those of placed ranges are subtracted here.
+        keys: [R] keys that ranks read; those of placed ranges are added here.
+        node: [R] node of every rank.
+    """
     document, start, stop, rank = ranges
     rows, target = stop - start, np.full(len(rank), -1)
     for at in np.argsort(-rows, kind="stable").tolist():
@@ -126,14 +140,3 @@ def _beside(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray
         (document[some], start[some], stop[some], target[some]),
         (document[~some], start[~some], stop[~some], rank[~some]),
     )
-
-
-def _laid(document: np.ndarray, start: np.ndarray, stop: np.ndarray, room: np.ndarray) -> Ranges:
-    """Lay ranges end to end into [R] tokens of room, which they fill exactly, cut where a rank's room ends."""
-    ends, tops = np.cumsum(stop - start), np.cumsum(room)
-    begins = ends - (stop - start)
-    cuts = merged(begins, tops[tops < (ends[-1] if len(ends) else 0)])
-    uppers = np.append(cuts[1:], ends[-1:])
-    at = np.searchsorted(ends, cuts, side="right")
-    first = start[at] + cuts - begins[at]
-    return document[at], first, first + uppers - cuts, np.searchsorted(tops, cuts, side="right")

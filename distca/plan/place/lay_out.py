@@ -1,8 +1,12 @@
-"""Laying out a micro-batch: documents are dealt to halves and placed on ranks.
+"""Laying out a micro-batch: documents are dealt to nano-batches and placed on ranks.
 
 Dealing cuts at most one document per stream in two: its head is computed in ping, its tail in pong. Documents are
-placed in one of four ways: by work in shares of both halves (``shares.py``, ``home_rows.py``); by work in each half by
-itself (``by_half.py``); one after the other; or on ranks that are given.
+placed in one of four ways:
+
+- by work, ping and pong together, long documents in shares (``shares.py``, ``home_rows.py``);
+- by work, each nano-batch by itself (``by_nano_batch.py``);
+- one after the other;
+- on ranks that are given.
 
 Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are int64.
 """
@@ -19,13 +23,20 @@ from distca.plan.cost.analytic import area_cost
 from distca.plan.cost.model import CostModel
 from distca.plan.geometry import range_pairs
 from distca.plan.layout import Layout, Shards
-from distca.plan.place.by_half import spread
-from distca.plan.place.halves import Dealing, Stream, dealt_evenly, halves, without_short_tail
+from distca.plan.place.by_nano_batch import spread
 from distca.plan.place.home_rows import home_rows
+from distca.plan.place.nano_batches import (
+    Dealing,
+    Stream,
+    dealt_evenly,
+    laid_end_to_end,
+    streams_of,
+    without_short_tail,
+)
 from distca.plan.place.shares import deal, work_of
-from distca.plan.sorting import merged, order_by
+from distca.plan.sorting import order_by
 
-Placement = Literal["in_order", "spread", "spread_by_half"]
+Placement = Literal["in_order", "spread", "spread_by_nano_batch"]
 
 
 def lay_out(
@@ -40,29 +51,29 @@ def lay_out(
     cost: CostModel | None = None,
     ranks_per_node: int = 0,
 ) -> tuple[Layout, ...]:
-    """Place a micro-batch's documents on ranks, as one or two nano-batches.
+    """Places a micro-batch's documents on ranks, as one or two nano-batches.
 
     Documents are placed in the order given, except as ``dealing`` and ``placement`` say. Without ``rank_of`` every rank
-    gets an equal share of each nano-batch's tokens, and a document that overflows goes on on the next rank. A share is
-    a multiple of ``align``, so that sequence-parallel shards need no padding except on the last rank.
+    gets equally many tokens of each nano-batch, and a document that overflows goes on on the next rank. That number is
+    a multiple of ``align``, so that sequence-parallel ranks need no padding, except those of the last home.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
         ranks: number of home ranks.
         nano_batches: 1, or 2 for ping and pong.
         rank_of: [D] home rank of each document; documents then never span ranks, and each rank deals its own
-            documents to the halves.
+            documents to the nano-batches.
         align: rows per rank are multiples of this where documents may span ranks.
-        dealing: which documents go into which of two halves of equal tokens; ping may be up to 1/32 longer so as not
-            to leave a short tail. "in_order": ping gets the first ones. "even": documents are dealt by length, so that
-            both halves also have about equal attention work. "lean": where documents are spread, ping may have less
-            work, if that moves fewer bytes; else as "even".
+        dealing: which documents go into which of two nano-batches of equal tokens; ping may be up to 1/32 longer so as
+            not to leave a short tail. "in_order": ping gets the first ones. "even": documents are dealt by length, so
+            that both also have about equal attention work. "lean": where documents are spread, ping may have less work,
+            if that moves fewer bytes; else as "even".
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other. "spread":
             every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks,
-            in shares that live in both halves. "spread_by_half": the same for each half by itself, which is also taken
-            where shares do not fit. With ``rank_of`` it is always "in_order".
+            in shares that live in both nano-batches. "spread_by_nano_batch": the same for each nano-batch by itself; it
+            is also taken where shares do not fit. With ``rank_of`` it is always "in_order".
         cost: what "spread" counts as work; None counts query-key pairs.
-        ranks_per_node: consecutive ranks that share a node, between which "spread" deals first; 0 when all do.
+        ranks_per_node: consecutive ranks that share a node; "spread" deals to nodes first. 0 where all share one.
 
     Returns:
         One layout per nano-batch.
@@ -80,7 +91,7 @@ def lay_out(
         if placement == "spread":
             found = _in_shares(length, ranks, nano_batches, align, cost, ranks_per_node, lean=dealing == "lean")
         by_work = None if placement == "in_order" else cost
-        placed = found or _place_halves(length, ranks, nano_batches, align, dealing, by_work)
+        placed = found or _place_nano_batches(length, ranks, nano_batches, align, dealing, by_work)
     layouts: list[Layout] = []
     for shards, rows in placed:
         layouts.append(_layout(len(length), ranks, shards, rows, layouts[-1] if layouts else None))
@@ -119,26 +130,26 @@ def _check(
             raise PlanError(f"rank_of names rank {int(outside[0])}, but the {ranks} ranks are 0 to {ranks - 1}.")
 
 
-def _place_halves(
+def _place_nano_batches(
     length: np.ndarray, ranks: int, nano_batches: int, align: int, dealing: Dealing, cost: CostModel | None
 ) -> list[tuple[Shards, np.ndarray]]:
-    """Deal documents to halves, then place each half by itself: by work where there is a cost, else in order."""
+    """Deals documents to nano-batches, then places each by itself: by work where there is a cost, else in order."""
     total = int(length.sum())
     documents = np.arange(len(length))
     cut = _half(total, align)
     if nano_batches == 2 and dealing != "in_order":
         documents = dealt_evenly(length, documents, ping_first=True)
     if nano_batches == 2:
-        # Equal rows of the first half on all ranks, so that no rank gets more rows than its share of both.
+        # Ping gets equally many rows on all ranks, so that no rank has more rows in all than the others.
         cut = without_short_tail(length, documents, cut, ranks * align)
     placed = []
     for stream, bounds in zip(
-        halves(length, documents, nano_batches, cut), _bounds(total, cut, ranks, nano_batches, align), strict=True
+        streams_of(length, documents, nano_batches, cut), _bounds(total, cut, ranks, nano_batches, align), strict=True
     ):
         if cost is None or not bounds[-1]:
             placed.append(_cut_at_ranks(stream, bounds))
             continue
-        # Who needs the most keys of ping is to need the fewest of pong.
+        # The rank that needs most keys in ping is to need fewest in pong, so pong is placed backwards.
         found, rank = spread(stream, np.diff(bounds), cost, backwards=len(placed) == 1)
         goes_on = np.zeros(len(length), bool)
         goes_on[stream.document] = stream.stop < length[stream.document]
@@ -147,41 +158,37 @@ def _place_halves(
 
 
 def _half(total: int, align: int) -> int:
+    """Returns half of ``total`` tokens, rounded up to a multiple of ``align``."""
     return min(total, -(-total // (2 * align)) * align)
 
 
 def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
-    """Returns, for each nano-batch, [R+1] ends of the ranks' rows, from 0 on."""
+    """Returns for each nano-batch [R + 1] borders: rank r gets its tokens from bounds[r] up to bounds[r + 1]."""
     return [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
 
 
 def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
+    """[R + 1] borders of about equal parts, all but the last in multiples of ``align``. Example: 10 tokens for 3 ranks
+    in multiples of 2 are cut at 0, 2, 6 and 10."""
     return np.minimum(np.arange(ranks + 1) * -(-tokens // align) // ranks * align, tokens)
 
 
 def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
-    """Cut a stream of document ranges wherever a rank's rows end."""
-    own = stream.stop - stream.start
-    ends = np.cumsum(own)
-    begins = ends - own
-    total = int(ends[-1]) if len(ends) else 0
-    if total == 0:
-        empty = np.zeros(0, np.int64)
-        return Shards(empty, empty, empty, empty, empty), np.zeros(len(bounds) - 1, np.int64)
-    cuts = merged(begins, bounds[(bounds > 0) & (bounds < total)])
-    tops = np.append(cuts[1:], total)
-    piece = np.searchsorted(ends, cuts, side="right")
-    rank = np.searchsorted(bounds, cuts, side="right") - 1
-    start = stream.start[piece] + cuts - begins[piece]
-    shards = Shards(stream.document[piece], start, start + tops - cuts, rank, cuts - bounds[rank])
-    rows = np.bincount(rank, weights=tops - cuts, minlength=len(bounds) - 1).astype(np.int64)
-    return shards, rows
+    """Cuts a stream of document ranges wherever a rank's rows end; returns shards and [R] rows per rank.
+
+    Example: ranges of 3 and 4 rows with borders 0, 5 and 7 become shards of 3 and 2 rows on rank 0, and one of 2 rows
+    on rank 1."""
+    placed, rank = laid_end_to_end(stream, np.diff(bounds))
+    own = placed.stop - placed.start
+    row = np.cumsum(own) - own - bounds[rank]
+    rows = np.bincount(rank, weights=own, minlength=len(bounds) - 1).astype(np.int64)
+    return Shards(placed.document, placed.start, placed.stop, rank, row), rows
 
 
 def _in_shares(
     length: np.ndarray, ranks: int, nano_batches: int, align: int, cost: CostModel, ranks_per_node: int, lean: bool
 ) -> list[tuple[Shards, np.ndarray]] | None:
-    """Place the documents of both halves together by work; None where that cannot be."""
+    """Places the documents of ping and pong together by work; None where documents in shares do not fit."""
     if not len(length):
         return None
     total = int(length.sum())
@@ -204,8 +211,9 @@ def _in_shares(
 
 
 def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
-    """Rows of placed ranges, on every rank in order of document and position. Documents that go on in the next half [D]
-    come last, because carried rows are a rank's tail."""
+    """Shards of placed ranges, on every rank in order of document and position, and [R] rows per rank.
+
+    Documents that go on in pong, [D] bool ``goes_on``, come last: carried rows are the last rows of a rank."""
     order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
     document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
     row = np.cumsum(stop - start) - (stop - start) - bounds[rank]
@@ -215,6 +223,9 @@ def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.n
 def _place_whole(
     length: np.ndarray, ranks: int, nano_batches: int, rank_of: np.ndarray, dealing: Dealing
 ) -> list[tuple[Shards, np.ndarray]]:
+    """Places whole documents on their [D] ranks ``rank_of``; each rank deals its own to the nano-batches.
+
+    Where dealing is by work, a rank begins with the nano-batch that has less work so far."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
     ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far
@@ -223,12 +234,12 @@ def _place_whole(
         if nano_batches == 2 and dealing != "in_order":
             mine = dealt_evenly(length, mine, ping_first=ahead <= 0)
         cut = without_short_tail(length, mine, -(-int(length[mine].sum()) // 2))
-        for half, stream in enumerate(halves(length, mine, nano_batches, cut)):
+        for nano, stream in enumerate(streams_of(length, mine, nano_batches, cut)):
             own = stream.stop - stream.start
             row = np.cumsum(own) - own
-            parts[half].append(Shards(stream.document, stream.start, stream.stop, np.full(len(own), rank), row))
-            rows[half][rank] = own.sum()
-            ahead += (1 - 2 * half) * float(range_pairs(stream.start, stream.stop).sum())
+            parts[nano].append(Shards(stream.document, stream.start, stream.stop, np.full(len(own), rank), row))
+            rows[nano][rank] = own.sum()
+            ahead += (1 - 2 * nano) * float(range_pairs(stream.start, stream.stop).sum())
     return [
         (Shards(*(np.concatenate(column) for column in zip(*(s.columns() for s in part), strict=True))), count)
         for part, count in zip(parts, rows, strict=True)
@@ -241,6 +252,7 @@ def _sorted(shards: Shards) -> Shards:
 
 
 def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previous: Layout | None) -> Layout:
+    """The layout of one nano-batch, whose k,v rows are its own and those carried over from the ``previous`` one."""
     q = _sorted(shards)
     first = np.zeros(documents, np.int64)
     last = np.zeros(documents, np.int64)

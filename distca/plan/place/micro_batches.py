@@ -1,14 +1,14 @@
-"""Dealing a step's documents over its micro-batches, so that little is left to move.
+"""Dealing a step's documents over its micro-batches, so that few rows have to travel.
 
 The gradient of a step is the same sum however its documents are grouped. So they may be dealt over its micro-batches
 freely, as long as each has room for them. A document is cut over several ranks where it has more work than the mean
-rank of its micro-batch. Among documents of its own length that happens only if it has more tokens than a rank: so the
+rank of its micro-batch. Among documents of its own length that happens only if it has more tokens than a rank. So the
 longest documents share a micro-batch, the next ones the next, and the shortest fill up what room is left. Every
-micro-batch is balanced over the ranks by itself, so it may have more work than another.
+micro-batch is balanced over the ranks by itself, and may have more work than another.
 
 With pipeline stages the first and the last micro-batches get the longest documents, those between the shortest. While a
-pipeline fills and drains, stages without a micro-batch compute the attention of the others. The more of it there is,
-the less they wait.
+pipeline fills and drains, stages without a micro-batch compute the attention of the others. The more attention there
+is, the less they wait.
 
 Array legend: D documents of the step, M micro-batches.
 """
@@ -25,7 +25,7 @@ from distca.errors import PlanError
 def deal_over_micro_batches(
     lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray, stages: int = 1
 ) -> list[np.ndarray] | None:
-    """Deals documents to micro-batches; gives the same for the same arguments.
+    """Deals documents to micro-batches; the same arguments give the same answer.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
@@ -33,8 +33,8 @@ def deal_over_micro_batches(
         stages: pipeline stages that run the micro-batches in order.
 
     Returns:
-        By micro-batch, the numbers of its documents, ascending. Every document is in one of them. None where a whole
-        document finds no place.
+        By micro-batch, the numbers of its documents, ascending; every document is in one of them. None where some
+        document finds no micro-batch with room for all of it.
 
     Raises:
         PlanError: on documents without tokens, or room below 0.

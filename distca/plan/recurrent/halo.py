@@ -1,8 +1,8 @@
-"""The rows that a causal convolution reads before the first row of a piece, its *halo*.
+"""The rows that a causal convolution reads before the first row of a piece: the piece's *halo*.
 
-A halo of three rows may lie on one rank, on three, or in both halves, where pieces are shorter than it. Each rank sends
-rows of a half in the exchange of that half, to pieces of that half and of the next. A rank gets every row once, in a
-buffer for each half, and picks the halo of each piece from these buffers.
+A halo of three rows may lie on one rank, or, where pieces are shorter than it, on three, and in both nano-batches. The
+exchange of a nano-batch carries its rows to pieces of the same nano-batch and of the next. A rank gets every row once,
+in one buffer for each nano-batch, and picks the halo of each piece from these buffers.
 
 Array legend: P pieces, H halo rows of all pieces. All arrays are int64.
 """
@@ -21,14 +21,15 @@ from distca.plan.sorting import expand
 
 @dataclass(frozen=True)
 class HaloRoute:
-    """One rank's part of the halo of one half.
+    """One rank's part of the halo of one nano-batch.
 
     Attributes:
-        given: [G] rows of this rank and half that some piece reads, ascending; the exchange's source tensor has these
-            rows alone.
+        given: [G] rows of this rank and nano-batch that some piece reads, ascending; the exchange's source tensor has
+            these rows alone.
         exchange: brings given rows to the ranks whose pieces read them; each arrives once.
-        picked: [pieces that continue a document, width] for each position before a piece of this half, in the order of
-            the pieces' rows: its row among those that arrived, with ping's before pong's; -1 before a document's start.
+        picked: [pieces that continue a document, width] for each position before a piece of this nano-batch: its row
+            among those that arrived, with ping's before pong's; -1 before a document's start. Pieces stand in the order
+            of their rows.
     """
 
     given: np.ndarray
@@ -36,25 +37,26 @@ class HaloRoute:
     picked: np.ndarray
 
 
-def halo_routes(pieces: DocumentPieces, halves: int, width: int, rank: int) -> tuple[HaloRoute, ...]:
-    """The routes of ``rank``, one for each half.
+def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int) -> tuple[HaloRoute, ...]:
+    """The routes of ``rank``, one for each nano-batch.
 
     Args:
-        pieces: of the micro-batch.
-        halves: nano-batches of the micro-batch.
+        pieces: the pieces of the micro-batch.
+        nano_batches: number of its nano-batches.
         width: rows that the convolution reads before a row; its kernel's size less one.
-        rank: whose part is wanted.
+        rank: the rank whose part is wanted.
     """
     reader, source, position, slot = _reads(pieces, width)
     shards, ranks = pieces.shards, pieces.ranks
-    sender, half, server = shards.rank[source], pieces.half[source], shards.rank[reader]
+    sender, nano, server = shards.rank[source], pieces.nano[source], shards.rank[reader]
     row = shards.row[source] + position - shards.start[source]
     span = int(row.max(initial=0)) + 1
     routes, arrived_before = [], 0
-    picked = [np.full((int((~pieces.opens[pieces.of_rank(rank, n)]).sum()), width), -1) for n in range(halves)]
-    for number in range(halves):
-        now = np.flatnonzero(half == number)
-        # Each (sender, row) is given once, and each (server, sender, row) travels once.
+    picked = [np.full((int((~pieces.opens[pieces.of_rank(rank, n)]).sum()), width), -1) for n in range(nano_batches)]
+    for number in range(nano_batches):
+        now = np.flatnonzero(nano == number)
+        # Each (sender, row) is given once, as one number of ``given``, and each (server, given row) travels once. Rows
+        # arrive on a server in the order of these numbers. Then every halo position that reads one notes where it is.
         given, at = np.unique(sender[now] * span + row[now], return_inverse=True)
         place = numbered(given // span)
         travels, arrives = np.unique(server[now] * len(given) + at, return_inverse=True)
@@ -68,28 +70,31 @@ def halo_routes(pieces: DocumentPieces, halves: int, width: int, rank: int) -> t
         arriving = int((to == rank).sum())
         routes.append((given[given // span == rank] % span, exchange.of(rank, arriving, *[Segments.none()] * 2)))
         mine = np.flatnonzero(server[now] == rank)
-        for later in range(number, halves):
-            some = mine[pieces.half[reader[now[mine]]] == later]
+        for later in range(number, nano_batches):
+            some = mine[pieces.nano[reader[now[mine]]] == later]
             at_piece = _among_continuing(pieces, rank, later)[pieces.number[reader[now[some]]]]
             picked[later][at_piece, slot[now[some]]] = arrived_before + destination[arrives[some]]
         arrived_before += arriving
     return tuple(HaloRoute(given, exchange, each) for (given, exchange), each in zip(routes, picked, strict=True))
 
 
-def halo_rows(pieces: DocumentPieces, halves: int, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Returns by half the home rank and the reading rank of each row that is read, once for each rank; [H] each."""
+def halo_rows(pieces: DocumentPieces, nano_batches: int, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Returns by nano-batch the home rank and the reading rank of each row that is read, once for each reader; [H]
+    each."""
     reader, source, position, _ = _reads(pieces, width)
     shards, ranks = pieces.shards, pieces.ranks
     row = shards.row[source] + position - shards.start[source]
     span = int(row.max(initial=0)) + 1
     pair = shards.rank[source] * ranks + shards.rank[reader]
-    read = [np.unique((pair * span + row)[pieces.half[source] == half]) // span for half in range(halves)]
+    read = [np.unique((pair * span + row)[pieces.nano[source] == nano]) // span for nano in range(nano_batches)]
     return tuple(np.divmod(each, ranks) for each in read)
 
 
 def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Every halo row of every piece: [H] each: the piece that reads it, the piece that has it, its position in the
-    document, and its place among the ``width`` rows before the reader."""
+    """Returns for every halo row of every piece, [H] each: the piece that reads it, the piece that has it, its position
+    in the document, and its place among the ``width`` rows before the reader.
+
+    Example: a width of 3 before a piece that starts at row 5 gives positions 2, 3 and 4 with places 0, 1 and 2."""
     shards = pieces.shards
     readers = np.flatnonzero(~pieces.opens)
     start = shards.start[readers]
@@ -101,7 +106,7 @@ def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, 
     return readers[found], source, position, position - start[found] + width
 
 
-def _among_continuing(pieces: DocumentPieces, rank: int, half: int) -> np.ndarray:
-    """[pieces of the rank and half] the number of each among those that continue a document."""
-    continues = ~pieces.opens[pieces.of_rank(rank, half)]
+def _among_continuing(pieces: DocumentPieces, rank: int, nano: int) -> np.ndarray:
+    """[N] for the pieces of a rank and nano-batch, the number of each among those that continue a document."""
+    continues = ~pieces.opens[pieces.of_rank(rank, nano)]
     return np.cumsum(continues) - continues

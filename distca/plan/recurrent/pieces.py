@@ -1,8 +1,8 @@
 """Pieces of documents: the runs of rows over which a recurrent layer goes from one state to another.
 
 A recurrent layer reads a document from its first row to its last. Where a document lies on several ranks, or in both
-halves, each run of rows that lies together is a *piece*. Ping has a prefix of every document, so all pieces of ping
-come before those of pong.
+nano-batches, each run of rows that lies together is a *piece*. Ping has the first rows of every document, so all pieces
+of ping come before those of pong.
 
 Array legend: P pieces, R ranks. All arrays are int64 unless they say otherwise.
 """
@@ -25,37 +25,38 @@ class DocumentPieces:
 
     Attributes:
         ranks: number of home ranks.
-        half: [P] nano-batch of each piece: 0 for ping, 1 for pong.
+        nano: [P] nano-batch of each piece: 0 for ping, 1 for pong.
         shards: [P] where each piece lies: its document, its positions in it, its rank and its first row there.
     """
 
     ranks: int
-    half: np.ndarray
+    nano: np.ndarray
     shards: Shards
 
     @staticmethod
     def of(layouts: Sequence[Layout]) -> DocumentPieces:
-        """The pieces of a micro-batch's one or two nano-batches. Shards that continue each other in one tensor are one
-        piece."""
-        half = np.concatenate([np.full(len(each.q), number) for number, each in enumerate(layouts)])
+        """The pieces of a micro-batch's one or two nano-batches.
+
+        Shards whose rows follow each other in the document and in the tensor are one piece."""
+        nano = np.concatenate([np.full(len(each.q), number) for number, each in enumerate(layouts)])
         columns = [np.concatenate(parts) for parts in zip(*(each.q.columns() for each in layouts), strict=True)]
         order = order_by(columns[0], columns[1])
-        half = half[order].astype(np.int64)
+        nano = nano[order].astype(np.int64)
         document, start, stop, rank, row = (column[order] for column in columns)
         goes_on = (document[1:] == document[:-1]) & (start[1:] == stop[:-1])
         assert bool(goes_on[document[1:] == document[:-1]].all()), "a document has a gap between its shards"
-        joins = goes_on & (half[1:] == half[:-1]) & (rank[1:] == rank[:-1])
+        joins = goes_on & (nano[1:] == nano[:-1]) & (rank[1:] == rank[:-1])
         joins &= row[1:] == row[:-1] + (stop - start)[:-1]
         heads = np.flatnonzero(np.append(True, ~joins)[: len(document)])
         tails = np.append(heads[1:] - 1, len(document) - 1)[: len(heads)]
         shards = Shards(document[heads], start[heads], stop[tails], rank[heads], row[heads])
-        assert bool((half[heads][1:] >= half[heads][:-1])[document[heads][1:] == document[heads][:-1]].all()), (
+        assert bool((nano[heads][1:] >= nano[heads][:-1])[document[heads][1:] == document[heads][:-1]].all()), (
             "pong has rows of a document that come before rows of ping"
         )
-        return DocumentPieces(layouts[0].ranks, half[heads], shards)
+        return DocumentPieces(layouts[0].ranks, nano[heads], shards)
 
     def __len__(self) -> int:
-        return len(self.half)
+        return len(self.nano)
 
     @cached_property
     def opens(self) -> np.ndarray:
@@ -71,18 +72,19 @@ class DocumentPieces:
 
     @cached_property
     def number(self) -> np.ndarray:
-        """[P] number of each piece among those of its rank and half, in the order of their rows."""
-        return numbered(self.shards.rank * 2 + self.half, self.shards.row)
+        """[P] number of each piece among those of its rank and nano-batch, in the order of their rows."""
+        return numbered(self.shards.rank * 2 + self.nano, self.shards.row)
 
-    def of_rank(self, rank: int, half: int) -> np.ndarray:
-        """Indices of a rank's pieces of a half, in the order of their rows."""
-        mine = np.flatnonzero((self.shards.rank == rank) & (self.half == half))
+    def of_rank(self, rank: int, nano: int) -> np.ndarray:
+        """Indices of a rank's pieces of a nano-batch, in the order of their rows."""
+        mine = np.flatnonzero((self.shards.rank == rank) & (self.nano == nano))
         return mine[np.argsort(self.shards.row[mine], kind="stable")]
 
 
 def numbered(group: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """[N] the place of each element among those of its [N] group, in the order of the keys, among equals as they
-    stand."""
+    """[N] the place of each element among those of its [N] group, in the order of the keys, equal ones as they stand.
+
+    Example: the groups 7, 4, 7, 4 and 7 without keys give 0, 0, 1, 1, 2."""
     order = order_by(group, *keys)
     ordered = group[order]
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])

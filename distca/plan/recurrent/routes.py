@@ -19,7 +19,8 @@ from distca.plan.recurrent.pieces import DocumentPieces
 
 @dataclass(frozen=True)
 class PieceRoute:
-    """One rank's part of one half. Array legend: P pieces of this rank and half, in the order of their rows.
+    """One rank's part of one nano-batch. Array legend: P pieces of this rank and nano-batch, in the order of their
+    rows.
 
     Attributes:
         ranks: number of home ranks.
@@ -27,9 +28,9 @@ class PieceRoute:
         end: [P] int64 one past its last row.
         opens: [P] bool, the first piece of its document.
         closes: [P] bool, the last piece of its document.
-        halo: the rows before its pieces.
-        forward: the states before its pieces.
-        backward: the gradients of the states behind its pieces.
+        halo: the way of the rows before these pieces.
+        forward: the way of the states before these pieces.
+        backward: the way of the gradients of the states behind these pieces.
     """
 
     ranks: int
@@ -48,23 +49,23 @@ class PieceRoute:
 
 
 def piece_routes(layouts: Sequence[Layout], rank: int, halo_rows: int) -> tuple[PieceRoute, ...]:
-    """The parts of ``rank`` in a micro-batch's one or two halves.
+    """The parts of ``rank`` in a micro-batch, one for each nano-batch.
 
     Args:
-        layouts: of the micro-batch's halves.
-        rank: whose part is wanted.
+        layouts: the layouts of the micro-batch's nano-batches.
+        rank: the rank whose part is wanted.
         halo_rows: rows that a layer's convolution reads before a row; its kernel's size less one.
     """
     pieces = DocumentPieces.of(layouts)
-    halves = len(layouts)
-    halo = halo_routes(pieces, halves, halo_rows, rank)
-    forward, backward = (chain_routes(pieces, halves, rank, backward) for backward in (False, True))
+    nano_batches = len(layouts)
+    halo = halo_routes(pieces, nano_batches, halo_rows, rank)
+    forward, backward = (chain_routes(pieces, nano_batches, rank, backward) for backward in (False, True))
     routes = []
-    for half in range(halves):
-        mine = pieces.of_rank(rank, half)
+    for nano in range(nano_batches):
+        mine = pieces.of_rank(rank, nano)
         shards = pieces.shards
         begin = shards.row[mine]
         end = begin + shards.stop[mine] - shards.start[mine]
         borders = pieces.opens[mine], pieces.closes[mine]
-        routes.append(PieceRoute(pieces.ranks, begin, end, *borders, halo[half], forward[half], backward[half]))
+        routes.append(PieceRoute(pieces.ranks, begin, end, *borders, halo[nano], forward[nano], backward[nano]))
     return tuple(routes)

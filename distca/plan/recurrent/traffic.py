@@ -20,13 +20,13 @@ from distca.plan.recurrent.pieces import DocumentPieces
 
 @dataclass(frozen=True)
 class Summaries:
-    """The summaries of one half in one direction.
+    """The summaries of one nano-batch in one direction.
 
     Attributes:
-        states: own states that travel, one row each.
+        states: own states of pieces that travel, one row each.
         transitions: transitions that travel, one row each.
-        read: [R] int64 own states that each rank strings together, its own among them.
-        read_transitions: [R] int64 the same of transitions.
+        read: [R] int64 own states of pieces that each rank folds, those of its pieces among them.
+        read_transitions: [R] int64 transitions that each rank folds.
     """
 
     states: PairRows
@@ -39,24 +39,24 @@ class Summaries:
         return self.states.total * what.state_bytes + self.transitions.total * what.transition_bytes
 
     def read_bytes(self, what: Recurrence) -> np.ndarray:
-        """[R] bytes of all summaries that each rank strings together in one layer."""
+        """[R] bytes of all summaries that each rank folds in one layer."""
         return np.asarray(self.read * what.state_bytes + self.read_transitions * what.transition_bytes)
 
 
 @dataclass(frozen=True)
-class RecurrentHalf:
-    """One half of a micro-batch in a recurrent layer.
+class RecurrentNano:
+    """One nano-batch of a micro-batch in a recurrent layer.
 
     Attributes:
         only: [R] int64 rows of documents that are one piece.
-        first: [R] int64 rows of the first pieces of others.
-        inner: [R] int64 rows of pieces with others on both sides.
-        last: [R] int64 rows of last pieces.
+        first: [R] int64 rows of the first pieces of other documents.
+        inner: [R] int64 rows of pieces that are neither first nor last.
+        last: [R] int64 rows of the last pieces of other documents.
         continuing: [R] int64 pieces that begin with a state.
-        between: [R] int64 pieces with others on both sides.
+        between: [R] int64 pieces that are neither first nor last.
         halo: rows that travel before the convolution.
-        forward: summaries.
-        backward: gradients of states, and transitions.
+        forward: the summaries.
+        backward: the gradients of states, with transitions.
     """
 
     only: np.ndarray
@@ -75,21 +75,21 @@ class RecurrentHalf:
         return states + 2 * self.halo.total * what.channels * value_bytes
 
 
-def recurrent_halves(layouts: Sequence[Layout], width: int) -> tuple[RecurrentHalf, ...]:
-    """The halves of a micro-batch.
+def recurrent_nanos(layouts: Sequence[Layout], width: int) -> tuple[RecurrentNano, ...]:
+    """The rows and summaries of a micro-batch, one entry for each nano-batch.
 
     Args:
-        layouts: of the micro-batch's one or two halves.
+        layouts: the layouts of the micro-batch's nano-batches.
         width: rows that the convolution reads before a row.
     """
-    pieces, halves = DocumentPieces.of(layouts), len(layouts)
+    pieces, nano_batches = DocumentPieces.of(layouts), len(layouts)
     ranks, shards = pieces.ranks, pieces.shards
-    halo = halo_rows(pieces, halves, width)
-    summaries = [_summaries(pieces, halves, backward) for backward in (False, True)]
+    halo = halo_rows(pieces, nano_batches, width)
+    summaries = [_summaries(pieces, nano_batches, backward) for backward in (False, True)]
     opens, closes = pieces.opens, pieces.closes
     found = []
-    for half in range(halves):
-        now = pieces.half == half
+    for nano in range(nano_batches):
+        now = pieces.nano == nano
 
         def rows(some: np.ndarray, now: np.ndarray = now) -> np.ndarray:
             chosen = now & some
@@ -98,9 +98,9 @@ def recurrent_halves(layouts: Sequence[Layout], width: int) -> tuple[RecurrentHa
         def count(some: np.ndarray, now: np.ndarray = now) -> np.ndarray:
             return np.bincount(shards.rank[now & some], minlength=ranks)
 
-        home, reader = halo[half]
+        home, reader = halo[nano]
         found.append(
-            RecurrentHalf(
+            RecurrentNano(
                 rows(opens & closes),
                 rows(opens & ~closes),
                 rows(~opens & ~closes),
@@ -108,16 +108,16 @@ def recurrent_halves(layouts: Sequence[Layout], width: int) -> tuple[RecurrentHa
                 count(~opens),
                 count(~opens & ~closes),
                 pair_rows(home, reader, np.ones_like(home), ranks),
-                summaries[0][half],
-                summaries[1][half],
+                summaries[0][nano],
+                summaries[1][nano],
             )
         )
     return tuple(found)
 
 
-def _summaries(pieces: DocumentPieces, halves: int, backward: bool) -> list[Summaries]:
+def _summaries(pieces: DocumentPieces, nano_batches: int, backward: bool) -> list[Summaries]:
     reads = ChainReads.of(pieces, backward)
-    half, ranks = pieces.half[reads.order], pieces.ranks
+    nano, ranks = pieces.nano[reads.order], pieces.ranks
     home, reader = reads.home[reads.piece], reads.reader
 
     def of(sent: np.ndarray) -> tuple[PairRows, np.ndarray]:
@@ -126,7 +126,7 @@ def _summaries(pieces: DocumentPieces, halves: int, backward: bool) -> list[Summ
         return travelling, np.bincount(reader[some], minlength=ranks)
 
     found = []
-    for now in range(halves):
-        (states, read), (transitions, read_transitions) = (of(sent) for sent in reads.sent(half == now))
+    for now in range(nano_batches):
+        (states, read), (transitions, read_transitions) = (of(sent) for sent in reads.sent(nano == now))
         found.append(Summaries(states, transitions, read, read_transitions))
     return found

@@ -1,6 +1,10 @@
-"""Moving work from servers above their limit to others, by best time per byte, each time what costs fewest bytes.
+"""Moving work from servers above their limit to others, each time the piece that costs fewest bytes per second of work.
 
-Array legend: K directions (forward, backward, or both), R ranks, C receivers looked at, P pieces of one giving server.
+The server furthest above its limit, the *sender*, gives a piece of its work to one or several *receivers* with room. It
+gives, in this order: several whole pieces at once, a part of its cheapest piece, one whole piece, or a piece in
+exchange for a smaller one. A server that can give nothing is *stuck* and left as it is.
+
+Array legend: K directions (forward, backward, or both), R ranks, C receivers looked at, P pieces of one sender.
 """
 
 from __future__ import annotations
@@ -15,23 +19,28 @@ from distca.plan.scheduler.range_split import Excess, RangeSplit, Receivers, Tim
 from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 
 ENOUGH = 1e-9
-"""A difference below this share of the mean load is rounding."""
+"""The part of the mean load below which a difference is rounding. It is no limit on plans."""
 _LEAST_ROOM = 1e-4
+"""The least room of a receiver, in parts of the mean load; less is not worth a range. Most constants here save time or
+serve rare cases: other values change plans by less than 1 % (benchmarks/results/planner.md)."""
 _TRIES = 3
+"""Pieces of a sender from which a part is tried to be cut, cheapest first, before whole pieces are tried."""
 _FAILED = 64
-"""Cuts that did not pay after which nobody is brought closer to the mean than the tolerance: only crumbs of room are
-left, and they would take longer than all moves before."""
+"""Cuts that did not pay after which balancing ends once all servers are within the tolerance. Only crumbs of room are
+left then, and filling them would take longer than all moves before."""
 _FAILED_UNLIKE = 2
-"""The same where servers are not alike, and the limit rises soon."""
+"""Cuts that did not pay after which balancing ends where servers are not alike; there the limit rises next."""
 _PARTNERS = 8
-"""Receivers with which an exchange of pieces is tried."""
+"""Receivers with which an exchange of pieces is tried, those with most room."""
 _CRUMB = 64
-"""A piece that brings less than such a part of what a server should lose is handed over together with others."""
+"""How many times smaller than what a server should lose a piece must be to count as a crumb. Crumbs are handed over
+many at a time, since a thousand moves of one each would take as long as planning everything else."""
 _MOST_EXCHANGED = 1024
-"""Pieces of a server that are looked at for an exchange."""
+"""Pieces of a server that are looked at for an exchange, the shortest; a table of all pairs is searched."""
 _NO_DOCUMENT = -1
 _KV_SHARE = 0.56
-"""Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
+"""The part of k,v rows in the bytes of a range at its cheapest place, which a receiver that has them already saves. It
+follows from 32 query and 8 key/value heads; 0.3 moved 0.4 % fewer bytes, 0.8 as many."""
 
 
 class Balancer:
@@ -49,11 +58,14 @@ class Balancer:
         self.patience = _FAILED_UNLIKE if self.unlike else _FAILED
 
     def run(self, at_most: float, enough: float) -> bool:
-        """Moves work until no server is left to relieve.
+        """Moves work until no server can be relieved any more; returns whether none is left above its limit.
 
-        It ends before that where a server that nobody can relieve is more than ``at_most`` above its fair share. It
-        also ends where too many cuts did not pay and no server is more than ``enough`` above it. Returns whether none
-        is left above its limit."""
+        Args:
+            at_most: balancing ends early once a stuck server is further than this above its fair share, as a part of
+                the mean.
+            enough: balancing ends early, too, once many cuts did not pay and no server is further than this above its
+                fair share.
+        """
         state = self.state
         self.stuck[:], self.failed = False, 0
         room = state.limit - state.load
@@ -74,8 +86,10 @@ class Balancer:
         return bool((free >= -ENOUGH).all())
 
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
-        """The server furthest above its limit, of which [R] ``free`` is left; first among those that share
-        ``document``, whose k,v rows its receivers now have."""
+        """The next sender: the server furthest above its limit, None where none is above it.
+
+        Servers that share the ``document`` that moved last come first, since receivers have its k,v rows now. ``free``
+        [R] is how far below their limits servers are, negative above, in parts of the mean."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
@@ -89,12 +103,12 @@ class Balancer:
         return sender if excess[sender] > ENOUGH else None
 
     def _move(self, sender: int, room: np.ndarray, free: np.ndarray) -> int | None:
-        """Give the piece that costs fewest bytes per second of work; returns its document, None when nothing can go.
+        """Gives away work of the sender; returns the document of it, ``_NO_DOCUMENT`` for several, None for nothing.
 
         Args:
-            sender: who gives.
+            sender: the server that gives.
             room: [K, R] seconds that servers are below their limits.
-            free: [R] the least of it, in parts of the mean.
+            free: [R] the smaller of both directions' room, in parts of the mean.
         """
         need = -room[:, sender]
         wanted = -float(free[sender])
@@ -106,7 +120,7 @@ class Balancer:
             return _NO_DOCUMENT
         for best in _cheapest(price):
             if (_CRUMB * pieces.seconds[:, best] < need).all():
-                # One by one they would each be looked at as long as all of them.
+                # Crumbs are moved together: each by itself would take as long as all of them.
                 crumbs = (_CRUMB * pieces.seconds < need[:, None]).all(axis=0)
                 if self._move_whole(sender, pieces, np.where(crumbs, price, np.inf), need, room, free, wanted):
                     return _NO_DOCUMENT
@@ -118,11 +132,12 @@ class Balancer:
         return _NO_DOCUMENT if moved else None
 
     def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
-        """[P] bytes per query-key pair of the best single range of each piece that has so much work, in parts of the
-        mean."""
+        """[P] bytes per query-key pair of each piece: those of its cheapest range with ``work``, in parts of the mean.
+
+        The middle of that range is where geometry.cheapest_middle has it, as far as the piece reaches there."""
         if not len(pieces) or work <= ENOUGH:
             return np.full(len(pieces), np.inf)
-        # In the type of what follows: numpy takes twice as long where types are mixed.
+        # Positions become floats first: numpy takes twice as long where types are mixed.
         _, start, stop = pieces.place.astype(np.float64)
         whole = range_pairs(start, stop)
         seconds = pieces.seconds / self.unit
@@ -144,7 +159,11 @@ class Balancer:
         free: np.ndarray,
         wanted: float,
     ) -> bool:
-        """Hand the cheapest pieces, as long as they are smaller than the need, to one receiver in one step."""
+        """Hands the cheapest pieces to one receiver in one step, as many as it has room for and the sender must lose;
+        returns whether any went.
+
+        The other arguments are as in :meth:`_move`; ``price`` [P] is infinite for pieces that must not go, and
+        ``wanted`` is what the sender should lose, in parts of the mean."""
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False
         order = np.argsort(price, kind="stable")
@@ -157,8 +176,9 @@ class Balancer:
         return self._hand_over(sender, pieces, chosen, receiver)
 
     def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Hands over one whole piece where no cut pays: the shortest that covers the need, else the
-        longest that fits."""
+        """Hands over one whole piece where no cut pays; returns whether it did.
+
+        It is the shortest piece that covers the need, or else the longest that fits."""
         receiver = self._one_receiver(free, np.inf)
         fits = (self.state.on(receiver, sender, pieces) <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
@@ -169,8 +189,11 @@ class Balancer:
         return self._hand_over(sender, pieces, np.array([best]), receiver)
 
     def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Swaps two whole pieces where nothing fits alone: one of the sender's against a slightly smaller one of a
-        receiver. The shortest such pair is taken."""
+        """Swaps two whole pieces where nothing fits alone; returns whether it did.
+
+        One piece of the sender goes against a slightly smaller one of a receiver. The shortest such pair is taken."""
+        # All pairs of a given and a taken piece: [K, given, taken] seconds that the sender loses and the receiver
+        # gains.
         given = pieces.shortest(_MOST_EXCHANGED)
         for receiver in self._falling(free)[:_PARTNERS].tolist():
             theirs = self.state.pieces_of(receiver)
@@ -187,6 +210,7 @@ class Balancer:
         return False
 
     def _hand_over(self, sender: int, pieces: Pieces, chosen: np.ndarray, receiver: int) -> bool:
+        """Moves the ``chosen`` whole pieces to the receiver; returns whether there was anything to move."""
         if not len(chosen) or receiver == sender:
             return False
         part = pieces.take(chosen)
@@ -199,7 +223,7 @@ class Balancer:
 
     def _falling(self, worth: np.ndarray) -> np.ndarray:
         """[N] ranks with a ``worth`` [R] above 0, by falling worth, equals in the state's order."""
-        # What is almost in order is sorted in a fraction of the time, and little changes from move to move.
+        # The last order is sorted anew: little changes from move to move, and a nearly sorted array takes less time.
         found = -worth.take(self.lately)
         at, some = found.argsort(kind="stable"), np.count_nonzero(worth)
         self.lately = self.lately.take(at)
@@ -212,13 +236,16 @@ class Balancer:
         return self.lately[:some]
 
     def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
-        """The fullest rank that can take all, else the emptiest."""
+        """The fullest rank with room for ``wanted``, or else the emptiest one."""
         order = self.state.order
         fits = np.where(free[order] >= wanted, free[order], np.inf)
         at = int(np.argmin(fits)) if np.isfinite(fits).any() else int(np.argmax(free[order]))
         return int(order[at])
 
     def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        """Cuts ranges out of a piece for the cheapest receivers; returns whether a cut paid.
+
+        Receivers that would then read too many k,v rows are asked only where the others do not do."""
         state = self.state
         pieces = state.pieces_of(sender)
         document, start, stop = pieces.place[:, piece].tolist()
@@ -245,16 +272,20 @@ class Balancer:
         return split_range(excess, receivers, replace(self.timer, sender=sender, receivers=receivers.rank))
 
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
-        """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""
+        """Ranks with room, those that cost fewest bytes per second of work first.
+
+        Ranks of the sender's node cost less, as do empty ones, and those that have k,v rows of the document. Bytes per
+        second fall with the root of the room. So ``worth``, room over squared price, sorts ranks without a root."""
         state, network = self.state, self.state.links.network_price
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared
         sharing, had = state.sharers(document)
         worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
-        # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
         ranks = self._falling(worth)
 
         def price(low: np.ndarray, ends: np.ndarray, chosen: list[int]) -> np.ndarray:
+            # Query rows of range i cost each[i] · (ends[i] − ends[i − 1]), which adds up as ends @ rises − low ·
+            # each[0].
             to = ranks.take(chosen)
             each = q_price.take(to)
             rises = each.copy()
@@ -265,8 +296,8 @@ class Balancer:
         return Receivers(ranks, room.take(ranks, axis=1), distant.take(ranks), price)
 
     def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Three prices for every rank [R]: 1 if it is on another node, else 0; what a query row costs to there; a byte,
-        squared."""
+        """Returns for every rank [R], as seen from ``node``: 1 if it is on another node, else 0; the price of a query
+        row; and the price of a byte, squared."""
         if node not in self.prices:
             distant = (self.state.node != node).astype(np.float64)
             price = np.where(distant, self.state.links.network_price, 1.0)
@@ -275,7 +306,8 @@ class Balancer:
 
 
 def _cheapest(price: np.ndarray) -> Iterator[int]:
-    """The first few pieces by [P] ``price``, as far as it is finite; most often only the first is asked for."""
+    """The ``_TRIES`` cheapest pieces by [P] ``price``, as far as it is finite; most often only the first is asked
+    for."""
     for _ in range(min(_TRIES, len(price))):
         best = int(price.argmin())
         if not price[best] < np.inf:

@@ -2,9 +2,12 @@
 
 A range of m query rows that ends at position d costs m rows of q (and o) and up to d rows of k,v. Its query-key pairs
 are about m (d - m/2). For A pairs the bytes Q m + K d are least where the range's middle lies at sqrt(A (Q + K/2) / K).
-A long document gives its inner rows best, and one long range is cheaper than two short ones. So a sender hands over one
-part [low, high) of a piece [start, stop), cut into consecutive ranges, one per receiver. Short ranges come first, which
-makes the sum of their ends, and so the k,v rows, least.
+So a long document gives its inner rows best, and one long range is cheaper than two short ones. A sender therefore
+hands over one part [low, high) of a piece [start, stop), cut into consecutive ranges, one per receiver. Short ranges
+come first, which makes the sum of their ends, and so the k,v rows, least.
+
+Example: a piece [0, 1000) should lose ranges for receivers 5 and 7. The cuts 400, 500, 700 give rows [400, 500) to one
+and [500, 700) to the other; the sender keeps [0, 400) and [700, 1000).
 
 Array legend: K directions, C receivers, N chosen receivers, G tried places of the part.
 """
@@ -24,22 +27,28 @@ from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
-"""A cut that adds more than this share of the time it moves is refused, as long as servers can be relieved otherwise;
-the shortest shards follow from it."""
+"""The most time that a cut may add, as a part of the time that it moves. Costlier cuts are refused while servers can be
+relieved otherwise; so it sets how short a range may be. What follows with small budgets, and other values of all
+constants here, are in benchmarks/results/planner.md."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
+"""The places that are tried for the ranges, from the start of the piece to its end. 5 cost 0.1 % more bytes, 49 the
+same as 13."""
 _LEAST_BLOCKS = 8
-"""Fewest blocks to hand over where whole documents do not fit the need."""
+"""The fewest kernel tiles that a sender hands over, even if it should lose less. With 32 bytes grow by 1.5 %."""
 _FEW = 8
-"""From more receivers than this on, sizes are corrected three times instead of once: errors add up along the ranges."""
+"""Receivers up to which sizes of ranges are corrected once; with more they are corrected three times, as errors add up
+along the ranges. With 32 the slowest server is as fast."""
 _LONG_CONTEXT = 131_072
-"""From here on, reading a document's keys once more at home is worth looking at when a place is chosen."""
+"""The end of a piece, in rows, from which a place's price counts the keys that the sender then reads twice. Up to there
+their time does not change the choice, and counting it takes longer."""
 _NEVER_WASTEFUL = 32
-"""Ranges of this many blocks always pay for their cut: checking them is skipped."""
+"""The length of a range, in kernel tiles, from which it is not checked whether its cut pays: it always does."""
 _SLIVER = 8
-"""A sender keeps nothing shorter than this part of the range next to it."""
+"""How many times shorter than the range next to it a sender's rest must be to go along with that range."""
 _FINEST = 0.004
-"""Cuts are rounded to no more than this part of a server's load."""
+"""The part of a server's load that a rounded cut may be off. Where a kernel tile is more, cuts are rounded to a half, a
+quarter, or at least a sixteenth of a tile."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +56,11 @@ class Timer:
     """Seconds of query ranges in the directions that are balanced.
 
     Attributes:
-        work: of ranges on every server.
-        unit: [K] mean load of a server.
-        most_overhead: share of the time it moves that a cut may add.
-        sender: whose rows are looked at.
-        receivers: [C] who may take them.
+        work: the work of ranges on every server.
+        unit: [K] mean load of a server, in seconds.
+        most_overhead: most time that a cut may add, as a part of the time that it moves.
+        sender: the server that gives.
+        receivers: [C] the servers that may take ranges.
     """
 
     work: ServerWork
@@ -66,8 +75,9 @@ class Timer:
         return self.work.costs[0].block
 
     def block(self, per_row: list[float]) -> int:
-        """Rows to round cuts to: the kernel's tile, or less where a tile of [K] ``per_row`` seconds is a visible part
-        of a server's load."""
+        """The rows that cuts are rounded to: a kernel tile, or a part of one where a tile is too much of a load.
+
+        ``per_row`` [K] is seconds of a row."""
         block = self.tile
         fine = _FINEST * min(unit / max(seconds, 1e-300) for unit, seconds in zip(self.unit, per_row, strict=True))
         while block > fine and block > max(1, self.tile // 16):
@@ -79,7 +89,7 @@ class Timer:
         return self.work.of_few(start, stop, self.sender)
 
     def seconds_at(self, chosen: Sequence[int], start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """[K][N] seconds of ranges of which the first and the last stay, and the ``chosen`` receivers, by index, get
+        """[K][N] seconds of ranges: the first and the last stay at the sender, the ``chosen`` receivers (indices) get
         the others."""
         if self.work.of_server is None:
             return self.seconds(start, stop)
@@ -90,9 +100,9 @@ class Excess(NamedTuple):
     """A sender's piece and what should leave it.
 
     Attributes:
-        start, stop: the piece.
-        seconds: [K] what it costs as it is.
-        need: [K] seconds the sender should lose; negative where it is below its limit.
+        start, stop: query rows of the piece.
+        seconds: [K] seconds of the whole piece.
+        need: [K] seconds that the sender should lose; negative where it is below its limit.
     """
 
     start: int
@@ -105,11 +115,11 @@ class Receivers(NamedTuple):
     """Servers that may take ranges, in order of preference.
 
     Attributes:
-        rank: [C].
-        room: [K, C] seconds they may still gain.
-        distant: [C] float64, 1 where not on the sender's node, else 0.
+        rank: [C] the servers.
+        room: [K, C] seconds that each may still gain.
+        distant: [C] float64, 1 for servers on another node than the sender, else 0.
         price: (low [G], ends [G, N], indices [N]) -> [G] price of moving consecutive ranges, which begin at ``low`` and
-            end at ``ends``: of their query rows, and of the k,v rows that they still need.
+            end at ``ends``, to these receivers: of query rows, and of the k,v rows that they still need.
     """
 
     rank: np.ndarray
@@ -119,15 +129,16 @@ class Receivers(NamedTuple):
 
 
 class RangeSplit(NamedTuple):
-    """Consecutive ranges [cuts[i], cuts[i + 1]) of a piece. Most are one or two, so all are lists: numpy's calls would
-    take longer than the numbers.
+    """Consecutive ranges [cuts[i], cuts[i + 1]) of a piece, one for each chosen receiver.
+
+    There are mostly one or two ranges, so all fields are lists: numpy's calls would take longer than the numbers.
 
     Attributes:
         chosen: [N] indices of receivers.
-        room: [K][N] seconds each may gain.
+        room: [K][N] seconds that each may gain.
         cuts: N + 1 positions.
-        moved: [K][N] seconds each receiver gains.
-        kept: [K][2] seconds the sender keeps before and behind these ranges.
+        moved: [K][N] seconds that each receiver gains.
+        kept: [K][2] seconds that the sender keeps before and behind these ranges.
     """
 
     chosen: list[int]
@@ -143,7 +154,7 @@ class RangeSplit(NamedTuple):
 
     @property
     def fit(self) -> list[float]:
-        """[N] part of every range's time that its receiver has room for."""
+        """[N] room of each receiver over the time of its range, in the tighter direction."""
         directions = [
             [most / max(own, 1e-300) for most, own in zip(room, moved, strict=True)]
             for room, moved in zip(self.room, self.moved, strict=True)
@@ -152,12 +163,15 @@ class RangeSplit(NamedTuple):
 
 
 def least_of(directions: np.ndarray) -> np.ndarray:
-    """[...] smaller of one or two directions [K, ...]; faster than a reduction over an axis of length two."""
+    """[...] the smaller of one or two directions [K, ...]; faster than a reduction over an axis of length two."""
     return np.minimum(directions[0], directions[-1])
 
 
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
     """The cheapest ranges that relieve the sender of its excess and fit the receivers; None when no cut pays."""
+    # Sizes are pairs. First guess the pairs that fill each receiver, choose receivers and the place, and round to
+    # blocks. Then correct the sizes by the seconds that these ranges take. At last drop ranges that do not fit or do
+    # not pay.
     whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
@@ -165,7 +179,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     low = _place(excess, receivers, chosen, sizes, whole, timer)
     room = receivers.room.take(chosen, axis=1).tolist()
     split = _timed(excess, chosen, room, _on_blocks(excess, low, sizes, block), timer)
-    # Ranges of one piece differ in seconds per pair: correct sizes by the times just computed, in the same place.
+    # Ranges of one piece differ in seconds per pair: sizes are corrected by the times just computed, in the same place.
     for _ in range(1 if len(chosen) <= _FEW else 3):
         relief = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
         relieved = all(own >= need for own, need in zip(relief, excess.need, strict=True))
@@ -187,15 +201,15 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
 
 
 def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
-    """[C] pairs that fill each receiver, the pairs that should leave the sender, and the fewest worth a cut.
+    """[C] pairs that fill each receiver, the pairs that should leave the sender, and the fewest that are worth a cut.
 
-    A range costs more per pair than the whole piece. So the rate is that of a range in the piece's middle that fills
-    the preferred receiver.
+    Seconds become pairs by the rate of a range in the piece's middle that fills the preferred receiver: a range costs
+    more per pair than the whole piece.
     """
     middle = 0.5 * (excess.start + excess.stop)
     per_pair = [seconds / whole for seconds in excess.seconds]
     size = np.minimum(receivers.room[0] / per_pair[0], receivers.room[-1] / per_pair[-1])
-    # Giving more than needed is better than giving nothing.
+    # A few blocks are handed over even if fewer are needed: more than needed is better than nothing.
     least = min(_LEAST_BLOCKS * timer.tile * middle, float(size.max()))
     wanted = min(max(*(need / each for need, each in zip(excess.need, per_pair, strict=True)), least), whole)
     rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
@@ -208,8 +222,10 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
 
 
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[int], list[float]]:
-    """[N] receivers and the pairs each gets, smallest first: the preferred ones are filled, the last is the tightest
-    fit."""
+    """[N] receivers and the pairs that each gets, smallest first.
+
+    Receivers are filled in order of preference; what is left goes to the one that it fills best, if possible on the
+    sender's node. Example: sizes 50, 40, 30 and 12 for 60 pairs fill the first with 50 and give 10 to the last."""
     total = size.cumsum()
     full = int(total.searchsorted(wanted * (1 - 1e-12)))
     if full == len(size):
@@ -225,7 +241,7 @@ def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[
 def _place(
     excess: Excess, receivers: Receivers, chosen: list[int], sizes: list[float], whole: float, timer: Timer
 ) -> float:
-    """Low end of the cheapest place for consecutive ranges of those sizes."""
+    """The first row of the cheapest place for consecutive ranges of these sizes, of ``_PLACES`` from start to end."""
     total = list(accumulate(sizes))
     if total[-1] >= whole * (1 - 1e-12):
         return float(excess.start)
@@ -234,7 +250,8 @@ def _place(
     ends = np.minimum(stop_after(low[:, None], np.array(total)), excess.stop)
     price = receivers.price(low, ends, chosen)
     if excess.stop > _LONG_CONTEXT:
-        # Two parts left at home read their keys twice: count that time at the price of the work that leaves.
+        # Two parts left at home read their keys twice. The price of a place grows by that time, over that of the work
+        # that leaves.
         rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
         seconds = timer.work.on(timer.sender, rows, np.append(low, np.full(len(low), float(excess.stop))))
         kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
@@ -245,8 +262,11 @@ def _place(
 
 
 def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> list[int]:
-    """N + 1 cuts of ranges of those sizes from ``low`` on: every range rounded down to whole blocks counted from the
-    piece's start, and the first lengthened so that together they keep their size."""
+    """N + 1 cuts of ranges of these sizes from ``low`` on, rounded to whole blocks counted from the piece's start.
+
+    The end is rounded up. Then every range but the first is rounded down, and the first is lengthened so that together
+    they have as many pairs as they should. What would leave the sender a sliver takes the sliver too."""
+    # "edges" are the exact borders. squared() grows by twice the pairs, so borders follow from added pairs.
     square = squared(low)
     edges = [low]
     for pairs in sizes:
@@ -258,7 +278,7 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
     cuts = [high]
     for begin, end in zip(edges[-2:0:-1], edges[:1:-1], strict=True):
         cuts.append(cuts[-1] - max(int((end - begin) // block), 1) * block)
-    # The first range makes up for what rounding took from the others.
+    # The first range begins where all ranges together, up to the rounded end, have the pairs that they should.
     bottom = cuts[-1]
     lowest = squared(low) - squared(edges[-1]) + squared(float(high))
     rows = bottom - position_of(max(lowest, 0.25))
@@ -269,6 +289,7 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
 
 
 def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: list[int], timer: Timer) -> RangeSplit:
+    """The split at ``cuts`` with its seconds; receivers whose range has no rows are left out."""
     some = [start < stop for start, stop in pairwise(cuts)]
     if not all(some):
         chosen, cuts = list(compress(chosen, some)), list(compress(cuts, [*some, True]))
@@ -278,7 +299,8 @@ def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: lis
 
 
 def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int) -> RangeSplit | None:
-    """Shorten ranges that exceed their room, then give up those that still do or do not pay."""
+    """Shortens ranges that exceed their room, then gives up those that still do or do not pay; None where none is
+    left."""
     over = _over(split)
     for _ in range(3):
         if not any(over):
@@ -291,7 +313,7 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
             bad = [each or wasted for each, wasted in zip(over, _wasteful(excess, split, timer), strict=True)]
         if not any(bad):
             return split
-        # The ranges are consecutive: what lies on the shorter side of a bad one is given up with it.
+        # Ranges must stay consecutive, so those on the shorter side of a bad one are given up with it.
         at = bad.index(True)
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
         cuts = split.cuts[at + 1 :] if at < len(bad) / 2 else split.cuts[: at + 1]
@@ -301,12 +323,12 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
 
 
 def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer, block: int) -> RangeSplit:
-    """The same with the ranges that are ``over`` cut to what fits; the others slide into the place that leaves."""
+    """The split with the ranges that are ``over`` cut to what fits; the others slide into the gap."""
     rows = split.rows
     for at, fit in enumerate(split.fit):
         if over[at]:
             rows[at] = int(rows[at] * fit * 0.999 // block) * block
-    # They slide away from the side where the sender keeps rows anyway.
+    # They slide to the end of the piece that moves as a whole, so that the sender keeps one part and not two.
     if split.cuts[0] == excess.start and split.cuts[-1] < excess.stop:
         cuts = list(accumulate(rows, initial=split.cuts[0]))
     else:
@@ -315,7 +337,7 @@ def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer
 
 
 def _over(split: RangeSplit) -> list[bool]:
-    """[N] ranges that exceed their receiver's time."""
+    """[N] whether each range takes longer than its receiver has room for."""
     over = [False] * len(split.chosen)
     for room, moved in zip(split.room, split.moved, strict=True):
         over = [was or own > most * (1 + 1e-9) for was, own, most in zip(over, moved, room, strict=True)]
@@ -323,9 +345,11 @@ def _over(split: RangeSplit) -> list[bool]:
 
 
 def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
-    """[N] ranges whose cut from the rows behind them (and, for the first, before them) costs too much."""
+    """[N] whether the cut of each range from the rows behind it (and, for the first, before it) costs too much.
+
+    A cut costs the seconds of both sides, less the seconds of one range that joins them."""
     wasteful, cuts, most = [True] * len(split.chosen), split.cuts, timer.most_overhead
-    # Ranges joined with the rows behind them; last, the first with those before it.
+    # Seconds of each range joined with the one behind it; at last, of the first joined with what is before it.
     seconds = timer.seconds([*cuts[:-1], excess.start], [*cuts[2:], excess.stop, cuts[1]])
     alone = split.moved if timer.work.of_server is None else timer.seconds(cuts[:-1], cuts[1:])
     for moved, (before, behind), joined in zip(alone, split.kept, seconds, strict=True):

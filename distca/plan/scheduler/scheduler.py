@@ -1,8 +1,9 @@
 """The scheduler: which server computes which CA-task, so that every server is done at about the same time.
 
-It is a greedy like the paper's (arXiv 2510.18121, section 5.2). It starts with every shard at home and moves work from
-loaded to idle servers by best time per byte (``balancer.py``). It differs in one thing: only a server above its limit
-gives work away, and never more than its excess. So the makespan itself is bounded; see docs/planning.md.
+It is a greedy scheduler like the paper's (arXiv 2510.18121, section 5.2). It starts with every shard at home and moves
+work from loaded to idle servers, for fewest bytes per second of work (``balancer.py``). It differs in one thing: only a
+server above its limit gives work away, and never more than its excess. So the slowest server's time itself is bounded;
+see docs/planning.md.
 """
 
 from __future__ import annotations
@@ -30,32 +31,39 @@ from distca.plan.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOLERANCE = 0.02
-"""How far above the mean the slowest server may be; it was chosen from a curve in benchmarks/results/planner.md."""
+"""How far above the mean the slowest server may be, as a part of it. It was chosen from a curve of bytes over tolerance
+in benchmarks/results/planner.md; below 0.01 bytes rise steeply."""
 
 _FINEST_TOLERANCE, _SERVERS_OF_DEFAULT = 0.005, 128
+"""The tolerance of small pools, and the servers from which pools have the default. Finer plans gained less than 0.2 %
+of attention's time (benchmarks/results/planner.md)."""
 
 _AIM = 0.95
+"""The part of the tolerance that is tried first; the rest is for what ranges add when they are joined. With 1.0 the
+slowest server is 0.08 % slower; with 0.8 it is 0.24 % faster, but bytes grow by 0.8 %."""
 _JOININGS = 3
-"""Times that ranges are balanced again after those that touch were joined."""
+"""Times that a limit is tried again after ranges that met on a server were joined, which changes their seconds."""
 _USUAL_TRIES = 4
 """Limits that are tried before cuts may add more work."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
-"""Additions to the tolerance, tried in turn. A block of the longest document may be a few percent of the mean load.
-Then every receiver is left a little short of its limit. A slightly higher limit for all gives a lower makespan then
-than one server that nobody can relieve."""
+"""Additions to the tolerance, tried in turn where the limit cannot be kept. A block of the longest document may be a
+few percent of the mean load, so that every receiver is left a little short of its limit. A slightly higher limit for
+all is then better than one server that nobody can relieve."""
 _MORE_OVERHEAD = 1.0
-"""Share of the time it moves that a cut may add, tried before more tolerance. Where budgets are small a shard that pays
-for its cut is a quarter of a server's backward: shorter ones add work, but a server that nobody can relieve keeps all
-others waiting for longer."""
+"""The time that a cut may add, as a part of the time that it moves, in tries before the tolerance grows. Where budgets
+are small, ranges that pay for their cut are up to a quarter of a server's backward. Shorter ones add work, but a server
+that nobody can relieve keeps all others waiting for longer (benchmarks/results/planner.md)."""
 _LEAST_SLACK = 0.0003
-"""A limit so little above what forward and backward disagree about is not tried: a thousand moves would miss it."""
+"""The least distance of a limit from what forward and backward disagree about, in parts of the mean. Closer limits are
+not tried: a thousand moves would end just above them."""
 
 
 def training_tolerance(servers: int) -> float:
-    """The tolerance that training plans with: 0.005 for up to 32 servers, growing with them to 0.02 from 128 on.
+    """The tolerance of plans for training: 0.005 for up to 32 servers, growing with them to 0.02 from 128 on.
 
-    In small pools a finer plan costs a few milliseconds in the background and some percent more bytes. Without it a
-    full context's attention on two ranks is left a whole tolerance apart (benchmarks/results/planner.md).
+    In small pools a finer plan costs a few milliseconds in the background and some percent more bytes. With 0.02, one
+    of two ranks with a document as long as the context each is 1.4 to 1.8 % above the mean
+    (benchmarks/results/planner.md).
     """
     return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 
@@ -71,19 +79,20 @@ def schedule(
     other_seconds: Sequence[float] | np.ndarray | None = None,
     growth: Growth | None = None,
 ) -> Plan:
-    """Plan one nano-batch.
+    """Plans one nano-batch.
 
     Args:
         layout: where the rows live.
         cost: seconds per CA-task.
-        tolerance: no server may be more than this fraction above its fair share of the time, where the documents and
-            the shortest worthwhile shards allow it.
-        direction: balance the forward, the backward, or each of them with one common set of tasks.
-        resend: whether backward resends q, k, v, o (changes what a moved row costs).
+        tolerance: how far above its fair share of the time a server may be, as a part of the mean, where the documents
+            and the shortest worthwhile ranges allow it.
+        direction: which direction is balanced; "both" balances each of them with one common set of tasks.
+        resend: whether backward resends q, k, v and o, which changes the price of a moved row.
         links: prices of bytes between ranks; None prices all pairs alike.
-        other_seconds: seconds of work other than attention on every server, [R] for one direction, [2, R] for both:
-            a server with less of it gets more attention, so that all are done at the same time. None means all alike.
-        growth: that servers which are not alike had in the plan before; this plan's is noted in it. None knows nothing.
+        other_seconds: seconds of work other than attention on every server, [R] for one direction, [2, R] for both. A
+            server with less of it gets more attention, so that all are done at the same time. None: all have as much.
+        growth: how much cuts added to the work in the plan before, where servers are not alike; that of this plan is
+            noted in it. None: nothing is known.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
@@ -105,7 +114,7 @@ def schedule(
         return Plan(layout, schedule_unlike(home, work, target, tolerance, moved_bytes, links, growth))
     search = _Search(home, work, target, moved_bytes, links)
     while not search.run(tolerance, least) and tolerance > _FINEST_TOLERANCE:
-        # One direction lost more than the other gained: a finer plan may be better for both.
+        # No plan was kept, as one direction always lost more than the other gained: a finer one may do better.
         tolerance = max(tolerance / 2, _FINEST_TOLERANCE)
     return Plan(layout, search.best)
 
@@ -116,14 +125,14 @@ class _Search:
 
     Attributes:
         home: the plan that computes everything at home.
-        work: of ranges on every server.
-        target: how much of it each should get.
-        moved_bytes: of a query row and of a key/value row that is computed away from home.
-        links: as of :func:`schedule`.
+        work: the work of ranges on every server.
+        target: how much work each server should get.
+        moved_bytes: bytes of a query row and of a key/value row that is computed away from home.
+        links: prices of bytes between ranks.
         best: tasks of the fastest plan so far.
-        lowest: its slowest server's load over the mean one.
-        before: [K] slowest at home.
-        grown: [K] mean seconds of a server after the last try.
+        lowest: load of its slowest server over the mean load.
+        before: [K] seconds of the slowest server with everything at home.
+        grown: [K] mean seconds of a server after the last try; cuts have added to them.
     """
 
     home: Plan
@@ -140,8 +149,10 @@ class _Search:
         self.best = self.home.tasks
 
     def run(self, tolerance: float, least: float) -> bool:
-        """Try limits from a little under ``tolerance`` on. Limits below ``least`` are left out, because forward and
-        backward differ too much to leave room for them. Returns whether a plan was found or none kept to it."""
+        """Tries limits from a little under ``tolerance`` on; returns False where a finer tolerance may do better.
+
+        Limits below ``least`` are left out, because forward and backward differ too much to leave room for them. First
+        come the usual tries, with a higher limit each, then all limits again with more costly cuts."""
         more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
@@ -149,9 +160,10 @@ class _Search:
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # Once one server is left above what comes next, these tries need not see to the others.
+            # A usual try may end once one server is stuck above the next try's limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
-            # Cuts add work: a limit that only grows with it leaves those who were filled first with crumbs of room.
+            # Cuts add work, and limits with it: servers that were filled first are then left with crumbs of room. So
+            # the last tries expect the work of the try before from the start.
             expected = self.grown if tried > len(usual) else None
             overhead = MOST_OVERHEAD if tried < len(usual) else _MORE_OVERHEAD
             over = self._at_limit(aim, tolerance, at_most, overhead, expected)
@@ -165,8 +177,15 @@ class _Search:
     def _at_limit(
         self, aim: float, tolerance: float, at_most: float, overhead: float, expected: np.ndarray | None
     ) -> float:
-        """Balance to ``aim`` above the mean, or the ``expected`` one, with cuts of at most so much ``overhead``; a
-        server that stays ``at_most`` above it ends it. Returns how far above the mean the slowest server then is."""
+        """Balances to one limit; returns how far above the mean the slowest server then is, as a part of it.
+
+        Args:
+            aim: how far above the mean the limit is.
+            tolerance: how far above it a server may be for the plan to count as good.
+            at_most: how far above it a stuck server ends this try.
+            overhead: most time that a cut may add, as a part of the time that it moves.
+            expected: [K] mean seconds that the limit counts from, where cuts are known to add work.
+        """
         start, over = self.home, np.inf
         for _ in range(_JOININGS):
             state = SchedulerState(start, self.work, self.target, tolerance=aim, links=self.links, expected=expected)
@@ -179,21 +198,23 @@ class _Search:
             tasks = state.joined()
             self.grown = state.mean
             slowest = state.figure(unit)
-            # Forward and backward run apart: where they share their tasks, the one must not gain less than the other
-            # loses.
+            # Forward and backward run one after the other. Where they share tasks, the plan is kept only if their
+            # slowest servers together are not slower than with everything at home.
             if slowest < self.lowest and state.slowest.sum() <= self.before.sum():
                 self.best, self.lowest = tasks, slowest
             over = state.over
             if not state.grew_by_joining or over <= max(aim, tolerance) + ENOUGH:
                 break
-            # Ranges that met on a server take longer as one: balance them as they are now.
+            # Ranges that met on a server take longer as one: they are balanced again as they are now.
             start = Plan(self.home.layout, tasks)
         return over
 
 
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
-    """About how far above the mean the slowest server stays where forward and backward differ about every server's
-    work: the mean of its larger one."""
+    """About how far above the mean the slowest server stays at least, as a part of it, for plans of both directions.
+
+    A server may have more than the mean in backward and less in forward, or the other way round. It is the mean over
+    servers of the larger of both."""
     seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
     if not seconds:
         return 0.0

@@ -1,4 +1,4 @@
-"""The state of scheduling: every server's load, its pieces and the k,v rows it already has."""
+"""The state of scheduling: every server's load, its pieces, and the k,v rows that it already has."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _MOST_KEPT, _FEW_KEPT = 1.5, 6
-"""k,v rows that a server should read at most: over the mean of servers at home, and, where that is more, over the query
-rows of a server."""
+"""The most k,v rows that a server should read: 1.5 times the mean of servers with everything at home, or 6 times a
+server's query rows, whichever is more. It limits memory of keys. Servers above it are asked last for further work."""
 
 
 class Pieces(NamedTuple):
     """Query ranges that one server computes.
 
     Attributes:
-        place: [3, P] int64 document, start and stop.
-        seconds: [K, P] float64.
+        place: [3, P] int64 document, start and stop of each piece.
+        seconds: [K, P] float64 seconds of each piece.
     """
 
     place: np.ndarray
@@ -39,7 +39,7 @@ class Pieces(NamedTuple):
         return np.asarray(self.place[2] - self.place[1])
 
     def shortest(self, most: int) -> np.ndarray:
-        """[P'] indices of all pieces, or of ``most`` of them at most: the shortest, each length at each place once."""
+        """[P'] indices of the shortest pieces, at most ``most``; of pieces with equal length and end, one."""
         if len(self) <= most:
             return np.arange(len(self))
         rows, stop = self.rows, self.place[2]
@@ -50,7 +50,13 @@ class Pieces(NamedTuple):
 
 
 class MovedRanges(NamedTuple):
-    """Ranges that leave a sender: document, start, stop and receiver [M]; seconds [K][M] at the receiver."""
+    """The ranges that leave a sender. Array legend: M ranges.
+
+    Attributes:
+        document, start, stop: [M] each.
+        receiver: [M] server that computes the range from now on.
+        seconds: [K][M] seconds of the range there.
+    """
 
     document: list[int]
     start: list[int]
@@ -63,18 +69,22 @@ class HeldRows:
     """The rows of every document that ranks and nodes hold.
 
     Args:
-        shards: home rows, which cover a document up to its last row.
+        shards: home shards, which cover a document up to its last row.
         node: [R] node of every rank.
     """
 
     def __init__(self, shards: Shards, node: np.ndarray) -> None:
         self._shards, self._node = shards, node
-        # In the type of the positions that are asked for: numpy takes twice as long where types are mixed.
+        # Positions that are asked for are floats, and numpy takes twice as long where types are mixed.
         self._start, self._stop = shards.start.astype(np.float64), shards.stop.astype(np.float64)
 
     def missing(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float = 1.0) -> np.ndarray:
-        """[G] rows of ``document`` before ``stops`` [G, N], none behind its last row, that others than ``ranks`` [N]
-        hold, all of these together; those that other nodes hold count ``between_nodes``."""
+        """[G] rows that must travel to ``ranks`` [N] so that each has the document's rows up to its stop.
+
+        Example: a document has rows [0, 4) on rank 0 and [4, 8) on rank 1. For rank 1 with stop 6, 4 rows travel. Rows
+        from another node count ``between_nodes`` each. ``stops`` is [G, N], none behind the document's last row."""
+        # "held" [G, N, shards] is how many of each shard's rows lie before each stop. "saves" [N, shards] is what such
+        # a row saves of ``between_nodes``: all of it at home, all but 1 on the same node.
         some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
         home = self._shards.rank[some]
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
@@ -87,17 +97,18 @@ class HeldRows:
 class SchedulerState:
     """All servers while work moves. Array legend: K directions, R ranks, P pieces.
 
-    Seconds are those of a server of mean speed, which a range takes by the table of the server that it is on; where
-    servers are alike, they are each one's own.
+    Seconds are those of a server of mean speed (:class:`distca.plan.cost.pool.ServerWork`). Where servers are alike,
+    they are each server's own.
 
     Attributes:
-        load: [K, R] seconds.
-        mean: [K] seconds of a server if the work, with what cuts added so far, were spread evenly. Limits follow the
-            [K] ``expected`` ones from the start, where cuts are known to add much.
-        order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so
-            that a plan does not depend on how ranks are numbered.
+        load: [K, R] seconds of every server.
+        mean: [K] seconds of a server if the work, with what cuts added so far, were spread evenly.
+        expected: [K] mean seconds that limits count from at least, where cuts are known to add much.
+        order: [R] ranks by the first document that they hold, ranks without tokens last. Ties are broken in this order,
+            so that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
-        kept: [R] k,v rows that every server reads; ``most_kept`` is how many it should at most.
+        kept: [R] k,v rows that every server reads.
+        most_kept: k,v rows that a server should read at most.
         grew_by_joining: whether a server takes longer since :meth:`joined`.
     """
 
@@ -127,7 +138,7 @@ class SchedulerState:
         self._held = HeldRows(layout.kv, self.node)
         last = tasks.take(tasks.last_on_server)
         self.kept = np.bincount(last.server, last.stop, layout.ranks)
-        # Servers that are not alike may be without rows of their own, for good: they have the memory for others'.
+        # Servers without a model never have rows of their own, so the mean is over servers that have some.
         homes = layout.ranks if work.slowness is None else max(int(np.count_nonzero(layout.q_rows)), 1)
         self.most_kept = max(_MOST_KEPT * float(self.kept.sum() / homes), _FEW_KEPT * layout.tokens / homes)
         self._readers = _readers_of_cut_documents(last)
@@ -137,43 +148,44 @@ class SchedulerState:
 
     @property
     def target(self) -> np.ndarray:
-        """[K, R] attention that each server should have; [K, 1] if all should have as much."""
+        """[K, R] attention that each server should have; [K, 1] if all should have equally much."""
         return self._target.of(self.mean)
 
     @property
     def slowest(self) -> np.ndarray:
-        """[K] longest time of a server; where targets differ, the mean and the longest time above a target."""
+        """[K] seconds of the slowest server; where targets differ, the mean plus the longest time above a target."""
         if self._target.alike:
             return np.asarray(self.load.max(axis=1))
         return self.mean + np.asarray(self._above.max(axis=1))
 
     @property
     def limit(self) -> np.ndarray:
-        """[K, R] or [K, 1] the most each server may have, of the mean that is expected at last if it is larger."""
+        """[K, R] or [K, 1] the most attention that each server may have, counted from the larger of the mean and the
+        expected mean."""
         mean = np.maximum(self.mean, self.expected)
         return self._target.of(mean) + self._target.work_in(self._target.tolerated(mean)[:, None] * self.tolerance)
 
     @property
     def _above(self) -> np.ndarray:
-        """[K, R] seconds of its own that every server is above its target."""
+        """[K, R] seconds, of each server's own, that it is above its target."""
         return self._target.seconds_of(self.load - self.target)
 
     @property
     def over(self) -> float:
-        """How far above the mean the slowest server is, as part of it, in the worse direction."""
+        """How far above the mean the slowest server is, as a part of it, in the worse direction."""
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
-        """The number that plans for servers alike are compared by: the slowest over the [K] ``unit``, in the worse
-        direction."""
+        """The slowest server over the [K] ``unit``, in the worse direction; plans for servers alike are compared by
+        it."""
         return float((self.slowest / unit).max())
 
     def above_target(self, rank: int) -> float:
-        """How far above its target ``rank`` is, as part of the mean, in its worse direction."""
+        """How far above its target ``rank`` is, as a part of the mean, in its worse direction."""
         return float((self._above[:, rank] / self._mean).max())
 
     def most_above_target(self) -> float:
-        """The same of the server that is furthest above."""
+        """How far above its target the worst server is, as a part of the mean, in its worse direction."""
         return float((self._above / self._mean[:, None]).max())
 
     @property
@@ -188,13 +200,13 @@ class SchedulerState:
         return self._pieces[rank]
 
     def on(self, receiver: int, holder: int, pieces: Pieces) -> np.ndarray:
-        """[K, P] what the ``holder``'s pieces would take on another server."""
+        """[K, P] seconds that pieces of the ``holder`` would take on the receiver."""
         if self.work.same(receiver, holder):
             return pieces.seconds
         return self.work.on(receiver, pieces.rows, pieces.place[2])
 
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """[N] ranks, other than a sole home, that already read rows of ``document``, and [N] how far."""
+        """[N] ranks that already read rows of ``document``, and [N] up to which row; a sole home is not among them."""
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
@@ -211,8 +223,10 @@ class SchedulerState:
         return None if homes is None else np.array(homes)
 
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float) -> np.ndarray:
-        """[G] k,v rows that must still travel when ``ranks`` [N] read ``document`` up to ``stops`` [G, N]; those from
-        other nodes count ``between_nodes``. What they hold as home ranks or have fetched already is free."""
+        """[G] k,v rows that must still travel so that ``ranks`` [N] can read ``document`` up to ``stops`` [G, N].
+
+        Rows that they hold as homes, or have fetched already, are free. Rows from other nodes count ``between_nodes``
+        each."""
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
@@ -222,8 +236,15 @@ class SchedulerState:
         return rows[:-1] - rows[-1]
 
     def move(self, sender: int, chosen: list[int], left: Pieces, lost: list[float], moved: MovedRanges) -> None:
-        """Replace the sender's pieces ``chosen`` [M] by what it keeps of them, ``left``, so that it loses [K] ``lost``
-        seconds; the rest goes as ``moved`` says."""
+        """Moves work, and notes what it changes: loads, the mean, pieces, readers and their k,v rows.
+
+        Args:
+            sender: the server that gives.
+            chosen: indices of its pieces that go, whole or in part.
+            left: what it keeps of them.
+            lost: [K] seconds that it loses.
+            moved: where the rest goes.
+        """
         pieces = self.pieces_of(sender)
         more = []
         for load, less, gained in zip(self.load, lost, moved.seconds, strict=True):
@@ -250,7 +271,8 @@ class SchedulerState:
         np.add.at(self.kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
-        """All pieces where they are now, those that touch joined; their loads then count joined ranges too."""
+        """All pieces where they are now, as tasks; pieces that touch are joined, and loads count joined ones from then
+        on."""
         home = self._home
         if not self._moved[0]:
             return home
@@ -272,7 +294,7 @@ class SchedulerState:
 
 
 def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
-    """[R] ranks by their first task; those of rank r are [bounds[r], bounds[r + 1])."""
+    """[R] ranks by their first task, ranks without one last; rank r has the tasks [bounds[r], bounds[r + 1])."""
     empty = bounds[:-1] == bounds[1:]
     some = np.flatnonzero(~empty)
     first = bounds[some]
@@ -280,8 +302,8 @@ def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
 
 
 def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:
-    """For every document that lives on several ranks: those ranks, and how far each reads it at home, of the ``last``
-    tasks there."""
+    """For every document that lives on several ranks: by rank, up to which row it reads the document at home. ``last``
+    has the last task of each document on each rank."""
     last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)
     readers: dict[int, dict[int, int]] = {}
     columns = (last.document, last.server, last.stop)

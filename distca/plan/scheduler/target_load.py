@@ -1,24 +1,28 @@
 """How much attention each server should get: less where it has other work meanwhile, or is slower.
 
 In a pipeline's phase, stages with a micro-batch compute their linear layers between the attention of one layer and the
-next; a stage without one has that time for attention, as has a server without a model. Server r takes f_r times as long
-as the mean one for the same attention. All servers are done at the same time T if server r gets the attention
+next. A stage without one has that time for attention, as has a server without a model. Server r takes f_r times as long
+as the mean server for the same attention. All servers are done at the same time T if server r gets the attention
 
     target_r = max(T − other_seconds_r, 0) / f_r      where the targets add up to all attention.
 
-Attention is counted in seconds of a mean server: the harmonic mean of f is 1, so without other work T is the mean, and
-a server slower by f gets 1/f of the work. No plan is done before the slowest home's other work is, so where servers are
-not alike T is at least that: what can be computed meanwhile costs nobody time, and need not move.
+Attention is counted in seconds of a mean server. The harmonic mean of f is 1: without other work T is the mean, and a
+server slower by f gets 1/f of the mean work. No plan is done before the slowest home has done its other work. So where
+servers are not alike, T is at least that: attention that can be computed meanwhile costs no time, and need not move.
+
+Example: two servers alike have 6 seconds of attention in all, and the first has 2 seconds of other work. They are done
+at T = 4, with 2 and 4 seconds of attention.
 
 **Two directions.** Where servers keep rows, forward and backward share their tasks: server r has the same share φ_r of
-both, and each direction is done when its slowest server is. The times T_k of a direction with A_k attention in all obey
+both, and each direction is done when its slowest server is. With A_k attention in all, the times T_k of a direction
+obey
 
     other_kr + f_kr · A_k · φ_r ≤ T_k      with Σ φ_r = 1,
 
 and the plan should have the least T_forward + T_backward. For given times a server may have the share
 min_k max(T_k − other_kr, 0) / (f_kr A_k), and the shares must add up to 1 at least. If the times that each direction
-could have alone allow that, they are it. Else the least T_backward is a convex, falling function of T_forward, and the
-sum's minimum is found by a golden-section search. Limits are T_k − other_kr.
+would need alone allow that, they are the answer. Else the least T_backward is a convex, falling function of T_forward,
+and a golden-section search finds where their sum is least. Limits are T_k − other_kr.
 
 Array legend: K directions, R servers.
 """
@@ -32,23 +36,25 @@ import numpy as np
 from distca.errors import PlanError
 
 _SEARCHED = 24
-"""Steps of the golden-section search: the last one is a 100,000th of the first."""
+"""Steps of the golden-section search. Each shortens the interval to 0.618 of it, so the last is a 100,000th of the
+first."""
 _GOLDEN = (5**0.5 - 1) / 2
 _ROUNDING = 1e-9
 
 
 class TargetLoad:
-    """Attention that each server should get.
+    """The attention that each server should get.
 
     Args:
         servers: R.
-        other_seconds: [R], or [K, R] by direction: seconds of work other than attention on each server; None where it
+        other_seconds: seconds of work other than attention on each server, [R], or [K, R] by direction; None where it
             is the same for all.
         slowness: [K, R] seconds of a server per second of work; None where servers are alike.
-        mean: [K] attention per server at first; needed where servers are not alike, or for several directions.
+        mean: [K] attention per server before anything is cut; needed where servers are not alike, or for several
+            directions.
 
     Raises:
-        PlanError: on other numbers.
+        PlanError: on ``other_seconds`` of another shape, or numbers that are negative or not finite.
     """
 
     def __init__(
@@ -79,13 +85,13 @@ class TargetLoad:
         )
         slow = np.ones_like(other) if slowness is None else slowness
         times = _least_times(mean * servers, other, slow)
-        # Work that cuts add goes to all who take part.
+        # Work that cuts add is spread over all servers that get attention.
         takes_part = np.where(other < times[:, None], 1.0 / slow, 0.0).sum(axis=1)
         self._times = mean, times, servers / np.maximum(takes_part, 1.0 / slow.max(axis=1))
         self._other = other
 
     def of(self, mean: np.ndarray) -> np.ndarray:
-        """[K, R] attention for each server, of [K] ``mean`` per server; [K, 1] if all get that."""
+        """[K, R] attention for each server, where it is [K] ``mean`` per server; [K, 1] if all get the mean."""
         if self.alike:
             return mean[:, None]
         assert self._other is not None
@@ -93,21 +99,24 @@ class TargetLoad:
             first, times, rise = self._times
             later = times + np.maximum(mean - first, 0.0) * rise
             return self.work_in(np.maximum(later[:, None] - self._other, 0.0))
-        # The time at which all are done if only the n + 1 servers with the least other work take part; the next one
-        # joins if its other work is done before that.
+        # done[k, n] is the time at which all attention is done if only the n + 1 servers with least other work take
+        # part. A further server takes part if its own other work is done before that.
         done = ((mean * self._servers)[:, None] + self._spent) / np.arange(1, self._servers + 1)
         joined = (done > self._ascending).sum(axis=1) - 1
         last = done[np.arange(len(mean)), np.maximum(joined, 0)]
         return np.asarray(np.maximum(last[:, None] - self._other, 0.0))
 
     def tolerated(self, mean: np.ndarray) -> np.ndarray:
-        """[K] seconds that a tolerance is a part of: a direction's [K] ``mean``; where servers are not alike, the mean
-        over directions. What moves differs from what stays in how much of it is backward, so one of the directions is
+        """[K] seconds that the tolerance is a part of: each direction's ``mean`` [K], or where servers are not alike,
+        the mean over directions.
+
+        There, ranges that move differ from those that stay in how much longer their backward takes. So one direction is
         left less level, and a second of either is worth the same."""
         return mean if self._slowness is None else np.full_like(mean, mean.mean())
 
     def work_in(self, seconds: np.ndarray) -> np.ndarray:
-        """[K, R], or [K, 1] where servers are alike: what each server computes in ``seconds`` [K, R] or [K, 1]."""
+        """The work that each server does in ``seconds`` [K, R] or [K, 1]; of the same shape, but [K, R] where servers
+        are not alike."""
         return seconds if self._slowness is None else np.asarray(seconds / self._slowness)
 
     def seconds_of(self, work: np.ndarray) -> np.ndarray:
@@ -116,7 +125,11 @@ class TargetLoad:
 
 
 def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
-    """[R] or [K, R]; that of a single direction as [R]."""
+    """Returns other seconds as [R] for one direction, or [K, R].
+
+    Raises:
+        PlanError: on another shape, or numbers that are negative or not finite.
+    """
     shapes = {1: ((servers,), (1, servers)), 2: ((2, servers),)}[directions]
     if seconds.shape not in shapes or not np.isfinite(seconds).all() or (seconds < 0).any():
         each = "" if directions == 1 else " for each direction"
@@ -125,11 +138,19 @@ def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
 
 
 def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> np.ndarray:
-    """[K] times with the least sum in which servers with [K, R] ``other`` work and ``slowness`` share [K] ``total``
-    attention, each the same part of both directions."""
+    """[K] times, with the least sum, in which servers can do all attention, each the same part of both directions.
+
+    Args:
+        total: [K] attention of all servers together.
+        other: [K, R] seconds of other work.
+        slowness: [K, R] seconds of a server per second of work.
+    """
+    # Directions without attention only take the longest other work. The others are tried alone first. If their times do
+    # not leave room for one set of tasks, forward's time is searched between the least it can have and that with which
+    # backward has its least.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
-    # Parts of all attention per second, by direction of those that have any.
+    # Per direction with attention: when servers can begin, and the part of all attention that each does in a second.
     begin, speed = other[some], 1.0 / (slowness[some] * total[some, None])
     alone = np.array([_time_for(*each) for each in zip(begin, speed, strict=True)])
     least[some] = np.maximum(least[some], alone)
@@ -158,13 +179,19 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
 
 
 def _share(times: np.ndarray, begin: np.ndarray, speed: np.ndarray) -> np.ndarray:
-    """[R] part of the attention that each server is done with in time, in both directions."""
+    """[R] part of all attention that each server can do by ``times`` [K], in both directions."""
     return np.asarray((np.maximum(times[:, None] - begin, 0.0) * speed).min(axis=0))
 
 
 def _time_for(begin: np.ndarray, speed: np.ndarray, most: np.ndarray | None = None) -> float:
-    """The least time at which servers that begin at [R] ``begin``, at [R] ``speed``, have done a whole 1 together; each
-    does ``most`` [R] at most. Where they are never done, when the last has done its most."""
+    """The least time at which servers have done a whole 1 together, or have all done their most.
+
+    Args:
+        begin: [R] when each server begins.
+        speed: [R] what each does per second.
+        most: [R] the most that each does; None for no limit.
+    """
+    # What is done grows linearly between the times ("edges") at which a server begins or has done its most.
     edges, change = begin, speed
     if most is not None:
         some = most > 0

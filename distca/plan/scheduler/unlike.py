@@ -1,7 +1,7 @@
-"""Scheduling over servers that are not alike: time is levelled, and most work moves.
+"""Scheduling over servers of unlike speed, where most work moves.
 
-A limit that leaves no room for what cuts add ends with servers that nobody can relieve. To begin again at home with
-another limit takes as long as all moves before. So the limit rises instead, and what is left moves on from where it is.
+Cuts add work, so a tight limit ends with servers that nobody can relieve. Beginning again at home with another limit
+would take as long as all moves before. So the limit rises instead, and the servers above it are relieved from there.
 
 Array legend: K directions.
 """
@@ -21,14 +21,15 @@ from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.tasks import Tasks
 
 _FINEST = 0.01
-"""Tolerance that is tried at least: for a finer one cuts take more time than it saves."""
+"""The finest tolerance: for finer ones cuts take more time than they save (benchmarks/results/planner.md)."""
 _RISES = (1, 1.25, 2.5, 6, 20)
-"""Multiples of the tolerance that are the limit, one after the other, as long as a server is above it."""
+"""Multiples of the tolerance that are the limit, one after the other, while a server is above it."""
 _MOST_OVERHEAD = 1.0
-"""Share of the time it moves that a cut may add: so much moves that a server which nobody can relieve costs more."""
+"""The time that a cut may add, as a part of the time that it moves. It is high, as a server that nobody can relieve
+costs more than that."""
 
 Growth = dict[Direction, np.ndarray]
-"""The factor, [K], by which cuts made all work grow in the plan before; by direction."""
+"""The factor [K] by which cuts made all work grow in the plan before, by direction."""
 
 
 def schedule_unlike(
@@ -44,13 +45,13 @@ def schedule_unlike(
 
     Args:
         home: the plan that computes everything at home.
-        work: of ranges on every server.
-        target: how much of it each should get.
-        tolerance: as of :func:`distca.plan.scheduler.scheduler.schedule`.
-        moved_bytes: of a query row and of a key/value row that is computed away from home.
+        work: the work of ranges on every server.
+        target: how much work each server should get.
+        tolerance: as in :func:`distca.plan.scheduler.scheduler.schedule`.
+        moved_bytes: bytes of a query row and of a key/value row that is computed away from home.
         links: prices of bytes between ranks.
-        growth: of the plan before; that of this one is noted in it. Halves of one micro-batch grow alike, and a limit
-            that has room for the growth from the start leaves no crumbs of room.
+        growth: the growth of the plan before; that of this one is noted in it. Ping and pong of one micro-batch grow
+            alike. A limit with room for the growth from the start leaves no crumbs of room.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)

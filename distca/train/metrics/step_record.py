@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distca.device.memory import outside_torch
 from distca.plan.metrics import imbalance
-from distca.plan.recurrent.traffic import recurrent_halves
+from distca.plan.recurrent.traffic import recurrent_nanos
 from distca.plan.step import StepBalance
 from distca.train.metrics.expert_load import expert_values
 from distca.train.metrics.flops import mfu, model_flops, peak_seconds
@@ -128,7 +128,7 @@ class StepRecorder:
         total = 0
         for symbol, layers in Counter(config.model.recurrent_layers).items():
             what = config.model.hybrid.recurrence(symbol, tp)
-            halves = [half for layouts in step.plan.layouts for half in recurrent_halves(layouts, what.halo_rows)]
+            halves = [half for layouts in step.plan.layouts for half in recurrent_nanos(layouts, what.halo_rows)]
             total += layers * tp * sum(half.travelling_bytes(what, value) for half in halves)
         return total
 

@@ -93,7 +93,7 @@ def test_real_mixes_are_nearly_balanced_at_home_and_move_fewer_bytes_in_two_halv
         assert found_bytes < 0.8 * plain_bytes
 
 
-@pytest.mark.parametrize("placement", ["spread", "spread_by_half"])
+@pytest.mark.parametrize("placement", ["spread", "spread_by_nano_batch"])
 def test_both_halves_are_balanced_and_a_carried_document_is_found(placement: Placement) -> None:
     documents = np.append(sample_lengths("pretrain", 8 * 131072, 3), 300_000)
     for layout in lay_out(documents, 8, nano_batches=2, dealing="even", placement=placement, cost=LLAMA_8B):
@@ -102,7 +102,7 @@ def test_both_halves_are_balanced_and_a_carried_document_is_found(placement: Pla
     assert layouts[1].carried_rows.sum() > 0
 
 
-@pytest.mark.parametrize("placement", ["spread", "spread_by_half"])
+@pytest.mark.parametrize("placement", ["spread", "spread_by_nano_batch"])
 def test_budgets_full_of_long_documents_still_move_fewer_bytes(placement: Placement) -> None:
     drawn = long_context(sample_lengths("prolong", 64 * 131072, 0), 262144, 0)
     documents = drawn[: int(np.searchsorted(np.cumsum(drawn), 16 * 131072))]
@@ -276,7 +276,7 @@ def test_where_rows_are_scarce_ping_gets_whole_documents_rather_than_heads_of_al
     assert reached == 2200 - missing >= 1600 > documents.surplus_of(heads, 1)[0]
 
 
-@pytest.mark.parametrize("placement", ["spread", "spread_by_half"])
+@pytest.mark.parametrize("placement", ["spread", "spread_by_nano_batch"])
 @pytest.mark.parametrize("nano_batches", [1, 2])
 def test_documents_in_hundreds_of_thousands_are_level_though_only_the_longest_are_dealt(
     placement: Placement, nano_batches: int

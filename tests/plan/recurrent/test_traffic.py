@@ -10,7 +10,7 @@ from distca.plan.metrics import PairRows
 from distca.plan.recurrence import Recurrence
 from distca.plan.recurrent.chains import ChainRoute
 from distca.plan.recurrent.routes import PieceRoute, piece_routes
-from distca.plan.recurrent.traffic import Summaries, recurrent_halves
+from distca.plan.recurrent.traffic import Summaries, recurrent_nanos
 from tests.plan.recurrent.cases import cut_anywhere, random_cuts
 
 
@@ -33,7 +33,7 @@ def check_summaries(found: Summaries, chains: Sequence[ChainRoute]) -> None:
 def check(placed: tuple[Layout, ...], width: int) -> None:
     ranks = placed[0].ranks
     routes: list[tuple[PieceRoute, ...]] = [piece_routes(placed, rank, width) for rank in range(ranks)]
-    for number, half in enumerate(recurrent_halves(placed, width)):
+    for number, half in enumerate(recurrent_nanos(placed, width)):
         of_ranks = [route[number] for route in routes]
         check_summaries(half.forward, [each.forward for each in of_ranks])
         check_summaries(half.backward, [each.backward for each in of_ranks])
@@ -64,7 +64,7 @@ def test_bytes_of_a_document_of_three_pieces_by_hand() -> None:
     """The first piece sends its state to both others, the inner one its whole summary to the last; backward is the
     mirror. Three rows of a halo travel to each piece behind the first, and their gradients back."""
     what = Recurrence.gated_delta_net(2, 4, 8, 16)
-    (half,) = recurrent_halves(lay_out([30], 3), what.halo_rows)
+    (half,) = recurrent_nanos(lay_out([30], 3), what.halo_rows)
     state, transition, row = 4 * 4 * 8 * 16, 4 * 4 * 8 * 8, 2 * (2 * 2 * 8 + 4 * 16)
     assert (what.state_bytes, what.transition_bytes) == (state, transition)
     assert half.forward.read_bytes(what).tolist() == [0, state, 2 * state + transition]

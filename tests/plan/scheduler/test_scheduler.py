@@ -127,7 +127,7 @@ def test_real_mixes_are_balanced(mix: str, direction: str) -> None:
         assert all(imbalance(server_seconds(plan, LLAMA_8B, d)) <= 1.0201 for d in directions)
 
 
-@pytest.mark.parametrize("placement, seed", [("spread_by_half", 5), ("spread", 6)])
+@pytest.mark.parametrize("placement, seed", [("spread_by_nano_batch", 5), ("spread", 6)])
 def test_directions_that_disagree_are_balanced_where_hardly_any_room_is_left(placement: Placement, seed: int) -> None:
     """By the measured table, servers with the end of a long document, or shares of it, are above the mean in backward
     and all others in forward: the larger of both is 1.0196, or 1.018, on average, so within 1.02 no room may be
@@ -149,7 +149,7 @@ def test_a_limit_that_directions_all_but_rule_out_is_not_tried(
     cost, run = find_table("NVIDIA H200", "flash4", 32, 8, 128), Balancer.run
     assert cost is not None
     documents = sample_mix("prolong", servers * 131_072, seed)
-    _, layout = lay_out(documents, servers, nano_batches=2, placement="spread_by_half")
+    _, layout = lay_out(documents, servers, nano_batches=2, placement="spread_by_nano_batch")
     tries: list[Balancer] = []
     monkeypatch.setattr(Balancer, "run", lambda balancer, *options: (tries.append(balancer), run(balancer, *options)))
     plan = schedule(layout, cost, tolerance=training_tolerance(servers))
@@ -181,7 +181,7 @@ def test_training_plans_small_pools_finer() -> None:
     tolerances = [training_tolerance(servers) for servers in (1, 2, 32, 64, 128, 4096)]
     assert tolerances == [0.005, 0.005, 0.005, 0.01, 0.02, 0.02]
     # Nothing but documents of a whole budget: what the tolerance allows is left.
-    documents, how = [131072, 131072], {"dealing": "even", "placement": "spread_by_half"}
+    documents, how = [131072, 131072], {"dealing": "even", "placement": "spread_by_nano_batch"}
     for layout in lay_out(documents, 2, nano_batches=2, cost=LLAMA_8B, **how):
         fine, coarse = (schedule(layout, LLAMA_8B, tolerance=tolerance) for tolerance in (training_tolerance(2), 0.02))
         assert both_imbalances(fine, LLAMA_8B) <= 1.005 < 1.01 < both_imbalances(coarse, LLAMA_8B)

@@ -7,7 +7,7 @@ from distca.data.mixes import sample_long_context
 from distca.plan import PlanOptions, plan_step
 from distca.plan.cost.analytic import area_cost
 from distca.plan.recurrence import Recurrence
-from distca.plan.recurrent.traffic import recurrent_halves
+from distca.plan.recurrent.traffic import recurrent_nanos
 from distca.train.run.state_memory import busy_pieces, state_memory
 
 TOKENS = 131_072
@@ -20,7 +20,7 @@ def test_no_layout_has_much_more_and_the_busiest_not_much_less(ranks: int, conte
         for seed in range(2):
             lengths = sample_long_context(mix, ranks * TOKENS, context, seed)
             plan = plan_step([lengths], PlanOptions(ranks, cost, nano_batches=2))
-            halves = recurrent_halves(plan.layouts[0], 3)
+            halves = recurrent_nanos(plan.layouts[0], 3)
             read = [sum(getattr(half, way).read for half in halves).max() for way in ("forward", "backward")]
             states = [sum(getattr(half, name) for half in halves).max() for name in ("continuing", "between")]
             found = np.maximum(found, [*states, max(read)])

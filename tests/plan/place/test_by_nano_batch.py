@@ -10,8 +10,8 @@ from distca.plan import (
     lay_out,
     schedule,
 )
-from distca.plan.place.by_half import spread
-from distca.plan.place.halves import Stream
+from distca.plan.place.by_nano_batch import spread
+from distca.plan.place.nano_batches import Stream
 from tests.plan.cases import home_imbalance, home_rows, kilobytes, lengths
 
 LLAMA_8B = analytic_cost(32, 8, 128)
@@ -21,7 +21,7 @@ LLAMA_8B = analytic_cost(32, 8, 128)
 def test_every_token_is_placed_once_and_every_budget_is_met_exactly(documents, ranks, align, cost) -> None:
     for nano_batches in (1, 2):
         options = {"nano_batches": nano_batches, "align": align, "dealing": "even", "cost": cost}
-        found = lay_out(documents, ranks, placement="spread_by_half", **options)
+        found = lay_out(documents, ranks, placement="spread_by_nano_batch", **options)
         in_order = lay_out(documents, ranks, **options)
         rows = [tuple(row) for layout in found for tensor in home_rows(layout, "q") for row in tensor.tolist()]
         assert sorted(rows) == [(d, p) for d, length in enumerate(documents) for p in range(length)]
@@ -43,7 +43,7 @@ def test_real_mixes_are_nearly_balanced_at_home_and_move_fewer_bytes(mix: str, r
         documents = sample_lengths(mix, ranks * 131072, seed)
         (plain,), (found,) = (
             lay_out(documents, ranks, placement=placement, cost=LLAMA_8B)
-            for placement in ("in_order", "spread_by_half")
+            for placement in ("in_order", "spread_by_nano_batch")
         )
         assert home_imbalance(found, LLAMA_8B) < min(1.06, home_imbalance(plain, LLAMA_8B))
         assert kilobytes(schedule(found, LLAMA_8B)) < 0.8 * kilobytes(schedule(plain, LLAMA_8B))
@@ -52,7 +52,7 @@ def test_real_mixes_are_nearly_balanced_at_home_and_move_fewer_bytes(mix: str, r
 def test_parts_of_a_long_document_are_neighbours() -> None:
     # One document with the work of many ranks: its parts lie on consecutive ranks, so most of its keys stay on a node.
     documents = [100_000, *[1000] * 300]
-    (layout,) = lay_out(documents, 8, placement="spread_by_half", cost=LLAMA_8B)
+    (layout,) = lay_out(documents, 8, placement="spread_by_nano_batch", cost=LLAMA_8B)
     parts = layout.q.document == 0
     assert parts.sum() >= 6
     # All but the head, which is dealt like any other document.

@@ -1,11 +1,12 @@
-"""Placing each half of a micro-batch by itself: long documents in parts that are cut from their end.
+"""Placing each nano-batch by itself: long documents in parts that are cut from their end.
 
-Documents with more work than one rank should have are cut at home, from their end, into parts of one rank's work each;
-the others are dealt by work, and the shortest fill what is left of the budgets. Which documents are computed in ping
-and which in pong is settled before (``halves.py``), so that hardly any document has rows in both. Small pools take
-this where it costs less than shares of both halves (``shares.py``, ``distca/plan/choice.py``).
+Documents with more work than one rank should have are cut, from their end, into parts of one rank's work each. The
+others are dealt by work, and the shortest are filler: they fill what is left of the budgets. Which documents are
+computed in ping and which in pong is settled before (``nano_batches.py``), so hardly any document has rows in both.
+Small pools take this placement where it costs less than that of both together (``shares.py``,
+``distca/plan/choice.py``).
 
-What counts for a range is its *surplus*, as there.
+What counts for a range is its *surplus*: its work, less the work of as many tokens of filler.
 
 Array legend: N ranges (a document, or a part of one), R ranks. Rows are int64. Work is in units of the mean rank's.
 """
@@ -18,34 +19,40 @@ import numpy as np
 
 from distca.plan.cost.model import CostModel
 from distca.plan.geometry import range_pairs, start_before
-from distca.plan.place.halves import Stream
+from distca.plan.place.nano_batches import Stream, laid_end_to_end
 from distca.plan.place.shares import ONE_BY_ONE, Work, work_of
-from distca.plan.sorting import in_turns, merged, order_by
+from distca.plan.sorting import in_turns, order_by
 
 _DENSE = 0.6
-"""Documents with at least this part of the mean work per token are cut where they exceed a rank's work; less dense
-ones are needed everywhere to fill budgets. Lower values leave ranks full of middling documents without enough work,
-higher ones move more bytes (benchmarks/results/planner.md)."""
+"""The work per token, over the mean, from which a document is cut where it exceeds a rank's work. Less dense ones are
+needed everywhere as filler. With 0.4 bytes grow by 0.7 % (benchmarks/results/planner.md, as of all constants here)."""
 _SAME_SIZE = 1.5
-"""Ranges within this factor of rows are dealt against the same rate of the shorter documents."""
+"""The ratio of rows within which ranges are dealt together, against the same rate of filler, to sort ranks less
+often."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest documents, with this part of all work, are not dealt one by one."""
+"""The part of all work in the shortest documents, which are filler and not dealt one by one. With 0.01 or 0.1 the
+slowest server is 0.05 to 0.12 % slower."""
 _ENOUGH_OVER = 0.005
+"""The surplus above a rank's that a document may keep uncut, as a part of it. The mean work is settled, too, when cuts
+change it by less."""
 _LEAST_PART = 0.05
-"""Least part of the mean work for which a document is cut."""
+"""The least surplus that a rank should get from long documents, in parts of the mean work. With less, filler alone
+gives ranks nearly all their work, and no document is cut."""
 _PASSES = 3
+"""Times that documents are cut anew, as cuts add work and so raise the mean."""
 _CORRECTIONS = 2
+"""Times that the place of a document's first cut is corrected by its measured work. With one bytes grow by 1.8 %."""
 
 
 def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool = False) -> tuple[Stream, np.ndarray]:
-    """Place ``stream`` on ranks with about equal attention work, both directions together.
+    """Places ``stream`` on ranks with about equal attention work, both directions together.
 
     Args:
         stream: [N] ranges of documents, in any order; at least one token.
         budgets: [R] tokens per rank; they add up to the stream's tokens.
         cost: seconds per CA-task.
-        backwards: deal to ranks in the opposite order. Parts of a document go to one rank after the other, and the last
-            part needs the keys of all: what is placed backwards gives most keys to those who otherwise have fewest.
+        backwards: whether ranks are dealt to in the opposite order. The parts of a document go to one rank after the
+            other, and the last part needs the keys of all. So ping forwards and pong backwards level the keys of ranks.
 
     Returns:
         The ranges, some of them cut, and the rank of each.
@@ -60,15 +67,15 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
     left, tokens = _left_over(np.full(len(budgets), mean), budgets, work_of_part, parts, rank_of_part)
     dealt, rank_of_dealt, short = _deal(rest, left, tokens, work)
     _, tokens = _left_over(left, tokens, np.zeros(len(dealt.stop)), dealt, rank_of_dealt)
-    fill, rank_of_fill = _fill(short, tokens)
+    fill, rank_of_fill = laid_end_to_end(short, tokens)
     placed = _joined(parts, dealt, fill)
     return placed, np.concatenate((rank_of_part, rank_of_dealt, rank_of_fill))
 
 
 def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, np.ndarray, Stream]:
-    """Parts that fill one rank each, the rank of each, and everything else.
+    """Returns parts that fill one rank each, the rank of each, and everything else.
 
-    Cutting adds work (keys are loaded once more for every part), so the cuts are made again with the higher mean.
+    Every part loads keys once more, which adds work: so the cuts are made again with the higher mean.
     """
     mean = 1.0
     for _ in range(_PASSES):
@@ -81,12 +88,15 @@ def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, 
 
 
 def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> tuple[Stream, np.ndarray, Stream]:
+    """Returns the parts for a rank's work of ``mean``, the rank of each, and what is left of all ranges."""
+    # A rank full of filler ("short_rate" per token) lacks the work "wanted"; each part brings that surplus. Documents
+    # of more surplus than "enough" are long.
     start, stop = stream.start, stream.stop.copy()
     rows = stop - start
     whole = work(start, stop)
     dense = whole >= _DENSE * rows / budgets.mean()
     short_rate = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
-    # Ranks with a usual budget: ``align`` may leave the last ones little or nothing.
+    # Only ranks with at least half of the largest budget get parts: ``align`` may leave the last ranks next to nothing.
     ranks = np.flatnonzero(2 * budgets >= budgets.max())
     wanted = mean - short_rate * float(budgets[ranks].mean())
     if wanted <= _LEAST_PART * mean:
@@ -100,7 +110,8 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     corrections = _CORRECTIONS
     cut: list[Stream] = []
     parts = 0
-    # All documents that are too long lose their last rows at once, again and again until none is.
+    # All long documents lose one rank's part from their end at once, until none is long or every rank has a part. The
+    # cut ("middle") is first guessed from pairs, as if surplus grew with them, then corrected by its own work.
     while parts < len(ranks) and len(long):
         order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
         long, pairs_per_work = long[order], pairs_per_work[order]
@@ -116,8 +127,7 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
         surplus = work(low, middle) - short_rate * (middle - low)
         still = surplus > enough
         long, surplus, pairs_per_work = long[still], surplus[still], pairs_per_work[still]
-        # The next part of a document is much like the last one.
-        corrections = 1
+        corrections = 1  # from now on the guess comes from the part cut before, which is much alike
     some = stop > start
     rest = Stream(stream.document[some], start[some], stop[some])
     found = _joined(*cut)
@@ -128,7 +138,8 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
 def _left_over(
     work_left: np.ndarray, tokens_left: np.ndarray, work: np.ndarray, placed: Stream, rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[R] work and tokens that ranks still lack after they got ``placed``."""
+    """[R] work and [R] tokens that ranks still lack after they got ``placed``, with ``work`` [N] on the [N]
+    ``rank``."""
     ranks = len(tokens_left)
     tokens = np.bincount(rank, weights=placed.stop - placed.start, minlength=ranks).astype(np.int64)
     return work_left - np.bincount(rank, weights=work, minlength=ranks), tokens_left - tokens
@@ -137,8 +148,10 @@ def _left_over(
 def _deal(
     ranges: Stream, work_left: np.ndarray, tokens_left: np.ndarray, work: Work
 ) -> tuple[Stream, np.ndarray, Stream]:
-    """Deal ranges, longest first, each to the rank that lacks most surplus and has the tokens; returns those dealt,
-    their ranks, and what is left to fill budgets with."""
+    """Deals ranges, longest first, each to the rank that lacks most surplus and has the tokens; returns those dealt,
+    their ranks, and what is left as filler."""
+    # Ranges [begin, end) of about one size are dealt together. "short_rate" is the work per token of all shorter ones,
+    # and the heap has ranks by the surplus that they lack, most first.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))
@@ -155,7 +168,7 @@ def _deal(
         surplus = cost[begin:end] - short_rate * rows[begin:end]
         columns = (rows[begin:end].tolist(), cost[begin:end].tolist(), surplus.tolist())
         for at, (own, brings, more) in enumerate(zip(*columns, strict=True), begin):
-            # Ranges get shorter: a rank without room for this one may have some at the next size.
+            # A rank without room for this range leaves the heap until the next size.
             while heap and tokens[heap[0][1]] < own:
                 heapq.heappop(heap)
             if not heap:
@@ -171,18 +184,6 @@ def _deal(
     rest = _take(ranges, ~dealt)
     order = in_turns(len(rest.stop), len(tokens_left)) if many else order_by(rest.document, rest.start)
     return _take(ranges, dealt), rank[dealt], _take(rest, order)
-
-
-def _fill(ranges: Stream, tokens_left: np.ndarray) -> tuple[Stream, np.ndarray]:
-    """Lay ranges end to end into what is left of the ranks' budgets, cut where a budget ends."""
-    ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(tokens_left)
-    begins = ends - (ranges.stop - ranges.start)
-    cuts = merged(begins, tops[tops < (ends[-1] if len(ends) else 0)])
-    uppers = np.append(cuts[1:], ends[-1:])
-    at = np.searchsorted(ends, cuts, side="right")
-    start = ranges.start[at] + cuts - begins[at]
-    rank = np.searchsorted(tops, cuts, side="right")
-    return Stream(ranges.document[at], start, start + uppers - cuts), rank
 
 
 def _take(ranges: Stream, chosen: np.ndarray) -> Stream:
