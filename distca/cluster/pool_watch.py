@@ -27,7 +27,7 @@ QUIET_S = 20.0
 
 
 class Breakable(Protocol):
-    """The object that is broken off: a transport.
+    """A transport that can be broken off.
 
     Attributes:
         broken: whether it is.
