@@ -22,7 +22,7 @@ from distca.attention import Kernel
 from distca.device.clock import Clock, Instant
 from distca.plan import AttentionKind, AttentionShape, Layout, Shards, plan_at_home, route
 from distca.runtime.device_routes import ServerRoute
-from distca.runtime.server import serve_backward, serve_forward
+from distca.runtime.server import compute_backward, compute_forward
 
 
 class EndedEarlyError(Exception):
@@ -159,7 +159,7 @@ class TimedServer:
         """Run a batch forward and backward; the moments before, between and after."""
         q, do, kv = self.q_THD[: server.q_rows], self.do_THD[: server.q_rows], self.kv_S2GD[: server.kv_rows]
         began = self._clock.work()
-        o, lse = serve_forward(self._kernel, server, q, kv)
+        o, lse = compute_forward(self._kernel, server, q, kv)
         between = self._clock.work()
-        serve_backward(self._kernel, server, do, q, kv, o, lse)
+        compute_backward(self._kernel, server, do, q, kv, o, lse)
         return began, between, self._clock.work()

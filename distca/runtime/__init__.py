@@ -1,4 +1,4 @@
-"""Running plans: dispatch as autograd launch/wait pairs, in-place attention servers, and the ping-pong order."""
+"""Running plans: rows sent and awaited by autograd nodes, attention servers on every rank, and the ping-pong order."""
 
 from distca.runtime.device_routes import LayerRoutes, NanoRoutes
 from distca.runtime.ping_pong import SplitLayer, run_layers

@@ -2,12 +2,13 @@
 
     enter: launch q,k,v → join → serve → launch o → leave: join o
 
-Each transfer is a launch node and a join node, so backward *launches* the reverse transfer where forward joined, and
-joins it where forward launched. Between the two, callers put the other nano-batch's compute (see ping_pong.py). The
-tensors travel through an :class:`AttentionCall`; between the nodes only a graph token is passed, which carries the
-graph's edges: under *resend* the backward's buffers are those of another plan and have other shapes than the forward's.
-What waits for backward, and where, is the matter of ``kept_rows.py``. Sinks are added at home, where o and its
-log-sum-exp arrive: servers know nothing of a layer's parameters.
+Each transfer is a launch node and a join node. So backward *launches* the reverse transfer where forward joined, and
+joins it where forward launched. Between the two, callers put the other nano-batch's compute (see ping_pong.py).
+
+The tensors are fields of an :class:`AttentionCall`. Nodes pass each other only a graph token, which gives autograd the
+edges of its graph: under *resend*, backward's buffers belong to another plan and have other shapes than forward's.
+Which rows wait for backward, and where, is in ``kept_rows.py``. Sinks are added at home, where o and its log-sum-exp
+arrive, so that servers need none of a layer's parameters.
 
 Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers; H
 query heads, G key/value heads, D head dimension.
@@ -27,8 +28,8 @@ from distca.runtime.server import (
     AttentionPool,
     Sums,
     added_up,
-    serve_backward,
-    serve_forward,
+    compute_backward,
+    compute_forward,
     sums_of_before,
     task_regions,
 )
@@ -43,7 +44,7 @@ class AttentionCall(LayerCall):
         routes: this rank's routes of the nano-batch.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
-        before: the call of the layer's half before this one, whose k,v rows this one may need again.
+        before: the layer's call for the nano-batch before, whose k,v rows this one may need again.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class AttentionCall(LayerCall):
         super().__init__(pool, layer, nano)
         self._routes = routes
         self._kept: Keep | Resend = Keep(routes) if pool.backward == "keep" else Resend(routes, pool.offload)
-        self._server: ServerRows | None = None  # while this rank computes with them
-        self._arriving: list[torch.Tensor] = []  # at home, until they were joined
+        self._server: ServerRows | None = None  # rows that this rank computes with, while it does
+        self._arriving: list[torch.Tensor] = []  # rows that arrive at home, until they were joined
         self._gradients: tuple[torch.Tensor, ...] = ()
         self._sink: torch.Tensor | None = None
         self._home_rows = (0, 0)
         self._before = before if routes.forward.before else None
-        self._later: Sums | None = {}  # gradients from the half behind this one; None until they are there
+        self._later: Sums | None = {}  # gradients from the next nano-batch; None until they are there
         if self._before is not None:
             self._before._later = None
 
@@ -72,51 +73,54 @@ class AttentionCall(LayerCall):
     def launch_qkv(
         self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Start sending q and k,v rows; returns the graph token for :meth:`join_qkv`. ``prefix_N2GD``: keys and values
-        of the previous nano-batch that are sent again, ahead of its own; not copied for longer than they travel."""
+        """Starts sending q and k,v rows; returns the graph token for :meth:`join_qkv`.
+
+        ``prefix_N2GD`` has keys and values of the previous nano-batch that are sent again, ahead of its own. Their copy
+        lives only while they travel."""
         return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
-        """Wait for the rows that this server computes with."""
+        """Waits for the rows that this server computes with."""
         return Node.apply(graph_token, self._join_qkv, self._launch_gradients)
 
     def serve(self, graph_token: torch.Tensor) -> torch.Tensor:
-        """Compute this server's CA-tasks."""
+        """Computes this server's CA-tasks."""
         return Node.apply(graph_token, self._serve_forward, self._serve_backward)
 
     def launch_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
-        """Start sending o rows home; with their log-sum-exp where the layer has sinks, which :meth:`join_o` adds."""
+        """Starts sending o rows home, with their log-sum-exp where the layer has sinks, which :meth:`join_o` adds."""
         self._sink = None if sink_H is None else sink_H.detach()
         return Node.apply(graph_token, self._launch_o, self._join_do)
 
     def join_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
-        """Wait for the o rows that live here; returns o_NHD, zero in padding rows. ``sink_H``: the layer's sinks."""
+        """Waits for the o rows that live here; returns o_NHD, zero in padding rows. ``sink_H`` are the layer's
+        sinks."""
         return _Leave.apply(graph_token, sink_H, self)
 
-    # For a rank without tokens, which serves a backward phase whose forward it served elsewhere or not at all.
+    # For a rank without tokens, which serves a backward phase but not the forward of the same micro-batches.
 
     @classmethod
     def for_backward(
         cls, pool: AttentionPool, routes: NanoRoutes, layer: int, nano: int, home: HomeRows
     ) -> AttentionCall:
-        """A call that begins with its backward; needs *resend*. ``home``: no rows, in the shapes of the layer's."""
+        """A call that begins with its backward, under *resend*; ``home`` has no rows, in the shapes of the layer's."""
         call = cls(pool, routes, layer, nano)
         assert isinstance(call._kept, Resend)
         call._kept.home = home
         return call
 
     def backward_launch_do(self, do_NHD: torch.Tensor) -> None:
-        """Start sending q, k, v, o, lse and dO."""
+        """Starts sending q, k, v, o, lse and dO."""
         self._launch_do(do_NHD)
 
     def backward_serve(self) -> None:
-        """Wait for them, compute this server's gradients and start sending them home."""
+        """Waits for the rows that were launched, computes this server's gradients and starts sending them home."""
         self._join_do()
         self._serve_backward()
         self._launch_gradients()
 
     def backward_join_gradients(self) -> None:
-        """Wait for the gradients of rows that live here."""
+        """Waits for the gradients of rows that live here."""
         self._join_gradients()
 
     # Forward.
@@ -139,11 +143,11 @@ class AttentionCall(LayerCall):
         assert rows is not None
         regions = task_regions(rows.kv, self._kv_of_before(), route)
         with self._pool.timeline.serve(*self._where, "forward", route.kinds):
-            rows.o, rows.lse = serve_forward(self._pool.kernel, route, rows.q, regions)
+            rows.o, rows.lse = compute_forward(self._pool.kernel, route, rows.q, regions)
         self._kept.served(rows)
 
     def _kv_of_before(self) -> torch.Tensor | None:
-        """Rows on this server of the half before."""
+        """The k,v rows that this server keeps of the nano-batch before; None where it needs none."""
         return None if self._before is None else self._before._kept.kv_on_server
 
     def _launch_o(self) -> None:
@@ -166,13 +170,14 @@ class AttentionCall(LayerCall):
             o, lse = with_sink(o, lse, self._sink)
         if has_backward:
             self._kept.joined(o, lse)
-        # A fresh view: autograd makes the returned tensor part of the graph, and what is kept for backward must not be.
+        # Autograd makes the returned tensor part of the graph, and what is kept for backward must not be in it. So a
+        # new view is returned.
         return o.detach()
 
     # Backward.
 
     def _launch_do(self, do_NHD: torch.Tensor) -> torch.Tensor | None:
-        """Start sending what servers need; returns the gradient of the sinks."""
+        """Starts sending what servers need for backward; returns the gradient of the sinks, None without sinks."""
         do_NHD = do_NHD.contiguous()
         of_sink = None
         if self._sink is not None:
@@ -192,10 +197,10 @@ class AttentionCall(LayerCall):
         regions = task_regions(rows.kv, self._kv_of_before(), route)
         assert rows.o is not None and rows.lse is not None
         with self._pool.timeline.serve(*self._where, "backward", route.kinds):
-            dq, dkv = serve_backward(self._pool.kernel, route, do, rows.q, regions, rows.o, rows.lse)
+            dq, dkv = compute_backward(self._pool.kernel, route, do, rows.q, regions, rows.o, rows.lse)
         if self._before is not None:
             self._before._later, self._before = sums_of_before(dkv, route), None
-        assert self._later is not None, "the half behind this one has its backward first"
+        assert self._later is not None, "the next nano-batch has its backward first"
         self._gradients = (dq, added_up(dkv, self._later, route))
         self._later = {}
         self._kept.forget()
@@ -217,7 +222,7 @@ class AttentionCall(LayerCall):
     # Shared.
 
     def _moved_home(self, rows: torch.Tensor, moves: RowMoves) -> tuple[torch.Tensor, list[Part]]:
-        """Query rows at home, which an exchange fills; padding rows beyond it are zero."""
+        """Returns query rows at home, which an exchange fills, and the exchange's parts; padding rows are zero."""
         home, parts = moved(rows, moves, self._home_rows[0])
         if parts:
             home[moves.destination_rows :] = 0

@@ -1,4 +1,4 @@
-"""A server without a model: it plans as homes do, from documents' lengths, and serves core attention, both ways.
+"""A server without a model: it plans as homes do, from documents' lengths, and serves forward and backward attention.
 
 It has no parameters, no optimizer and no data. What it must know of the model (heads, kinds of layers, how steps are
 planned) the homes' first rank leaves in the pool's store, as it does with each step's lengths. A server walks the same
@@ -41,13 +41,14 @@ from distca.transport.collective import nccl_goes_first
 logger = logging.getLogger(__name__)
 
 _PLANNED_AHEAD = 3
-"""Plans that are kept: of the step that runs, the next one, and one of another loop."""
+"""Plans that a server keeps: that of the step that runs, the next one, and one of another loop, such as validation."""
 _REMEMBERED = 16
-"""Steps for which the store holds what they took; homes ask for some of them, and soon."""
+"""Steps whose figures stay in the store. Homes ask for those of some steps, and soon; older ones are dropped."""
 FORMING = timedelta(seconds=20)
-"""Time in which all homes and servers of a generation but the first have to connect."""
+"""The time in which all homes and servers of a generation, but the first, have to connect. Then the pool changes once
+more, without those that did not."""
 HOMES_QUIET = timedelta(days=7)
-"""In which homes may say nothing: they evaluate, save, or wait for data."""
+"""The time that homes may send no message, as they evaluate, save, or wait for data. Then the server ends."""
 
 
 @dataclass(frozen=True)

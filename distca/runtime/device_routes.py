@@ -1,4 +1,4 @@
-"""A rank's routes in device form, made once per micro-batch and used by all layers."""
+"""A rank's routes as tensors on its device, made once per micro-batch and used by all layers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from distca.transport import RowMoves
 class SharedRows:
     """A range of rows in a server's buffer, and its copies in the regions of the tasks that read rows of it.
 
+    Example: buffer rows [10, 17) are copied for two tasks, rows [10, 14) to region row 0, and all to region row 4. Then
+    ``first`` is 10 and ``places`` are (0, 0, 4) and (0, 4, 7).
+
     Attributes:
-        first: its first row.
-        places: (first row within the range, first row of the region, rows) of every copy, in task order: the last one
+        first: first row of the range.
+        places: (first row within the range, first row of the region, rows) of every copy, in task order; the last one
             reaches to the end of the range.
     """
 
@@ -32,7 +35,7 @@ class SharedRows:
 
     @staticmethod
     def of(copies: Segments) -> list[SharedRows]:
-        """Ranges of copies that overlap in the buffer."""
+        """Returns ranges such that copies of different ranges do not overlap in the buffer."""
         found: list[SharedRows] = []
         columns, end = (copies.source.tolist(), copies.destination.tolist(), copies.rows.tolist()), -1
         for source, target, rows in sorted(zip(*columns, strict=True)):
@@ -45,13 +48,13 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class KindBatch:
-    """CA-tasks of one kind of layer, one after the other in a server's buffers.
+    """CA-tasks of one kind of layer that follow each other in a server's buffers.
 
     Attributes:
-        kind: of the layer.
-        batch: borders of the tasks, from the first one's rows on.
-        q: their query rows in the server's buffer.
-        kv: their key/value rows among all tasks' regions.
+        kind: the kind of layer.
+        batch: borders of the tasks, counted from the first task's rows.
+        q: the query rows of these tasks in the server's buffer.
+        kv: the key/value rows of these tasks among all regions.
     """
 
     kind: AttentionKind
@@ -61,7 +64,7 @@ class KindBatch:
 
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> tuple[KindBatch, ...]:
-        """All of a route's tasks."""
+        """All tasks of a route, a batch for each run of tasks of one kind."""
         changes = np.flatnonzero(np.diff(route.kind)) + 1
         borders = [0, *changes.tolist(), len(route.kind)]
         return tuple(
@@ -83,15 +86,15 @@ class ServerRoute:
 
     Attributes:
         q_to_server: query rows (also o and dO in backward) from home ranks to servers.
-        q_to_home: o, log-sum-exp and dQ back.
+        q_to_home: o, log-sum-exp and dQ rows back home.
         kv_to_server: key/value rows to servers, in one hop or two.
-        kv_to_home: dK, dV back, added up where several servers return the same row.
+        kv_to_home: dK and dV rows back home, added up where several servers return the same row.
         repeats: rows of the server's k,v buffer and their copies in the tasks' regions. Empty where no two tasks share
-            rows and none are of the half before.
-        before: the same of the server's k,v buffer of the half before.
+            rows, and none have rows from the nano-batch before.
+        before: rows of the server's k,v buffer of the nano-batch before, and their copies.
         batches: this server's CA-tasks, a batch for each run of tasks of one kind of layer.
         q_rows: query rows in the server's buffer.
-        kv_rows: key/value rows in the server's buffer, which hold every row once.
+        kv_rows: key/value rows in the server's buffer, which holds every row once.
         region_rows: key/value rows of all tasks' regions.
     """
 
@@ -108,13 +111,13 @@ class ServerRoute:
 
     @cached_property
     def kinds(self) -> str:
-        """Names of the kinds of layers that it has tasks of."""
+        """The names of the kinds of layers that this server has tasks of."""
         return " and ".join(dict.fromkeys(each.kind.name for each in self.batches))
 
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> ServerRoute:
-        """Bring a route to ``device``; copies to a GPU do not block the host. ``kinds`` of layers are numbered as in
-        the route's plan."""
+        """Brings a route to ``device``, without blocking the host; ``kinds`` of layers are numbered as in the route's
+        plan."""
         with uploading(device) as upload:
             return ServerRoute(
                 *RowMoves.there_and_back(route.q, route.ranks, upload),
@@ -137,7 +140,7 @@ class NanoRoutes:
         prefix: (first row, one past the last) of the previous nano-batch's rows whose keys and values this one needs
             again, one range after the other.
         forward: route of the forward plan.
-        backward: route of the backward plan; the same object where gradients are computed by the forward's servers.
+        backward: route of the backward plan; it is ``forward`` where gradients are computed by the forward's servers.
     """
 
     q_rows: int
@@ -155,16 +158,16 @@ class NanoRoutes:
         previous: Layout | None = None,
         links: Links | None = None,
     ) -> NanoRoutes:
-        """Routes of ``rank`` for a nano-batch.
+        """The routes of ``rank`` for a nano-batch.
 
         Args:
-            forward: its plan.
-            backward: its backward plan, over the same layout; may be ``forward`` itself.
+            forward: the forward plan.
+            backward: the backward plan, over the same layout; it may be ``forward`` itself.
             rank: this rank in the server pool.
-            kinds: of layers, numbered as in the plans.
-            device: where the rows live; with an upload the routes are ready once that was sent.
-            previous: layout of the nano-batch before this one, if it is the second.
-            links: which ranks share a node, to each of which keys and values travel once; None for all.
+            kinds: kinds of layers, numbered as in the plans.
+            device: where the rows live; with an upload the routes are ready once it was sent.
+            previous: layout of the nano-batch before, if this is the second.
+            links: which ranks share a node, to each of which keys and values travel once; None where all do.
         """
         layout = forward.layout
         with uploading(device) as upload:
@@ -174,17 +177,17 @@ class NanoRoutes:
 
 
 LayerRoutes = tuple[NanoRoutes | RecurrentRoutes, ...]
-"""One layer's routes of a rank, by nano-batch, one or two: of core attention, or of a recurrent core."""
+"""A rank's routes of one layer, one for each nano-batch: of core attention, or of a recurrent core."""
 
 
 @dataclass(frozen=True)
 class StepRoutes:
-    """One rank's routes of a step, for the layers of its stage. Layers at which stages run the same kinds share theirs.
+    """One rank's routes of a step, for the layers of its stage. Layers of the same combination of kinds share routes.
 
     Attributes:
-        own: by micro-batch and layer: forward in the micro-batch's forward phase, backward in its backward phase.
-        served_forward: by forward phase, by layer, of one in which this stage has no micro-batch and only serves; else
-            None.
+        own: by micro-batch and layer, the routes of the micro-batch's forward phase and of its backward phase.
+        served_forward: by forward phase and layer, the routes of phases in which this stage has no micro-batch and only
+            serves; None for other phases.
         served_backward: the same for backward phases.
     """
 
@@ -194,13 +197,14 @@ class StepRoutes:
 
     @staticmethod
     def of(plan: StepPlan, stage: int, rank: int, device: Destination) -> StepRoutes:
-        """Routes of a stage's data-parallel rank."""
+        """The routes of a stage's data-parallel rank."""
         return StepRoutes._of(plan, plan.options.pool_rank(stage, rank), stage, device)
 
     @staticmethod
     def of_server(plan: StepPlan, place: int, device: Destination) -> StepRoutes:
-        """Routes of a server without a model, by its ``place`` in the pool: of all micro-batches without pipeline
-        stages, with them of all phases."""
+        """The routes of a server without a model, by its ``place`` in the pool.
+
+        Without pipeline stages it has routes of all micro-batches, with them of all phases."""
         return StepRoutes._of(plan, place, None, device)
 
     @staticmethod

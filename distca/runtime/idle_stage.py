@@ -25,9 +25,9 @@ class EmptyLayer:
         heads: query heads of this tensor-parallel rank.
         kv_heads: key/value heads of this tensor-parallel rank.
         head_dim: elements per head of queries and keys.
-        dtype: of the rows.
+        dtype: dtype of the rows.
         device: where the server computes.
-        value_dim: elements per head of values, where they are fewer; 0 for ``head_dim``.
+        value_dim: elements per head of values, where these are narrower; 0 for ``head_dim``.
     """
 
     sink = None
@@ -62,7 +62,7 @@ class EmptyLayer:
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> AttentionCall:
-        """Its call of one half, which begins with its backward."""
+        """The layer's call for one nano-batch, which begins with its backward."""
         _, q, kv = self.pre(torch.empty(0), nano)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         return AttentionCall.for_backward(pool, routes, layer, nano, HomeRows(q, kv, None, self.output, lse))
@@ -74,9 +74,9 @@ class EmptyRecurrentLayer:
 
     Attributes:
         recurrence: the formula that the core computes.
-        core_kernel: computes it.
-        core_parameters: its weights, without gradients.
-        dtype: of the rows.
+        core_kernel: the kernel that computes it.
+        core_parameters: the core's weights, without gradients.
+        dtype: dtype of the rows.
         device: where the rank computes.
     """
 
@@ -101,14 +101,15 @@ class EmptyRecurrentLayer:
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> RecurrentCall:
-        """Its call of one half, which begins with its backward; ``before`` is the call of the half before."""
+        """The layer's call for one nano-batch, which begins with its backward; ``before`` is that of the nano-batch
+        before."""
         call = RecurrentCall(pool, routes, self.recurrence, self.core_kernel, layer, nano, before)
         call.begin_backward(self._rows, self.core_parameters)
         return call
 
     @property
     def _rows(self) -> tuple[torch.Tensor, ...]:
-        """mixed_NC, g and beta_NH."""
+        """mixed_NC, g and beta_NH of no rows."""
         what, dtype = self.recurrence, torch.promote_types(self.dtype, torch.float32)
         return (
             torch.empty(0, what.channels, dtype=self.dtype, device=self.device),
@@ -121,28 +122,29 @@ AnyEmptyLayer = EmptyLayer | EmptyRecurrentLayer
 
 
 def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
-    """Serve a forward phase of others.
+    """Serves a forward phase in which this rank has no micro-batch.
 
     Args:
         pool: the server pool.
-        routes: of every layer.
-        layers: stand in for this rank's own.
+        routes: this rank's routes of every layer.
+        layers: layers that stand in for this rank's own.
     """
     with torch.no_grad():
         run_layers(layers, [torch.empty(0)] * len(routes[0]), routes, pool)
 
 
 def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
-    """Serve a backward phase of others, in the order in which autograd runs it on ranks with tokens; arguments as of
-    :func:`serve_forward`."""
+    """Serves a backward phase in which this rank has no micro-batch; arguments as in :func:`serve_forward`.
+
+    Exchanges have the order in which autograd runs them on ranks with tokens."""
     above: list[AttentionCall | RecurrentCall] = []
-    for number, (layer, halves) in reversed(list(enumerate(zip(layers, routes, strict=True)))):
+    for number, (layer, of_layer) in reversed(list(enumerate(zip(layers, routes, strict=True)))):
         calls: list[AttentionCall | RecurrentCall] = []
-        for nano, each in enumerate(halves):
+        for nano, each in enumerate(of_layer):
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
-        # As on ranks with tokens, a half's gradients of the layer above are joined right before its dO is launched:
-        # every rank then has the same exchanges under way whenever one is launched.
+        # As on ranks with tokens, a nano-batch's gradients of the layer above are joined right before its dO is
+        # launched. So every rank has the same exchanges under way whenever one is launched.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

@@ -1,4 +1,4 @@
-"""The rows that wait for backward, and their place: on the servers (*keep*) or at home, to be sent again (*resend*).
+"""The rows that wait for backward: on the servers (*keep*), or at home, from where they are sent again (*resend*).
 
 Shape suffixes as in ``attention_call.py``.
 """
@@ -24,8 +24,8 @@ class ServerRows:
     Attributes:
         q: q_THD.
         kv: kv_U2GD.
-        o: o_THD, once it was computed.
-        lse: lse_TH, once it was computed.
+        o: o_THD, once it is computed.
+        lse: lse_TH, the log-sum-exp of every row's scores, once it is computed.
     """
 
     q: torch.Tensor
@@ -41,9 +41,9 @@ class HomeRows:
     Attributes:
         q: q_NHD.
         kv: kv_N2GD.
-        prefix: keys and values of the previous nano-batch that were sent ahead of ``kv``; None where there were none.
-        o: o_NHD, with sinks, once it came home.
-        lse: lse_NH, with sinks, once it came home.
+        prefix: keys and values of the previous nano-batch that were sent ahead of ``kv``; None for none.
+        o: o_NHD with sinks, once it came home.
+        lse: lse_NH with sinks, once it came home.
     """
 
     q: torch.Tensor | Parked
@@ -56,14 +56,15 @@ class HomeRows:
 def moved(
     source: torch.Tensor, moves: RowMoves, rows: int, new: Callable[..., torch.Tensor] = torch.Tensor.new_empty
 ) -> tuple[torch.Tensor, list[Part]]:
-    """Returns the rows that arrive of ``source``, and the part of an exchange that brings them. Where all rows stay in
-    their places, these are ``source`` itself and no part.
+    """Returns a tensor for the rows that arrive, and the part of an exchange that fills it.
+
+    Where all rows stay in their places, the tensor is ``source`` itself, and there is no part.
 
     Args:
-        source: contiguous rows.
+        source: contiguous rows that are sent.
         moves: where they go.
-        rows: of what arrives.
-        new: makes room for it.
+        rows: number of rows that arrive.
+        new: makes the tensor, as ``torch.Tensor.new_empty`` does.
     """
     if moves.in_place and rows <= len(source):
         return source[:rows], []
@@ -72,8 +73,10 @@ def moved(
 
 
 class Keep:
-    """Servers keep q, k,v, log-sum-exp and o of their tasks; home ranks send dO alone. Of o a server keeps the rows
-    that live elsewhere: the others are at home, where the output projection keeps them anyway."""
+    """Servers keep q, k,v, o and log-sum-exp of their tasks, and home ranks send dO alone.
+
+    Of o a server keeps only rows that live on other ranks. Its own rows are at home, where the output projection keeps
+    them anyway."""
 
     sent_in_backward = "dO"
     needs_lse_at_home = False
@@ -93,14 +96,15 @@ class Keep:
         return self._server.kv
 
     def launched(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
-        """The rows of this rank are on their way to servers."""
+        """Notes rows of this rank that are on their way to servers; nothing is kept of them at home."""
 
     def served(self, rows: ServerRows) -> None:
-        """This server computed its tasks."""
+        """Notes the rows of the tasks that this server computed."""
         self._server = rows
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """The outputs came home, and there will be a backward; o and lse are with sinks where there are some."""
+        """Notes the outputs that came home, where a backward will follow; o and lse are with sinks where there are
+        some."""
         rows = self._server
         assert rows is not None and rows.o is not None
         self._sent_o, rows.o = rows.o.index_select(0, self._route.q_to_home.send_index), None
@@ -124,7 +128,8 @@ class Keep:
         return parts, None, do
 
     def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
-        """All rows of this server, with sinks; o from the rows that were sent and those at home."""
+        """All rows of this server, with sinks; o is put together from the rows that were sent and those at home."""
+        # Sinks change o by a factor: exp(lse without them − lse with them).
         rows, route, sent, after = self._server, self._route, self._sent_o, self._lse_with_sinks
         assert rows is not None and sent is not None and self._home_o is not None and rows.lse is not None
         if route.q_to_server.in_place:
@@ -138,16 +143,16 @@ class Keep:
         return ServerRows(rows.q, rows.kv, o, rows.lse if after is None else after)
 
     def forget(self) -> None:
-        """The gradients are computed."""
+        """Drops all rows, as the gradients are computed."""
         self._server = self._sent_o = self._home_o = self._home_lse = self._lse_with_sinks = None
 
 
 class Resend:
-    """Home ranks keep q, k,v, o and log-sum-exp of their rows and send them again with dO, to the servers of the
-    backward plan.
+    """Home ranks keep q, k,v, o and log-sum-exp of their rows, and send them again with dO, to the backward plan's
+    servers.
 
     Args:
-        routes: this rank's.
+        routes: this rank's routes of the nano-batch.
         offload: where the rows wait; None keeps them on the device.
     """
 
@@ -160,18 +165,19 @@ class Resend:
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """Nothing: servers keep no rows."""
-        raise AssertionError("servers of resent rows keep none of the half before")
+        """Raises AssertionError: servers keep no rows."""
+        raise AssertionError("servers of resent rows keep none of the nano-batch before")
 
     def launched(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
-        """The rows of this rank are on their way to servers."""
+        """Notes rows of this rank that are on their way to servers."""
         self.home = HomeRows(q_NHD, kv_N2GD, prefix_N2GD)
 
     def served(self, rows: ServerRows) -> None:
-        """This server computed its tasks, whose rows it forgets."""
+        """Keeps nothing of the tasks that this server computed."""
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """The outputs came home, and there will be a backward; o and lse are with sinks where there are some."""
+        """Notes the outputs that came home, where a backward will follow; o and lse are with sinks where there are
+        some."""
         assert self.home is not None and lse_NH is not None
         self.home.o, self.home.lse = o_NHD, lse_NH
         if self._offload is not None:
@@ -209,14 +215,14 @@ class Resend:
         return parts, ServerRows(*arriving), do
 
     def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
-        """All rows of this server, as they arrived."""
+        """The rows of this server, as they arrived."""
         assert arrived is not None
         return arrived
 
     def forget(self) -> None:
-        """The gradients are computed."""
+        """Does nothing: rows were dropped when they were sent."""
 
 
 def behind(prefix_N2GD: torch.Tensor | None, kv_N2GD: torch.Tensor) -> torch.Tensor:
-    """The rows that are sent again, then a nano-batch's own."""
+    """The key/value rows that are sent again, then the nano-batch's own."""
     return kv_N2GD if prefix_N2GD is None else torch.cat((prefix_N2GD, kv_N2GD))

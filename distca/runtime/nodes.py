@@ -1,4 +1,4 @@
-"""The base of calls of a layer's core: nodes of autograd's graph, and one transfer at a time."""
+"""The base of attention calls and recurrent calls: nodes of autograd's graph, and one transfer at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distca.transport.interface import sent_by
 
 
 class LayerCall:
-    """A layer's core in one nano-batch, of which at most one transfer is under way.
+    """The core of a layer in one nano-batch. At most one of its transfers is under way.
 
     Args:
         pool: the server pool.
@@ -41,13 +41,16 @@ class LayerCall:
 
 
 def graph_token(device: torch.device) -> torch.Tensor:
-    """A scalar on the rows' device: the autograd engine runs a device's nodes in one thread, in reverse order of
-    creation. Its value is never read."""
+    """A scalar whose value is never read; it only links nodes of autograd's graph.
+
+    It is on the rows' device, as the autograd engine runs a device's nodes in one thread, in reverse order of
+    creation."""
     return torch.empty((), device=device)
 
 
 class Node(torch.autograd.Function):
-    """``apply(graph_token, forward, backward)`` calls ``forward`` now and ``backward`` in its place in backward."""
+    """A node: ``apply(graph_token, forward, backward)`` calls ``forward`` now, and ``backward`` when the node's turn in
+    backward comes."""
 
     @staticmethod
     def forward(

@@ -1,17 +1,22 @@
 """The order in which a stack of layers runs one or two nano-batches, so that every transfer hides behind compute.
 
-For layer i and halves 0 (ping) and 1 (pong), nodes are created in this order:
+For layer i and nano-batches 0 (ping) and 1 (pong), nodes are created in this order:
 
     join q,k,v(i,0) · serve(i,0) · launch o(i,0) · join q,k,v(i,1) · serve(i,1) · launch o(i,1)
     join o(i,0) · post(i,0)+pre(i+1,0) · launch q,k,v(i+1,0) · join o(i,1) · post(i,1)+pre(i+1,1) · launch q,k,v(i+1,1)
 
-Where ``post`` sends rows to experts, it is in three parts, each for both halves before the next: what is before them
-with the launch of rows(i,n); experts(i,n) with the launch of what they put out; and its sum with pre(i+1,n).
+The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror image. Each reverse
+transfer is launched before the other nano-batch's compute and joined after it. Ranks wait for each other's rows, and
+for nothing else.
 
-A recurrent layer has the halo of its convolution in place of q,k,v. It has summaries of pieces in place of tasks, and
-states in place of o. The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror
-image. Each reverse transfer is launched before the other half's compute and joined after it. No rank waits for another
-except for the rows themselves.
+Where ``post`` sends rows to experts, it has three parts, and each runs for both nano-batches before the next one:
+
+- everything up to the experts, with the launch of their rows(i,n);
+- experts(i,n), with the launch of their outputs;
+- the sum of outputs, with pre(i+1,n).
+
+A recurrent layer sends the halo of its convolution in place of q,k,v, and states in place of o. In place of tasks it
+computes summaries of pieces.
 """
 
 from __future__ import annotations
@@ -39,12 +44,12 @@ class SplitLayer(Protocol):
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Everything before core attention: what :meth:`post` is to be given, one tensor or more, then q_NHD and
+        """Computes everything before core attention; returns one or more tensors for :meth:`post`, then q_NHD and
         kv_N2GD."""
         ...
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """Everything after it; ``residual`` is what pre returned first."""
+        """Computes everything after core attention; ``residual`` are the tensors that pre returned for it."""
         ...
 
 
@@ -53,13 +58,13 @@ class ExchangingLayer(SplitLayer, Protocol):
 
     @property
     def has_exchanges(self) -> bool:
-        """Whether it has experts."""
+        """Whether this layer has experts."""
         ...
 
     def post_parts(
         self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int
     ) -> Generator[None, None, torch.Tensor]:
-        """The output of post; pauses while rows are on their way to experts, and back."""
+        """Computes what post does, as a generator: it pauses while rows are on their way to experts, and back."""
         ...
 
 
@@ -82,12 +87,12 @@ class RecurrentLayer(Protocol):
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Everything before the core: what :meth:`post` is to be given, one tensor or more, then mixed_NC, g and
-        beta_NH as of :class:`RecurrentCall`."""
+        """Computes everything before the core; returns one or more tensors for :meth:`post`, then mixed_NC, g and
+        beta_NH as in :class:`RecurrentCall`."""
         ...
 
     def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """Everything after it; ``residual`` is what pre returned first."""
+        """Computes everything after the core; ``residual`` are the tensors that pre returned for it."""
         ...
 
 
@@ -103,14 +108,14 @@ def run_layers(
     pool: AttentionPool,
     checkpoint: Checkpoint | None = None,
 ) -> list[torch.Tensor]:
-    """Run ``layers`` on every nano-batch.
+    """Runs ``layers`` on every nano-batch.
 
     Args:
         layers: the split layers.
         hidden: input of each nano-batch.
-        routes: this rank's, of every layer.
+        routes: this rank's routes of every layer.
         pool: the server pool.
-        checkpoint: ``checkpoint(function, *tensors)`` that recomputes ``function`` in backward; applied to
+        checkpoint: ``checkpoint(function, *tensors)`` recomputes ``function`` in backward. It is applied to
             post(i)+pre(i+1), never to core attention, so that nothing is sent twice.
 
     Returns:
@@ -137,11 +142,12 @@ class _Run:
         self._recomputes = checkpoint is not None
         self._checkpoint = checkpoint or (lambda function, *tensors: function(*tensors))
         self._calls: list[AnyCall] = []
-        self._residuals: list[tuple[torch.Tensor, ...]] = []  # of each half, for the next post
+        self._residuals: list[tuple[torch.Tensor, ...]] = []  # by nano-batch, for the next post
         self._previous_kv: torch.Tensor | None = None
         self.outputs: list[torch.Tensor] = []
 
     def first(self, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Runs pre of the first layer and launches its core; returns a graph token for each nano-batch."""
         graph_tokens = []
         for nano, each in enumerate(hidden):
             with self._pool.timeline.compute("pre", 0, nano, "forward"):
@@ -150,10 +156,12 @@ class _Run:
         return graph_tokens
 
     def attend(self, layer: int, graph_tokens: list[torch.Tensor]) -> None:
+        """Runs the core of a layer."""
         for nano, call in enumerate(self._calls):
             graph_tokens[nano] = _through_core(call, self._layers[layer], graph_tokens[nano])
 
     def between(self, layer: int, graph_tokens: list[torch.Tensor]) -> None:
+        """Runs post of a layer and pre of the next one, and launches that one's core."""
         last = layer + 1 == len(self._layers)
         calls, self._calls = self._calls, []
         residuals, self._residuals = self._residuals, []
@@ -164,8 +172,8 @@ class _Run:
         for nano, call in enumerate(calls):
             o = _out_of_core(call, self._layers[layer], graph_tokens[nano])
             with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
-                # What is recomputed must not hold this object: k,v of the last launch lead back to it by the graph,
-                # in a circle that Python's garbage collector cannot see.
+                # A recomputed function must not hold this object. The graph leads from k,v of the last launch back to
+                # it, which makes a circle that Python's garbage collector cannot see.
                 if last:
                     post = partial(self._layers[layer].post, nano=nano)
                     self.outputs.append(self._checkpoint(post, o, *residuals[nano]))
@@ -182,7 +190,8 @@ class _Run:
         residuals: list[tuple[torch.Tensor, ...]],
         graph_tokens: list[torch.Tensor],
     ) -> None:
-        """The same where ``post`` sends rows to experts: those of one half travel beside the other's compute."""
+        """Runs :meth:`between` where post sends rows to experts: those of one nano-batch travel beside the other's
+        compute."""
         split: Any = self._layers[layer]
         posts, last, paused = [], layer + 1 == len(self._layers), True
         for nano, call in enumerate(calls):
@@ -203,7 +212,7 @@ class _Run:
                     self.outputs.append(hidden)
 
     def _launch(self, layer: int, nano: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Begin the core of a layer with what its ``pre`` returned."""
+        """Launches the core of a layer with the tensors that its pre returned; returns the graph token."""
         routes, before = self._routes[layer][nano], self._calls[-1] if self._calls else None
         if isinstance(routes, RecurrentRoutes):
             *residual, mixed, g, beta = made
@@ -226,7 +235,7 @@ class _Run:
         return call
 
     def _prefix(self, routes: NanoRoutes) -> torch.Tensor | None:
-        """Keys and values of the first half that the second needs again, which continues a document of it."""
+        """The keys and values of ping that pong needs again, since it continues documents of ping; None for none."""
         if not routes.prefix:
             return None
         assert self._previous_kv is not None
@@ -235,19 +244,19 @@ class _Run:
 
 
 def _through_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor:
-    """Join what the core needs, compute it and launch what comes of it."""
+    """Joins the rows that the core needs, computes it and launches its results; returns the graph token."""
     if isinstance(call, RecurrentCall):
         return call.launch_states(call.summarise(call.join_halo(token), layer.core_parameters))
     return call.launch_o(call.serve(call.join_qkv(token)), layer.sink)
 
 
 def _out_of_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor:
-    """Join it."""
+    """Joins the core's results; returns o of this rank's rows."""
     return call.join_states(token) if isinstance(call, RecurrentCall) else call.join_o(token, layer.sink)
 
 
 def _gone_on(post: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:
-    """The output of the last part; None where one more follows the part that runs."""
+    """Runs the next part of a post; returns its output after the last part, else None."""
     try:
         next(post)
     except StopIteration as end:

@@ -2,9 +2,9 @@
 
     enter: launch halo → join → summarise → launch states → leave: join states, finish
 
-The chain has the form of core attention's (attention_call.py). Every row is computed where it lies; what travels is
-the halo of convolutions and the states between the pieces of a document (distca/plan/recurrent). Every piece is
-computed once forward and once backward, as early as that can be:
+The chain has the form of core attention's (attention_call.py). Every row is computed where it lies. The halo of
+convolutions travels, and the states between the pieces of a document (distca/plan/recurrent). Every piece is computed
+once forward and once backward, in the first of these nodes in which all that it needs is there:
 
 | piece of its document | summarise | finish | launch of gradients | join of gradients |
 |---|---|---|---|---|
@@ -13,8 +13,8 @@ computed once forward and once backward, as early as that can be:
 | the last | | forward | backward, sends the gradient of its state | |
 | another | summary | forward | gradient of its state alone | backward |
 
-A half keeps the projection's rows and the states before its pieces; the convolution is computed again in backward.
-Ping's halo rows and states are pong's too: ping has a prefix of every document.
+A nano-batch keeps the projection's rows and the states before its pieces; the convolution is computed again in
+backward. Pong uses ping's halo rows and states, since ping has the first rows of every document.
 
 Shape suffixes: N rows of the home rank (padding included), C channels of the convolution, U halo rows that arrived; H
 heads, K elements of a head of k, V of one of v.
@@ -36,7 +36,7 @@ from distca.runtime.recurrent_routes import RecurrentRoutes, StateRoutes
 from distca.runtime.server import AttentionPool
 
 States = Mapping[int, torch.Tensor]
-"""States, summaries or gradients of states, by number of this half's piece."""
+"""States, summaries or gradients of states, by number of the piece in this nano-batch."""
 
 
 class RecurrentCall(LayerCall):
@@ -44,12 +44,12 @@ class RecurrentCall(LayerCall):
 
     Args:
         pool: the ranks, and how they move rows.
-        routes: this rank's of the nano-batch.
+        routes: this rank's routes of the nano-batch.
         what: the recurrence.
-        kernel: computes it.
+        kernel: the kernel that computes it.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
-        before: the call of the layer's half before this one.
+        before: the layer's call for the nano-batch before.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class RecurrentCall(LayerCall):
         self._routes, self._what, self._kernel, self._before = routes, what, kernel, before
         self._rows: tuple[torch.Tensor, ...] = ()  # mixed_NC, g, beta_NH
         self._parameters: CoreParameters | None = None
-        self._halo: torch.Tensor | None = None  # halo_UC that arrived in this half
+        self._halo: torch.Tensor | None = None  # halo_UC that arrived in this nano-batch
         self._core: tuple[CoreRows, torch.Tensor] | None = None  # the core's rows, and o or dO, between two nodes
         self._arriving: list[torch.Tensor] = []  # own states and transitions, or their gradients
         self._own: dict[int, torch.Tensor] = {}  # states or gradients that are sent
         self._transitions: dict[int, torch.Tensor] = {}
         self._states: dict[int, torch.Tensor] = {}  # before the pieces that continue a document
-        self._passed: dict[int, torch.Tensor] = {}  # by document, the state or gradient behind this half
+        self._passed: dict[int, torch.Tensor] = {}  # by document, the state or gradient behind this nano-batch
         self._passed_back: dict[int, torch.Tensor] = {}
-        self._of_halo: torch.Tensor | None = None  # gradient of halo rows from the half behind this one
+        self._of_halo: torch.Tensor | None = None  # gradient of halo rows from the next nano-batch
         self._gradients: tuple[torch.Tensor, ...] = ()
         self._core_gradients: CoreRows | None = None
         pairs = list(zip(routes.opens, routes.closes, strict=True))
@@ -86,7 +86,7 @@ class RecurrentCall(LayerCall):
     # For a rank without tokens, which takes part in a backward phase without a forward.
 
     def begin_backward(self, rows: tuple[torch.Tensor, ...], parameters: CoreParameters) -> None:
-        """Stand where forward would have ended.
+        """Sets the state in which forward would have ended.
 
         Args:
             rows: mixed_NC, g and beta_NH of no rows, in the shapes of the layer's.
@@ -95,44 +95,44 @@ class RecurrentCall(LayerCall):
         self._rows, self._parameters, self._halo = rows, parameters, rows[0]
 
     def backward_launch_do(self, do_NHV: torch.Tensor) -> None:
-        """Start sending gradients of states."""
+        """Starts sending gradients of states."""
         self._launch_state_gradients(do_NHV)
 
     def backward_serve(self) -> None:
-        """Wait for them, and start sending gradients of halo rows."""
+        """Waits for gradients of states, and starts sending gradients of halo rows."""
         self._join_state_gradients()
         self._summarise_backward()
         self._launch_halo_gradients()
 
     def backward_join_gradients(self) -> None:
-        """Wait for the gradients of rows that live here."""
+        """Waits for the gradients of rows that live here."""
         self._join_halo_gradients()
 
     # Public: the five nodes, called in this order.
 
     def launch_halo(self, mixed_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor) -> torch.Tensor:
-        """Start sending rows before the convolution to the pieces behind them; returns the graph token for
-        :meth:`join_halo`. g is g_NH or g_NHK."""
+        """Starts sending halo rows to the pieces behind them; returns the graph token for :meth:`join_halo`. g is g_NH
+        or g_NHK."""
         token: torch.Tensor = _Enter.apply(mixed_NC, g, beta_NH, self)
         return token
 
     def join_halo(self, token: torch.Tensor) -> torch.Tensor:
-        """Wait for the rows before this rank's pieces."""
+        """Waits for the halo rows of this rank's pieces."""
         joined: torch.Tensor = Node.apply(token, self._join_halo, self._launch_halo_gradients)
         return joined
 
     def summarise(self, token: torch.Tensor, parameters: CoreParameters) -> torch.Tensor:
-        """Compute what needs no state, and summaries of the other pieces."""
+        """Computes pieces that need no state, and summaries of the pieces between others."""
         done: torch.Tensor = _Summarise.apply(token, parameters.kernel, parameters.bias, parameters.skip, self)
         return done
 
     def launch_states(self, token: torch.Tensor) -> torch.Tensor:
-        """Start sending states and transitions."""
+        """Starts sending states and transitions."""
         launched: torch.Tensor = Node.apply(token, self._launch_states, self._join_state_gradients)
         return launched
 
     def join_states(self, token: torch.Tensor) -> torch.Tensor:
-        """Wait for the states and compute the pieces that continue documents; returns o_NHV, zero in padding rows."""
+        """Waits for the states and computes the pieces that continue documents; returns o_NHV, zero in padding rows."""
         o: torch.Tensor = _Leave.apply(token, self)
         return o
 
@@ -177,7 +177,7 @@ class RecurrentCall(LayerCall):
                 o_NHV += (self._parameters.skip[:, None] * rows.v).to(o_NHV.dtype)
         if not has_backward:
             self._rows, self._states, self._transitions = (), {}, {}
-        # A fresh view: autograd makes the returned tensor part of the graph.
+        # A new view is returned, as autograd makes the returned tensor part of the graph.
         return o_NHV.detach()
 
     # Backward.
@@ -198,7 +198,7 @@ class RecurrentCall(LayerCall):
         self._join("dstates", "backward")
 
     def _summarise_backward(self) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of the kernel, bias and skip."""
+        """Computes the other pieces' backward; returns gradients of the convolution's kernel and bias, and of skip."""
         assert self._core is not None and self._core_gradients is not None and self._parameters is not None
         (rows, do_NHV), gradients = self._core, self._core_gradients
         with self._pool.timeline.compute("finish", *self._where, "backward"):
@@ -218,7 +218,7 @@ class RecurrentCall(LayerCall):
         return of_kernel, of_bias, of_skip
 
     def _convolution_backward(self, gradients: CoreRows) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of the convolution's kernel and bias; those of its rows are kept for the nodes before."""
+        """Returns gradients of the convolution's kernel and bias; those of its rows are kept for the next nodes."""
         assert self._parameters is not None
         (mixed, g, beta), given = self._rows, self._parameters
         leaves = [each.detach().requires_grad_() for each in (mixed, self._halo_rows(), given.kernel)]
@@ -257,7 +257,7 @@ class RecurrentCall(LayerCall):
     # Shared.
 
     def _halo_rows(self) -> torch.Tensor:
-        """halo_UC of ping, then of this half."""
+        """halo_UC of ping, then in pong its own."""
         assert self._halo is not None
         if self._before is None:
             return self._halo
@@ -273,7 +273,7 @@ class RecurrentCall(LayerCall):
         return [self._routes.pieces.spans[each] for each in numbers]
 
     def _stacked(self, states: States, numbers: Sequence[int]) -> torch.Tensor | None:
-        """States of pieces of one sort, all of which have one or none."""
+        """The states of pieces of one sort, which all have a state, or none has."""
         has_states = bool(numbers) and numbers[0] in states
         return torch.stack([states[each] for each in numbers]) if has_states else None
 
@@ -301,7 +301,7 @@ class RecurrentCall(LayerCall):
         return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
 
     def _send_states(self, routes: StateRoutes, what: str, direction: str) -> None:
-        """Launch the exchange of own states, or of their gradients, and of transitions."""
+        """Launches the exchange of own states, or of their gradients, and of transitions."""
         mixed_NC = self._rows[0]
         self._arriving, parts = [], []
         for by_piece, numbers, shape, moves in (
@@ -319,10 +319,11 @@ class RecurrentCall(LayerCall):
     def _reached(
         self, routes: StateRoutes, passed: States, backward: bool
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Returns two sets of states: one for each own piece, and one for each document that the other half goes on
-        with.
+        """Folds the summaries that arrived; returns states by own piece, and by document that the other nano-batch goes
+        on with.
 
-        A piece gets the state before it, in backward the one behind it. Chains begin where ``passed`` left off."""
+        A piece gets the state before it; in backward it gets the gradient of the state behind it. ``passed`` has by
+        document where the chain of the other nano-batch ended."""
         (states, transitions), self._arriving = self._arriving, []
         found: dict[int, torch.Tensor] = {}
         goes_on: dict[int, torch.Tensor] = {}
@@ -338,8 +339,8 @@ class RecurrentCall(LayerCall):
                         assert reached is not None
                         reached = own + carried(transitions[link.transition], reached, backward)
                     else:
-                        reached = own.clone()  # A part would keep all that arrived until backward.
-            if reached is not None and links[-1].state >= 0:  # which is read by a piece of the other half
+                        reached = own.clone()  # A view would keep all that arrived until backward.
+            if reached is not None and links[-1].state >= 0:  # a piece of the other nano-batch reads it
                 goes_on[document] = reached
         return found, goes_on
 
@@ -355,8 +356,8 @@ def recurrent_core(
     g: torch.Tensor,
     beta_NH: torch.Tensor,
 ) -> torch.Tensor:
-    """o_NHV of one half by itself, which has no other to hide behind; arguments as of :class:`RecurrentCall` and its
-    nodes."""
+    """o_NHV of one nano-batch by itself, with transfers that nothing hides; arguments as in :class:`RecurrentCall` and
+    its nodes."""
     call = RecurrentCall(pool, routes, what, kernel, layer, 0)
     token = call.summarise(call.join_halo(call.launch_halo(mixed_NC, g, beta_NH)), parameters)
     return call.join_states(call.launch_states(token))

@@ -1,5 +1,6 @@
-"""A rank's pieces, their halo and their states in device form. They are made once per micro-batch and used by all
-recurrent layers whose convolutions have the same size."""
+"""The routes of a rank's pieces, their halo and their states, as tensors on its device.
+
+They are made once per micro-batch and used by all recurrent layers whose convolutions have the same size."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from distca.transport import RowMoves
 
 @dataclass(frozen=True)
 class StateRoutes:
-    """Exchanges of summaries of one half in one direction.
+    """The exchanges of summaries of one nano-batch in one direction.
 
     Attributes:
-        sends_state: pieces of this rank and half whose own state is sent, in the exchange's order.
-        sends_transition: the same of those whose transition is sent.
+        sends_state: pieces of this rank and nano-batch whose own state is sent, in the exchange's order.
+        sends_transition: pieces whose transition is sent.
         states: moves of own states.
         transitions: moves of transitions.
-        chains: (document, its links in this half), of each document that this rank reads.
+        chains: (document, its links in this nano-batch) for each document that this rank reads.
     """
 
     sends_state: list[int]
@@ -37,7 +38,7 @@ class StateRoutes:
 
     @staticmethod
     def of(route: ChainRoute, ranks: int, device: Destination) -> StateRoutes:
-        """Bring a route to ``device``."""
+        """Brings a route to ``device``."""
         return StateRoutes(
             route.sends_state.tolist(),
             route.sends_transition.tolist(),
@@ -49,17 +50,17 @@ class StateRoutes:
 
 @dataclass(frozen=True)
 class RecurrentRoutes:
-    """Everything a rank needs to run one half of a recurrent layer.
+    """Everything a rank needs to run one nano-batch of a recurrent layer.
 
     Attributes:
-        pieces: where they lie, and the rows before them among ping's halo rows and then this half's.
+        pieces: where the pieces lie, and which halo rows come before them; ping's halo rows are counted first.
         opens: for each piece, whether it is the first of its document.
         closes: for each piece, whether it is the last of its document.
         given: int64 rows of this rank that are sent as halo.
         halo_to_pieces: moves of halo rows to the ranks whose pieces read them.
         halo_to_home: moves of their gradients back, added up.
-        forward: states before pieces.
-        backward: gradients of states behind them.
+        forward: exchanges of the states before pieces.
+        backward: exchanges of the gradients of the states behind pieces.
     """
 
     pieces: PieceRows
@@ -73,10 +74,10 @@ class RecurrentRoutes:
 
     @staticmethod
     def of(layouts: Sequence[Layout], rank: int, halo_rows: int, device: Destination) -> tuple[RecurrentRoutes, ...]:
-        """The routes of a micro-batch's halves.
+        """The routes of a micro-batch, one for each nano-batch.
 
         Args:
-            layouts: of the halves.
+            layouts: the layouts of the nano-batches.
             rank: this rank, numbered as in the layouts.
             halo_rows: rows that the layers' convolution reads before a row.
             device: where the rows live; with an upload the routes are ready once that was sent.
@@ -89,13 +90,15 @@ class RecurrentRoutes:
             return tuple(routes)
 
     def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
-        """Returns these routes with the exchanges of another phase in backward, in which this rank has the same rows
-        and other stages have other ones."""
+        """Returns these routes with the backward exchanges of another phase.
+
+        In that phase this rank has the same rows, and other stages have other ones."""
         return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 
 def _of(route: PieceRoute, arrived: int, device: Destination) -> RecurrentRoutes:
-    """``arrived``: halo rows of this half and of the one before. The row past them is what documents begin with."""
+    """The routes of one nano-batch. ``arrived`` is the number of halo rows of this nano-batch and the one before; the
+    row after them stands for rows before a document."""
     picked = np.where(route.halo.picked < 0, arrived, route.halo.picked)
     opens = route.opens.tolist()
     return RecurrentRoutes(

@@ -1,8 +1,7 @@
-"""The server pool as one rank sees it, and its in-place attention server. The server runs this rank's fused batch of
-CA-tasks on the rows that arrived.
+"""The server pool as one rank sees it, and the rank's attention server, which computes its CA-tasks on arrived rows.
 
 Shape suffixes as in attention/kernel.py, with U key/value rows that arrived, which tasks may share, and V rows of the
-half before; k and v travel together as kv_U2GD, or as [U, G, key and value] where values are narrower than keys.
+nano-batch before. k and v travel together as kv_U2GD, or as [U, G, key and value] where values are narrower than keys.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from distca.transport import Transport
 
 
 def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route: ServerRoute) -> torch.Tensor:
-    """kv_S2GD, the k,v rows of every task: from those that arrived, and from those of the half before. The same tensor
-    where no two tasks share any."""
+    """kv_S2GD, the k,v rows of every task's region: copies of rows that arrived, and of the nano-batch before.
+
+    Where no two tasks share rows, it is ``kv_U2GD`` itself."""
     if not route.repeats:
         return kv_U2GD
     kv_S2GD = kv_U2GD.new_empty(route.region_rows, *kv_U2GD.shape[1:])
@@ -40,7 +40,7 @@ def keys_and_values(kv_S2GD: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, 
 
 
 def together(k_SGD: torch.Tensor, v_SGD: torch.Tensor) -> torch.Tensor:
-    """Keys and values, or their gradients, in the rows in which they travel: kv_S2GD where both have one width."""
+    """Keys and values, or their gradients, as the rows in which they travel: kv_S2GD where both have one width."""
     if k_SGD.shape == v_SGD.shape:
         return torch.stack((k_SGD, v_SGD), dim=1)
     return torch.cat((k_SGD, v_SGD), dim=-1)
@@ -54,12 +54,14 @@ def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) 
 
 
 Sums = dict[int, torch.Tensor]
-"""Gradients in float32 of rows of a server's buffer, by their first row."""
+"""Gradients in float32 of ranges of rows of a server's buffer, by first row."""
 
 
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
-    """dkv_U2GD of the rows that arrived: gradients of tasks that share rows are added in float32, the last task's first
-    and then the others' in their order, and rounded once; then those of the half that comes ``later`` are."""
+    """dkv_U2GD of the rows that arrived.
+
+    Gradients of tasks that share rows are added in float32, the last task's first and then the others' in their order,
+    and rounded once. Then gradients of the next nano-batch, ``later``, are added and rounded."""
     dkv_U2GD = dkv_S2GD
     if route.repeats:
         dkv_U2GD = dkv_S2GD.new_empty(route.kv_rows, *dkv_S2GD.shape[1:])
@@ -76,12 +78,14 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
 
 
 def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
-    """Gradients of the rows that are of the half before."""
+    """The gradients of rows of the nano-batch before."""
     return {each.first: _sum(dkv_S2GD, each) for each in route.before}
 
 
 def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
-    """The sum in float32 of the rows that others than the last task read, or of all where there is no other."""
+    """The sum in float32 of gradients of shared rows, up to the last row that another than the last task reads; of all
+    rows where there is no other task."""
+    # The last task reads to the end of the range, so rows that only it reads need no sum.
     *others, (offset, place, rows) = shared.places
     longest = max((offset + rows for offset, _, rows in others), default=rows)
     wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)
@@ -92,11 +96,11 @@ def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
     return total
 
 
-def serve_forward(
+def compute_forward(
     kernel: Kernel, route: ServerRoute, q_THD: torch.Tensor, kv_S2GD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return o_THD and lse_TH of this server's tasks, by one kernel for each kind of layer; a server without tasks
-    returns empty tensors."""
+    """Returns o_THD and lse_TH of this server's tasks, computed by one kernel call for each run of one kind; empty
+    tensors without tasks."""
     if len(route.batches) == 1:
         (only,) = route.batches
         return kernel.forward(q_THD, *keys_and_values(kv_S2GD, q_THD.shape[2]), only.batch, only.kind)
@@ -109,7 +113,7 @@ def serve_forward(
     return o_THD, lse_TH
 
 
-def serve_backward(
+def compute_backward(
     kernel: Kernel,
     route: ServerRoute,
     do_THD: torch.Tensor,
@@ -118,7 +122,7 @@ def serve_backward(
     o_THD: torch.Tensor,
     lse_TH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dq_THD and dkv_S2GD of this server's tasks."""
+    """Returns dq_THD and dkv_S2GD of this server's tasks."""
     if len(route.batches) == 1:
         (only,) = route.batches
         k, v = keys_and_values(kv_S2GD, q_THD.shape[2])
@@ -140,13 +144,13 @@ class AttentionPool:
     """All ranks that serve core attention to each other.
 
     Attributes:
-        transport: moves rows between them.
+        transport: moves rows between these ranks.
         kernel: computes CA-tasks on this rank.
-        timeline: records what this rank does when.
-        backward: "keep": servers keep q, k, v, o and log-sum-exp of their tasks, home ranks send only dO. "resend":
-            home ranks keep them and send them again with dO, to the servers that the backward plan names.
-        offload: where home ranks keep them meanwhile, and blocks what goes into recomputed segments; None keeps all on
-            the device.
+        timeline: records what this rank does, and when.
+        backward: with "keep", servers keep q, k, v, o and log-sum-exp of their tasks, and home ranks send only dO. With
+            "resend", home ranks keep them and send them again with dO, to the servers that the backward plan names.
+        offload: host memory for the rows that home ranks keep, and for the inputs of recomputed segments; None keeps
+            all on the device.
     """
 
     transport: Transport

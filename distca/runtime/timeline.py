@@ -1,7 +1,7 @@
-"""The times of a rank's compute and transfers for both nano-batches. The timeline and tests of the order read them.
+"""The times of a rank's compute and transfers for both nano-batches, for the timeline and for tests of the order.
 
-Recording costs two events per span and nothing while it is off, except the time spent serving, which is always
-measured: the step log compares it over ranks.
+Recording costs two events per span. Nothing is measured while it is off, but the time of serving, which the step log
+compares over ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class _Span:
 
 
 class Timeline:
-    """Spans of one rank.
+    """The spans of one rank.
 
     Attributes:
-        times_waits: whether :meth:`waiting` times what it encloses.
-        order: names of what was queued, in the order in which the host queued it, while recording. Entries are
-            "launch q,k,v 3 ping forward" and the like: action, layer, nano-batch, direction.
+        times_waits: whether :meth:`waiting` times its block.
+        order: while recording, the actions in the order in which the host queued them. An entry has action, layer,
+            nano-batch and direction: "launch q,k,v 3 ping forward".
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -51,14 +51,14 @@ class Timeline:
         self._side_stream: torch.cuda.Stream | None = None
 
     def start_recording(self) -> None:
-        """Record from now on, with a zero that all ranks share; every rank calls it."""
+        """Records from now on, from a zero of time that all ranks share; every rank calls it."""
         self.clock.synchronize()
         self.order.clear()
         self.recording = True
 
     @contextmanager
     def compute(self, name: str, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Time work queued inside the block; ``kinds`` of attention layers stand behind the span's name."""
+        """Times the work queued inside the block; ``kinds`` of attention layers stand behind the span's name."""
         if not self.recording:
             yield
             return
@@ -72,8 +72,8 @@ class Timeline:
 
     @contextmanager
     def serve(self, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Time the attention server, which computes layers of these kinds; counted in :meth:`serve_seconds` also while
-        nothing is recorded."""
+        """Times the attention server, also while nothing is recorded, for :meth:`serve_seconds`; ``kinds`` of layers as
+        in :meth:`compute`."""
         with self.compute("serve", layer, nano, direction, kinds):
             start = self.clock.work()
             yield
@@ -81,8 +81,9 @@ class Timeline:
 
     @contextmanager
     def stage(self, name: str, track: str = "stage") -> Iterator[None]:
-        """Time a part of the step other than a layer's, on a track of its own, or a whole step on the track ``steps``;
-        layers' spans may lie inside."""
+        """Times a part of the step other than a layer, on a track of its own, or a whole step on the track ``steps``.
+
+        Layers' spans may lie inside."""
         if not self.recording:
             yield
             return
@@ -92,8 +93,9 @@ class Timeline:
         span.end = self.clock.now()
 
     def open(self, name: str, layer: int, nano: int, direction: str, *, past_launches: bool = False) -> None:
-        """Begin a span that ends at the next :meth:`close`, at the next span or, unless it goes on ``past_launches``,
-        when a transfer is launched."""
+        """Begins a span that ends at the next :meth:`close` or at the next span.
+
+        Unless it goes on ``past_launches``, it also ends when a transfer is launched."""
         if self.recording:
             self.close()
             self.order.append(_entry(name, layer, nano, direction))
@@ -102,7 +104,7 @@ class Timeline:
             self._reopen = (name, layer, nano, direction) if past_launches else None
 
     def close(self) -> None:
-        """End the span that :meth:`open` began, if there is one."""
+        """Ends the span that :meth:`open` began, if there is one."""
         if self._open is not None:
             self._open.end = self.clock.now()
             self._open = self._reopen = None
@@ -116,8 +118,10 @@ class Timeline:
         direction: str,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Note a transfer that was just launched, and when its collectives end, of both hops; ``args`` are shown with
-        it. Transfers of a track follow each other: each half of each kind has one of its own."""
+        """Notes a transfer that was just launched, and when its collectives of both hops end; ``args`` are shown with
+        it.
+
+        Each nano-batch has a track for each sort of transfer, so transfers of a track do not overlap."""
         if not self.recording:
             return
         goes_on = self._reopen
@@ -136,14 +140,14 @@ class Timeline:
             self.open(*goes_on, past_launches=True)
 
     def joined(self, what: str, layer: int, nano: int, direction: str) -> None:
-        """Note that a transfer is about to be waited for."""
+        """Notes that a transfer is about to be waited for."""
         if self.recording:
             self.close()
             self.order.append(_entry(f"join {what}", layer, nano, direction))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Time how long compute waits for a transfer, with what then puts rows in their places."""
+        """Times how long compute waits for a transfer, and for the copies that then put rows in their places."""
         if not self.times_waits:
             yield
             return
@@ -152,13 +156,13 @@ class Timeline:
         self._waits.setdefault(what, []).append((start, self.clock.now()))
 
     def take_waits(self) -> dict[str, float]:
-        """Seconds that compute waited since the last call, by transfer; blocks until the last wait is over."""
+        """Returns the seconds that compute waited since the last call, by transfer; blocks until the last wait ends."""
         waits, self._waits = self._waits, {}
         return {what: sum(self.clock.seconds(*each) for each in spans) for what, spans in waits.items()}
 
     def take_serves(self) -> dict[str, list[float]]:
-        """Seconds of every time this rank served since the last call, in order, by direction; blocks until the last
-        serve is done."""
+        """Returns by direction the seconds of each time that this rank served since the last call, in order; blocks
+        until the last one ends."""
         seconds = {
             direction: [self.clock.seconds(start, end) for start, end in spans]
             for direction, spans in self._serves.items()
@@ -167,12 +171,12 @@ class Timeline:
         return seconds
 
     def serve_seconds(self) -> dict[str, float]:
-        """The same added up."""
+        """Returns by direction the seconds that this rank served since the last call; blocks as :meth:`take_serves`."""
         return {direction: sum(seconds) for direction, seconds in self.take_serves().items()}
 
     def take(self, rank: int) -> list[dict[str, Any]]:
-        """End recording and return its spans as {rank, track, name, start_us, duration_us} and, of
-        transfers, args."""
+        """Ends recording and returns its spans as {rank, track, name, start_us, duration_us}, transfers also with
+        args."""
         self.close()
         self.recording = False
         spans, self._spans = self._spans, []
@@ -194,7 +198,7 @@ class Timeline:
         return events
 
     def _end_on_side_stream(self, span: _Span, works: list[Any]) -> None:
-        """Let a stream of its own wait for the collectives, so that their end is timed where they end."""
+        """Lets a stream of its own wait for the collectives, so that their end is timed when they end."""
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream()
         with torch.cuda.stream(self._side_stream):

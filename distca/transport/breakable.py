@@ -1,7 +1,7 @@
 """A transport whose pool may break, because a rank of it is gone: the step goes on with zeros, and is then repeated.
 
-A rank that stopped half-way would leave the others waiting in collectives of other groups. So it goes through the whole
-step: all that arrives from the moment on in which an exchange failed are zeros. What comes out is thrown away.
+A rank that stopped in the middle of a step would leave others waiting in collectives of other groups. So it goes on to
+the end of the step: once an exchange has failed, only zeros arrive. The results of that step are thrown away.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from distca.transport.interface import Part
 logger = logging.getLogger(__name__)
 
 _LOST = ("gloo/transport", "NCCL", "ncclRemoteError")
-"""Words of errors that follow from a rank that is gone."""
+"""Words in the messages of errors that a rank which is gone causes."""
 
 
 class PoolBrokenError(RuntimeError):
-    """The pool was given up, because a rank of it is gone."""
+    """Raised where the pool was given up, because a rank of it is gone."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -52,27 +52,28 @@ class BreakableTransport:
         self.name, self.rank, self.ranks, self.broken = "", 0, 0, True
 
     def use(self, group: dist.ProcessGroup) -> None:
-        """Send rows over ``group`` from now on, and none over the one before."""
+        """Sends rows over ``group`` from now on, and none over the group before."""
         self.give_up()
         self._group, self._inner, self.broken = group, CollectiveTransport(group), False
         self.name, self.rank, self.ranks = self._inner.name, self._inner.rank, self._inner.ranks
 
     def give_up(self) -> None:
-        """Send no rows any more. Exchanges that are under way fail."""
+        """Drops the group and sends no rows any more; exchanges that are under way fail."""
         with self._ending:
             group, self._group, self._inner, self.broken = self._group, None, None, True
             if group is not None:
                 give_up(group)
 
     def break_off(self) -> None:
-        """Let exchanges that are under way fail, from another thread than the one that launches them."""
+        """Makes exchanges that are under way fail; may be called from another thread than the one that launches
+        them."""
         with self._ending:
             self.broken = True
             if self._group is not None:
                 break_off(self._group)
 
     def launch(self, parts: tuple[Part, ...]) -> BreakableHandle:
-        """Start an exchange.
+        """Starts an exchange.
 
         Raises:
             TransportError: the moves belong to a plan for another number of ranks; nothing was sent.
@@ -88,10 +89,10 @@ class BreakableTransport:
         return BreakableHandle(self, handle, parts)
 
     def failed(self, error: RuntimeError) -> None:
-        """Give the pool up where an exchange failed because a rank is gone.
+        """Gives the pool up where an exchange failed because a rank is gone.
 
         Raises:
-            RuntimeError: the ``error``, where that is another, or the step does not go on.
+            RuntimeError: the ``error`` itself, where it has another cause, or steps do not go on.
         """
         if not self._goes_on or not (self.broken or is_lost_peer(error)):
             raise error
@@ -100,11 +101,12 @@ class BreakableTransport:
         self.give_up()
 
     def came_to_end(self, device: torch.device) -> bool:
-        """Whether all ranks of the group have come to the end of a step with all that they launched; they all ask. It
-        waits for the device, on which exchanges that were broken off end too.
+        """Whether all ranks of the group have come to the end of a step with all exchanges done; all ranks ask.
+
+        It waits for the device, on which exchanges that were broken off end too.
 
         Raises:
-            RuntimeError: on one that does not go on.
+            RuntimeError: they have not, and this rank's steps do not go on.
         """
         here = torch.ones(1, device=device)
         try:
@@ -112,7 +114,7 @@ class BreakableTransport:
                 self.failed(PoolBrokenError("The pool was given up."))
                 return False
             dist.all_reduce(here, group=self._group)
-            # What NCCL breaks off leaves any number there.
+            # A reduction that NCCL breaks off leaves any number.
             whole = here.item() == self.ranks and not self.broken
         except RuntimeError as error:
             self.failed(error)
@@ -123,7 +125,7 @@ class BreakableTransport:
 
 
 class BreakableHandle:
-    """An exchange under way, or one of which only zeros arrive.
+    """An exchange under way, or one that failed and only fills destinations with zeros.
 
     Attributes:
         works: pending collectives, for whoever records when they end.
@@ -137,7 +139,7 @@ class BreakableHandle:
         return [] if self._handle is None else self._handle.works
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """The same as of :class:`distca.transport.collective.CollectiveHandle`."""
+        """See :meth:`distca.transport.collective.CollectiveHandle.tell`."""
         if self._handle is not None:
             self._handle.tell(ended)
 

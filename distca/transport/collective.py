@@ -1,6 +1,6 @@
-"""Transport over torch.distributed: pack the rows, one all-to-all per tensor, put them in their places.
+"""Transport over torch.distributed: rows are packed, sent by one all-to-all per tensor, and put in their places.
 
-What goes in two hops takes a second all-to-all, behind the first one's rows.
+Rows that take two hops go by a second all-to-all, once those of the first have arrived.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CollectiveTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # A group may have a backend for each kind of device; rows live on GPUs where NCCL is one of them.
+        # A group may have one backend for CPUs and one for GPUs. Rows live on GPUs where NCCL is one of them.
         self.name = "nccl" if "nccl" in str(dist.get_backend(group)) else str(dist.get_backend(group))
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
@@ -35,8 +35,9 @@ class CollectiveTransport:
         self._relaying: torch.cuda.Stream | None = None
 
     def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
-        """Pack and start one all-to-all per part; parts of which no row travels between any ranks are only copied. On
-        GPUs a second hop is queued at once, on a stream of its own behind the first; elsewhere it starts when this
+        """Packs and starts one all-to-all per part; parts of which no row travels between any ranks are only copied.
+
+        On GPUs a second hop is queued at once, on a stream of its own, behind the first. Elsewhere it starts when this
         exchange is waited for, or the next one is launched.
 
         Raises:
@@ -44,7 +45,8 @@ class CollectiveTransport:
         """
         check_ranks(parts, self.ranks)
         if self._newest is not None:
-            # A group's collectives are started in one order on all ranks, which wait at different times.
+            # All ranks must start a group's collectives in one order, though they wait at different times. So the
+            # second hop of the exchange before starts before this exchange.
             self._newest.hand_on()
             self._newest = None
         hops = Hops.of(parts)
@@ -57,12 +59,13 @@ class CollectiveTransport:
                 handle.hand_on()
         elif hops.second:
             self._newest = handle
-        # Copies of kept rows are queued behind the packing, so that the transfers start first.
+        # Kept rows are copied after the packing, so that transfers start first.
         for part in parts:
             part.moves.copy_kept(part.source, part.destination)
         return handle
 
     def _room(self, part: Part) -> _AllToAll:
+        """The all-to-all of a part, with memory for its packed rows."""
         moves = part.moves
         sent = part.source.new_empty((len(moves.send_index), *part.source.shape[1:]))
         received = part.destination.new_empty((sum(moves.receive_counts), *part.destination.shape[1:]))
@@ -70,7 +73,7 @@ class CollectiveTransport:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Queue on a stream that the computation does not wait for, behind what it queued so far."""
+        """Queues work on a stream of its own, behind all that the computation has queued so far."""
         if self._relaying is None:
             self._relaying = torch.cuda.Stream(priority=-1)
         self._relaying.wait_stream(torch.cuda.current_stream())
@@ -80,7 +83,7 @@ class CollectiveTransport:
 
 @dataclass
 class _AllToAll:
-    """The all-to-all of one part. Its memory is held until the exchange was waited for."""
+    """The all-to-all of one part. It holds the memory of packed rows until the exchange was waited for."""
 
     part: Part
     sent: torch.Tensor
@@ -114,9 +117,9 @@ class CollectiveHandle:
     """All-to-alls under way.
 
     Args:
-        handed_on: all-to-alls to start now, which must end before the second ones start.
-        others: those to start now beside them.
-        second: those that follow.
+        handed_on: all-to-alls of rows that the second hop hands on; they start now and end before it starts.
+        others: all-to-alls without a second hop, which start now too.
+        second: all-to-alls of the second hop.
     """
 
     def __init__(self, handed_on: list[_AllToAll], others: list[_AllToAll], second: list[_AllToAll]) -> None:
@@ -132,14 +135,14 @@ class CollectiveHandle:
         return [each.work for each in self._under_way if each.work is not None]
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Call ``ended`` from a thread of gloo when any of the collectives has ended, also of later ones."""
+        """Calls ``ended``, from a thread of gloo, whenever one of the collectives ends, those of a second hop too."""
         self._ended = ended
         for each in self._under_way:
             each.tell(ended)
 
     def hand_on(self) -> None:
-        """Start the second hop, if there is one that was not started, on the current stream behind the rows that it
-        hands on."""
+        """Starts the second hop on the current stream, once the rows that it hands on are there; does nothing where
+        there is none, or it was started."""
         if not self._second:
             return
         for each in self._handed_on:
@@ -152,23 +155,23 @@ class CollectiveHandle:
 
     def wait(self) -> None:
         self.hand_on()
-        # What waits for the second hop's all-to-alls waits for all that they waited for.
+        # The second hop's all-to-alls have waited for those of rows that they hand on, so these need no further wait.
         for each in self._under_way:
             each.finish()
         self._handed_on, self._others, self._under_way = [], [], []
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, bytes per row]: one wire format for every dtype, also those that gloo does not know."""
+    """[rows, bytes per row] uint8: one wire format for every dtype, also for those that gloo does not know."""
     return rows.view(-1).view(torch.uint8).view(len(rows), row_bytes(rows))
 
 
 def nccl_goes_first() -> None:
-    """Let kernels of NCCL start before computation that is queued too; call it before any process group is made.
+    """Makes kernels of NCCL start before queued computation; call it before any process group is made.
 
-    A GPU gives its multiprocessors to kernels of equal priority as they come. A long document's core attention occupies
-    all of them for up to seconds. A collective may begin just before it on one rank and just after it on another. It
-    then spins on the first until the second is through, on multiprocessors that the first rank's attention lacks. Where
-    the variable is set already, it stays.
+    A GPU gives its multiprocessors to kernels of equal priority in the order in which they come. A long document's core
+    attention occupies all of them for up to seconds. A collective may begin just before it on one rank, and only after
+    it on another. On the first it then spins until the second rank's attention ends, on multiprocessors that the first
+    rank's attention lacks. Where TORCH_NCCL_HIGH_PRIORITY is set already, it stays.
     """
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

@@ -1,6 +1,7 @@
-"""The CUDA library of csrc/, loaded through ctypes: copy engines, signals in memory, and kernels over rows.
+"""The CUDA library of csrc/, loaded through ctypes: copies by copy engine, signals in memory, and kernels over rows.
 
-It is optional. Everything here queues work on a stream and returns; nothing blocks the host.
+The library is optional. Every function that moves rows or signals queues work on a stream and returns; none blocks the
+host.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ _SUM_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class NativeError(RuntimeError):
-    """A CUDA call of the library failed."""
+    """Raised where a CUDA call of the library failed."""
 
 
-_INTERFACE = 2  # of csrc/row_moves.cu
+_INTERFACE = 2
+"""The version of the calls of csrc/row_moves.cu; a library with another one is refused."""
 
 
 @cache
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    """The library, or why there is none."""
+    """Returns the library, or None and why there is none."""
     path = Path(__file__).parent / f"_rows{EXTENSION_SUFFIXES[0]}"
     if not path.is_file():
         return (
@@ -68,8 +70,10 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def why_not() -> str | None:
-    """Why the library cannot be used, or None. Where there is a GPU it is tried once: a library that loads may still
-    hold no code for this GPU, or need a newer driver."""
+    """Returns why the library cannot be used, or None.
+
+    Where there is a GPU, it is tried once: a library that loads may hold no code for this GPU, or need a newer
+    driver."""
     library, reason = _library(), _load()[1]
     if library is None or not torch.cuda.is_available():
         return reason
@@ -89,13 +93,13 @@ def is_available() -> bool:
 
 
 def row_bytes(rows: torch.Tensor) -> int:
-    """Bytes of one row of a tensor."""
+    """The bytes of one row of a tensor."""
     return rows.shape[1:].numel() * rows.element_size()
 
 
 @cache
 def why_no_signals() -> str | None:
-    """Why streams of the current GPU cannot signal to each other through memory, or None."""
+    """Returns why streams of the current GPU cannot signal to each other through memory, or None."""
     if why_not() is not None:
         return why_not()
     library = _library()
@@ -106,11 +110,12 @@ def why_no_signals() -> str | None:
 
 
 def create_stream(priority: int) -> torch.cuda.Stream:
-    """A stream of the current GPU that nobody else uses: torch hands its own streams out again and again, and on one
-    that waits for a peer other work would wait as well. It is never destroyed.
+    """Returns a new stream of the current GPU, which is never destroyed.
+
+    Torch hands each of its streams out several times, so work of others would wait on a stream that waits for a peer.
 
     Args:
-        priority: 0, or below it to go before others.
+        priority: 0; work of a stream with a lower number starts before that of others.
     """
     handle = ctypes.c_void_p()
     _call("distca_create_stream", priority, ctypes.addressof(handle))
@@ -123,21 +128,21 @@ def current_stream() -> torch.cuda.Stream:
 
 
 def mark(stream: torch.cuda.Stream) -> Event:
-    """An event that comes when all work that the stream holds by now is done."""
+    """Returns an event that comes when all work that is queued on the stream by now is done."""
     event = Event()
     event.record(stream)
     return event
 
 
 def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool, stream: torch.cuda.Stream) -> None:
-    """Copy row ranges by copy engine.
+    """Copies row ranges by copy engine.
 
     Args:
-        pieces: (address of the first source row, address of the first destination row, on this GPU or a peer's;
-            [N, 3] int64, contiguous: source row, destination row, rows; bytes of a row).
-        batched: in one call, in any order, on as many engines as the driver sees fit, and by engine also inside this
-            GPU; else one range after the other.
-        stream: where to queue it.
+        pieces: for each tensor (address of its first source row, address of its first destination row, on this GPU or a
+            peer's; [N, 3] int64, contiguous: source row, destination row, rows; bytes of a row).
+        batched: whether ranges are copied in one call, in any order, on as many engines as the driver sees fit, also
+            inside this GPU; else they are copied one after the other.
+        stream: the stream to queue the copies on.
     """
     table = [(source, to, ranges.ctypes.data, len(ranges), width) for source, to, ranges, width in pieces]
     packed = np.array(table, np.int64)
@@ -152,15 +157,15 @@ def push_rows(
     most_blocks: int,
     stream: torch.cuda.Stream,
 ) -> None:
-    """Write rows into peers' memory by a small kernel, which then signals.
+    """Writes rows into peers' memory by a small kernel, which then signals.
 
     Args:
-        pieces: (contiguous tensor; [N] int64 its rows to write; address on a peer at which they follow each other).
-        arrived: [P] uint64 addresses of peers' slots that get the number when the rows are there.
-        number: the number.
-        finished_blocks: [1] int32 zero, used by one stream only.
-        most_blocks: blocks of 256 threads, at most.
-        stream: where to queue it.
+        pieces: (contiguous tensor; [N] int64 rows of it to write; address on a peer at which they follow each other).
+        arrived: [P] uint64 addresses of peers' slots that get ``number`` once the rows are there.
+        number: the exchange's number.
+        finished_blocks: [1] int32 zero, a counter for the kernel; each stream needs its own.
+        most_blocks: most blocks of 256 threads.
+        stream: the stream to queue the kernel on.
     """
     table = [(rows.data_ptr(), index.data_ptr(), to, len(index), row_bytes(rows)) for rows, index, to in pieces]
     packed = np.array(table, np.int64)
@@ -169,12 +174,12 @@ def push_rows(
 
 
 def signal(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Write ``value`` to the slots at ``addresses`` ([N] uint64) once all earlier work of the stream can be seen."""
+    """Writes ``value`` to the slots at ``addresses`` [N] uint64, once peers can see all earlier work of the stream."""
     _call("distca_signal", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
 def wait_for(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Hold the stream until every slot at ``addresses`` ([N] uint64) of this GPU is at least ``value``."""
+    """Holds the stream until every slot at ``addresses`` [N] uint64 of this GPU is at least ``value``."""
     _call("distca_await", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
@@ -185,7 +190,7 @@ def move_rows(
     destination_rows: torch.Tensor | None,
     rows: int,
 ) -> None:
-    """destination[destination_rows[i]] = source[source_rows[i]] for i < rows; None means row i itself.
+    """Does destination[destination_rows[i]] = source[source_rows[i]] for i < rows; None stands for i itself.
 
     Both tensors are contiguous, of equal dtype and trailing shape; indices are [rows] int64 on the same device.
     """
@@ -205,7 +210,7 @@ def sum_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor,
 ) -> None:
-    """Add packed[copies[borders[i]:borders[i+1]]] to destination[destination_rows[i]]: in float32, in this order,
+    """Adds packed[copies[borders[i]:borders[i+1]]] to destination[destination_rows[i]]: in float32, in this order,
     rounded once. Indices are int64 on the device."""
     width = packed.shape[1:].numel()
     tensors = (packed, copies, borders, destination_rows, destination)
@@ -215,7 +220,7 @@ def sum_rows(
 
 
 def addresses_of(base: int, slots: Sequence[int]) -> np.ndarray:
-    """[N] uint64 addresses of the 64-bit signal slots with these numbers in the memory at ``base``."""
+    """[N] uint64 addresses of the 64-bit signal slots with the numbers ``slots`` in the memory at ``base``."""
     return base + 8 * np.asarray(slots, np.uint64)
 
 

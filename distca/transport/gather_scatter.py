@@ -13,7 +13,7 @@ def move_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor | None,
 ) -> None:
-    """destination[destination_rows] = source[source_rows]; None means rows 0, 1, 2, ... in order.
+    """Does destination[destination_rows] = source[source_rows]; None stands for rows 0, 1, 2 and so on.
 
     Args:
         source: [N, ...] contiguous.
@@ -43,13 +43,14 @@ def sum_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor,
 ) -> None:
-    """Add to each destination row its copies among the packed rows: in float32, in packed order, rounded once.
+    """Adds to each destination row its copies among the packed rows: in float32, in packed order, rounded once.
 
     Args:
         packed: [N, ...] received rows.
         copies: [C] int64 packed rows, those of one destination row together.
-        borders: [rows + 1] int64: copies[borders[i]:borders[i+1]] belong to destination row i.
-        rounds: the same for torch: (packed rows, places in destination_rows), no place twice in a round.
+        borders: [rows + 1] int64; copies[borders[i]:borders[i+1]] belong to destination row i.
+        rounds: the same additions in the form that torch needs: in each round (packed rows, their places in
+            ``destination_rows``), with no place twice.
         destination: [M, ...] rows to add to, same dtype and trailing shape.
         destination_rows: [rows] int64.
     """

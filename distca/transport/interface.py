@@ -14,13 +14,13 @@ from distca.transport.row_moves import RowMoves
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor's share of an exchange.
+    """One tensor's part of an exchange.
 
     Attributes:
-        source: [moves.source_rows or more, ...] rows to give away, contiguous; not written until the exchange was
-            waited for, but by a relay before, which adds to rows of it.
-        destination: [moves.destination_rows or more, ...] rows to fill, same trailing shape and dtype, contiguous;
-            neither read nor written until then. If ``moves`` reduces, it holds zeros.
+        source: [moves.source_rows or more, ...] rows to send, contiguous. Callers must not write them until the
+            exchange was waited for; only ``moves.relay_before`` adds to them.
+        destination: [moves.destination_rows or more, ...] rows to fill, contiguous, of the same trailing shape and
+            dtype. Callers must neither read nor write them until then. Where ``moves`` reduces, they begin as zeros.
         moves: which rows go where.
     """
 
@@ -29,19 +29,19 @@ class Part:
     moves: RowMoves
 
     def __post_init__(self) -> None:
-        # Rows are found by address: whatever else lay there would be sent without a word.
+        # Rows are found by address, so other memory would be sent if the tensors were not contiguous.
         assert self.source.is_contiguous() and self.destination.is_contiguous()
         assert self.source.dtype == self.destination.dtype and self.source.shape[1:] == self.destination.shape[1:]
 
 
 @dataclass(frozen=True)
 class Hops:
-    """Parts of an exchange in the order in which rows travel; those of which no row travels are left out.
+    """The parts of an exchange by hop; parts of which no row travels are left out.
 
     Attributes:
-        handed_on: at once; their rows must be in their places before the second hop.
-        others: at once.
-        second: then; empty for most exchanges.
+        handed_on: parts of the first hop whose rows must be in their places before the second hop.
+        others: parts that travel at once and have no second hop.
+        second: parts of the second hop; empty for most exchanges.
     """
 
     handed_on: tuple[Part, ...]
@@ -50,7 +50,7 @@ class Hops:
 
     @property
     def first(self) -> tuple[Part, ...]:
-        """All that travels at once, what is waited for first."""
+        """All parts that travel at once; those that the second hop waits for come first."""
         return self.handed_on + self.others
 
     @staticmethod
@@ -71,7 +71,7 @@ class Hops:
 
 
 def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
-    """Raise TransportError if the moves belong to a plan for another number of ranks."""
+    """Raises TransportError if the moves belong to a plan for another number of ranks."""
     for part in parts:
         if len(part.moves.send_counts) != ranks:
             raise TransportError(
@@ -81,7 +81,7 @@ def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
 
 
 def sent_by(rank: int, parts: tuple[Part, ...]) -> dict[str, Any]:
-    """Returns the bytes that an exchange sends from this rank in all, and the peers that get or give some."""
+    """Returns the bytes that an exchange sends from this rank, and the peers that it sends to or receives from."""
     sent = 0
     peers: set[int] = set()
     hops = Hops.of(parts)
@@ -97,16 +97,16 @@ class Handle(Protocol):
     """An exchange under way."""
 
     def wait(self) -> None:
-        """Join it: work queued on the current stream from now on sees complete destinations. Does not block the host
-        on a GPU."""
+        """Joins the exchange: work queued on the current stream from now on sees complete destinations. On a GPU the
+        host does not block."""
         ...
 
 
 class Transport(Protocol):
-    """Moves rows between the ranks of a server pool. Every rank of the pool launches the same exchanges in the same
-    order, also those in which it has nothing to move.
+    """Moves rows between the ranks of a server pool.
 
-    On a GPU a rank launches and waits on one and the same stream, and waits for everything that it launched: memory of
+    Every rank of the pool must launch the same exchanges in the same order, also those in which it has nothing to move.
+    On a GPU a rank must launch and wait on the same stream, and wait for all exchanges that it launched: the memory of
     parts is used again in the order of that stream.
     """
 
@@ -115,5 +115,5 @@ class Transport(Protocol):
     ranks: int
 
     def launch(self, parts: tuple[Part, ...]) -> Handle:
-        """Start an exchange of all ``parts``; rows that a rank keeps are copied as part of it."""
+        """Starts an exchange of all ``parts``; rows that a rank keeps are copied as a part of it."""
         ...

@@ -1,9 +1,9 @@
-"""Row moves: a route's segments in the form in which a device executes them, and what a rank does with received rows.
+"""Row moves: a route's segments as index tensors, and what a rank does with the rows that it receives.
 
-Packed rows are ordered by (peer, row in the server's buffer) on both sides, so sender and receiver agree without
-talking. On the way back several servers may return a gradient for one k,v row: these are added in float32, in the order
-of the servers' ranks, and rounded once. With a relay that is so on the gateway first, which adds them to its own, and
-then at home.
+Travelling rows are *packed*: they lie one after the other, by (peer, row in the server's buffer). Sender and receiver
+use this order, so they need no message about it. On the way back several servers may return a gradient for one k,v row.
+These are added in float32, in the order of the servers' ranks, and rounded once. With a relay, a gateway first adds the
+gradients of its node to its own, and then the home adds those of gateways.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ class RowMoves:
         receive_counts: [ranks] rows from each peer.
         send_index: int64 source rows in packed order.
         receive_index: int64 destination rows in packed order.
-        send_ranges: for each peer that gets rows, [N, 3] int64 on the host: first source row, first row among all rows
-            that the peer receives, rows.
+        send_ranges: by peer that gets rows, [N, 3] int64 on the host: first source row, first row among all rows that
+            the peer receives, rows.
         most_received: most rows that any rank of the pool receives; the same on every rank.
         keep_source: int64 source rows that stay on this rank.
         keep_destination: int64 where they go.
-        keep_ranges: [N, 3] int64 on the host, the same as ranges: source row, destination row, rows.
+        keep_ranges: [N, 3] int64 on the host, the kept rows as ranges: source row, destination row, rows.
         reduction: how rows received more than once are added up; None where every row has one sender.
         travelling: rows that travel between any two ranks of the pool.
-        relay_before: inside the source tensor of every rank: which rows are added to others of their node first; None
-            where these moves are all.
-        relay_after: inside the destination tensor of every rank: which rows others of its node get once they arrived.
+        relay_before: moves between source tensors, which come first: rows are added to rows of a gateway; None for
+            none.
+        relay_after: moves between destination tensors, which come last: gateways hand on rows that arrived; None for
+            none.
     """
 
     source_rows: int
@@ -64,7 +65,7 @@ class RowMoves:
     def in_hops(
         exchange: RowExchange, relay: RowExchange | None, ranks: int, device: Destination
     ) -> tuple[RowMoves, RowMoves]:
-        """:meth:`there_and_back`, where ``relay`` hands on what arrived at the servers."""
+        """Returns moves as :meth:`there_and_back` does, with a ``relay`` of rows that arrived at gateways."""
         to_server, to_home = RowMoves.there_and_back(exchange, ranks, device)
         if relay is None:
             return to_server, to_home
@@ -75,14 +76,14 @@ class RowMoves:
     def there_and_back(
         exchange: RowExchange, ranks: int, device: Destination, adds: bool = False
     ) -> tuple[RowMoves, RowMoves]:
-        """From the home ranks to the servers, and back. What one sends the other receives, so both have the same
-        index tensors.
+        """Returns the moves from home ranks to servers, and those back. Both have the same index tensors, with source
+        and destination exchanged.
 
         Args:
-            exchange: the rows.
-            ranks: of the pool.
-            device: where they live.
-            adds: what comes back is added to what is there, as if that had been kept.
+            exchange: the rows that move.
+            ranks: number of ranks in the pool.
+            device: where the rows live.
+            adds: whether rows that come back are added to the rows that are there.
         """
         send, receive, keep = exchange.send, exchange.receive, exchange.keep
         home_rows, kept_rows = expand(send.source, send.rows), expand(keep.source, keep.rows)
@@ -125,7 +126,7 @@ class RowMoves:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether all rows stay where they lie, and none travels between any ranks: the destination would be a copy of
+        """Whether no row travels between any ranks, and all rows keep their places: the destination would be a copy of
         the source."""
         source, destination, rows = self.keep_ranges.T
         apart = self.relay_before is None and self.relay_after is None and self.reduction is None
@@ -133,17 +134,16 @@ class RowMoves:
         return bool(apart and not self.travelling and whole and (source == destination).all())
 
     def sent_to(self, peer: int) -> tuple[np.ndarray, torch.Tensor]:
-        """``send_ranges`` and the part of ``send_index`` of one peer."""
+        """Returns one peer's ``send_ranges`` and its part of ``send_index``."""
         first = sum(self.send_counts[:peer])
         return self.send_ranges[peer], self.send_index[first : first + self.send_counts[peer]]
 
     def copy_kept(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy the rows that stay on this rank, on the current stream."""
+        """Copies the rows that stay on this rank, on the current stream."""
         move_rows(source, self.keep_source, destination, self.keep_destination)
 
     def place_received(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
-        """Put received rows in their places. Kept rows are in theirs already: where rows are added up, they are
-        added to."""
+        """Puts received rows in their places, or adds them where rows are added up. Kept rows must be there already."""
         if self.reduction is not None:
             self.reduction.add(packed, destination)
         else:
@@ -154,14 +154,17 @@ class RowMoves:
 class Reduction:
     """Adds up rows that were returned more than once.
 
+    Example: the packed rows 0, 1 and 2 are for home rows 5, 9 and 5. Row 1 is single. Home row 5 is shared, with copies
+    0 and 2; they are added in two rounds.
+
     Attributes:
         single: int64 packed rows whose home row has no other writer.
-        single_home: int64 their home rows.
+        single_home: int64 home rows of these.
         shared_home: int64 home rows with several writers.
         copies: int64 packed rows of the shared home rows, those of one home row together, in packed order.
-        borders: int64 [shared_home + 1] which of ``copies`` belong to which shared home row.
-        rounds: the same for torch, one entry per repetition: (packed rows, their places in ``shared_home``); within a
-            round no home row repeats, so the additions have one order.
+        borders: [shared_home + 1] int64; copies[borders[i]:borders[i+1]] belong to shared home row i.
+        rounds: the same additions in the form that torch needs: (packed rows, their places in ``shared_home``). Within
+            a round no home row repeats, so the additions have one order.
     """
 
     single: torch.Tensor
@@ -173,8 +176,10 @@ class Reduction:
 
     @staticmethod
     def of(home_rows: np.ndarray, kept_rows: np.ndarray, device: Destination) -> Reduction | None:
-        """Reduction of packed rows for ``home_rows``, beside rows that were kept; None if each home row is written
+        """The reduction of packed rows for ``home_rows``, beside ``kept_rows``; None if each home row is written
         once."""
+        # "writers" counts the packed and kept rows of each home row; "repetition" is how many packed rows of the same
+        # home row come before a packed row, which is its round.
         top = int(max(home_rows.max(initial=-1), kept_rows.max(initial=-1))) + 1
         writers = np.bincount(home_rows, minlength=top) + np.bincount(kept_rows, minlength=top)
         if writers.max(initial=0) <= 1:
@@ -200,7 +205,7 @@ class Reduction:
         )
 
     def add(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
-        """Add ``packed`` into ``destination``, which holds the kept rows and zeros elsewhere."""
+        """Adds ``packed`` to ``destination``, which holds the kept rows, and zeros elsewhere."""
         move_rows(packed, self.single, destination, self.single_home)
         sum_rows(packed, self.copies, self.borders, self.rounds, destination, self.shared_home)
 
@@ -212,7 +217,9 @@ def _apart(begin: np.ndarray, count: np.ndarray) -> bool:
 
 
 def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> dict[int, np.ndarray]:
-    """[N, 3] (source row, row among what the peer receives, rows) for each peer; segments are sorted by peer."""
+    """[N, 3] (source row, row among all that the peer receives, rows) by peer, from segments sorted by peer.
+
+    ``ahead`` [ranks] has the rows that each peer receives from ranks before this one."""
     if not len(peer):
         return {}
     before = np.cumsum(rows) - rows
@@ -223,7 +230,7 @@ def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahea
 
 
 def _repetition(values: np.ndarray) -> np.ndarray:
-    """How many equal values come before each value."""
+    """[N] how many equal values come before each value. Example: 4, 7, 4, 4 gives 0, 0, 1, 2."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])

@@ -1,4 +1,4 @@
-"""Choose a transport once, say which and why, and let the user decide otherwise."""
+"""The choice of a transport: the user's, or the best that works; it is made once and logged with its reason."""
 
 from __future__ import annotations
 
@@ -24,27 +24,31 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
-"""Ways for rows to travel, and "auto" for the best that works."""
+"""The names of transports, and "auto" for the best that works."""
 NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
+"""GiB of symmetric memory per rank, where nobody says how much. Exchanges that do not fit are refused, or go by the
+fallback transport."""
 
 BETWEEN_NODES = (
     "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; `transport` nvshmem takes "
     "it all the same"
 )
 
-# NVSHMEM starts once per process, and exchanges are numbered from its start: one transport per process.
+# NVSHMEM starts once per process, and exchanges are numbered from its start. So a process has one such transport.
 _started: dict[tuple[int, ...], tuple[OneSidedTransport, float]] = {}
-"""The transport that was started, with the GiB of its memory, by its ranks."""
+"""The NVSHMEM transport of this process with the GiB of its memory, by its ranks; empty before it started."""
 _failed: list[str] = []
-"""Why it did not start; it is not tried again."""
+"""The reason why NVSHMEM did not start; then it is not tried again."""
 _ALONE_S = 3.0
-"""Until a rank on which NVSHMEM does not start gives up the others, who may wait for it inside NVSHMEM for ever."""
+"""Seconds that a rank on which NVSHMEM does not start waits for the others to return. They may wait for it inside
+NVSHMEM for ever, and then it raises an error."""
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
-    """Return the named transport over ``group``, or with "auto" NVSHMEM where it works inside one node and else the
-    one of the group's backend. Every rank of the group calls it together.
+    """Returns the named transport over ``group``. All ranks of the group must call it together.
+
+    With "auto" it is NVSHMEM where the pool is one node and NVSHMEM works there, else that of the group's backend.
 
     Args:
         name: "auto", "nvshmem", "nccl" or "gloo".
@@ -94,7 +98,7 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
 
 
 def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transport | None) -> OneSidedTransport:
-    """NVSHMEM's transport of this process. Its memory stays as it is; group and name may be others now."""
+    """Returns the NVSHMEM transport of this process, with the memory that it has and a new fallback."""
     transport, has_gb = _started[ranks]
     if buffer_gb > has_gb:
         logger.warning(
@@ -107,7 +111,7 @@ def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transpor
 
 
 def why_not_nvshmem() -> str | None:
-    """Why this process cannot use NVSHMEM, or None; asks no other rank."""
+    """Returns why this process cannot use NVSHMEM, or None; it asks no other rank."""
     if not torch.cuda.is_available():
         return "it moves GPU memory, and torch finds no GPU here"
     if cuda_ops.why_no_signals() is not None:
@@ -124,12 +128,11 @@ def why_not_nvshmem() -> str | None:
 
 
 def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> str | None:
-    """Why the ranks of ``group`` cannot or should not use NVSHMEM among themselves, or None; the same answer on every
-    rank.
+    """Returns why the ranks of ``group`` cannot or should not use NVSHMEM, or None; the same on every rank.
 
     Args:
         group: the server pool.
-        between_nodes: whether it is wanted also where the pool spans several.
+        between_nodes: whether NVSHMEM is wanted also where the pool spans several nodes.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
@@ -146,7 +149,7 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
     gpus = [gpu for node, gpu in places if gpu and node == machine_name()]
     if own is None:
         own = "several ranks share a GPU" if len(set(gpus)) < len(gpus) else why_no_peer_access(gpus)
-    # Gathered once more: what one rank sees of the GPUs need not be what another one sees.
+    # Reasons are gathered too, as ranks may see different GPUs.
     for rank, reason in zip(ranks, _gather(own, group), strict=True):
         if reason is not None:
             return f"on rank {rank}, {reason}" if rank else reason
@@ -156,10 +159,10 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
 
 
 def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
-    """Why GPUs of this node cannot write into each other's memory, or None.
+    """Returns why GPUs of this node cannot write into each other's memory, or None.
 
     Args:
-        gpus: their names, as :func:`_gpu` gives them; those that this process does not see are left out. By default
+        gpus: names of GPUs as :func:`_gpu` gives them; those that this process does not see are left out. None takes
             all that it sees.
     """
     visible = {_gpu(index): index for index in range(torch.cuda.device_count())}
@@ -172,7 +175,7 @@ def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
 
 
 def _gpu(index: int) -> str:
-    """The same name for a GPU in every process of a node, whatever is visible there."""
+    """The name of a GPU, which is the same in every process of a node."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -183,10 +186,10 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> OneSidedTransport | str:
-    """NVSHMEM's transport, or why it does not start, the same on every rank.
+    """Returns NVSHMEM's transport, or why it does not start, which is the same on every rank.
 
     Raises:
-        TransportError: on a rank where it does not start, if the others wait for it there and cannot be told.
+        TransportError: NVSHMEM does not start on this rank, and others wait for it inside NVSHMEM.
     """
     transport, own = None, None
     ranks = dist.get_process_group_ranks(group)
@@ -209,7 +212,7 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
 
 
 def _all_came_back(ranks: Sequence[int], seconds: float) -> bool:
-    """Whether all ranks have tried to start, within so long; who did not fail need not know."""
+    """Whether all ranks have returned from starting NVSHMEM within ``seconds``; with 0 it does not wait and is true."""
     store, key = dist.distributed_c10d._get_default_store(), f"distca/nvshmem/{ranks[0]}"
     store.add(key, 1)
     end = time.monotonic() + seconds

@@ -113,7 +113,7 @@ def watch(train: Callable[[], Any], device: torch.device, slow_rank: int | None)
     keep = Keep(logging.WARNING)
     log = logging.getLogger("distca.train.metrics")
     log.addHandler(keep)
-    halves = {name: getattr(attention_call, name) for name in ("serve_forward", "serve_backward")}
+    halves = {name: getattr(attention_call, name) for name in ("compute_forward", "compute_backward")}
     if dist.get_rank() == slow_rank:
         halves = {name: Slowed(serve, device) for name, serve in halves.items()}
     try:

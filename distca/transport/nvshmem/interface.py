@@ -1,4 +1,8 @@
-"""The fabric below the one-sided transport: memory that peers write into, and signals that streams wait for."""
+"""The fabric below the one-sided transport: memory that peers write into, and signals that streams wait for.
+
+Exchanges have numbers, which are the same on every rank. A rank tells its peers by number which exchange has *arrived*
+in their memory. Receivers tell senders up to which exchange they have *consumed* the rows, so that the memory is free.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ class Put:
 
     Attributes:
         source: contiguous tensor whose rows are sent.
-        ranges: [N, 3] int64 on the host: source row, row in the peer's receive buffer from ``begin`` on, rows. There
-            the ranges follow each other.
-        rows: [sum of the ranges' rows] int64 on the device: the same as one index of source rows.
-        begin: byte of the peer's receive buffer.
+        ranges: [N, 3] int64 on the host: source row, row in the peer's receive buffer from ``begin`` on, rows. In the
+            buffer the ranges follow each other.
+        rows: [sum of the ranges' rows] int64 on the device: the source rows of all ranges as one index.
+        begin: byte of the peer's receive buffer from which rows are counted.
     """
 
     source: torch.Tensor
@@ -53,40 +57,41 @@ class Fabric(Protocol):
     receive_buffer: torch.Tensor
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Any:
-        """After the work queued so far on the current stream: once each peer has consumed exchange ``reuses``, write
-        ``puts`` into its receive buffer and tell it that exchange ``number`` arrived. Returns a token for
-        :meth:`join`."""
+        """Queues the writes of exchange ``number``, behind the work queued so far on the current stream.
+
+        Once a peer has consumed exchange ``reuses``, its ``puts`` are written into its receive buffer, and it is told
+        that the exchange arrived. Returns a token for :meth:`join`."""
         ...
 
     def keep(self, parts: Sequence[Part], behind: Any) -> Any:
-        """After the work queued so far on the current stream: copy the rows of ``parts`` that stay on this rank to
-        their places. Returns a token for :meth:`join`, None if the current stream itself does it.
+        """Queues copies of the rows of ``parts`` that stay on this rank, behind the work queued so far on the current
+        stream. Returns a token for :meth:`join`, None if the current stream itself copies.
 
         Args:
-            parts: whose rows.
-            behind: the token of the put of the same exchange, which goes first; None if it puts nothing.
+            parts: the parts of an exchange.
+            behind: the token of the put of the same exchange, which goes first; None if there is none.
         """
         ...
 
     def join(self, token: Any) -> None:
-        """Let the current stream wait for what ``token`` stands for: the sources of a put may be written again, kept
-        rows are in their places, or work queued beside it is done."""
+        """Makes the current stream wait for what ``token`` stands for: the sources of a put may be written again, kept
+        rows are in their places, or work queued by :meth:`beside` is done."""
         ...
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
-        """Let the current stream wait until exchange ``number`` arrived from ``peers``."""
+        """Makes the current stream wait until exchange ``number`` arrived from ``peers``."""
         ...
 
     def beside(self, work: Callable[[], None]) -> Any:
-        """Let ``work`` queue what it does, through this fabric, on a stream of its own behind the work queued so far on
-        the current one. Returns a token for :meth:`join`."""
+        """Calls ``work`` with a stream of its own as the current one, behind the work queued so far. Returns a token
+        for :meth:`join`."""
         ...
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Let ``work`` queue operations of torch on the current stream."""
+        """Calls ``work``, which queues operations of torch on the current stream."""
         ...
 
     def consumed(self, number: int) -> None:
-        """After the work queued so far on the current stream: tell all peers that this rank consumed every exchange up
-        to ``number``."""
+        """Tells all peers, behind the work queued so far on the current stream, that this rank consumed every exchange
+        up to ``number``."""
         ...

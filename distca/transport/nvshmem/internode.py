@@ -1,18 +1,19 @@
 """Rows and signals between a rank and its inter-node peers: those whose memory it cannot map, on other nodes.
 
-NVSHMEM's puts travel by the network, which reads from symmetric memory only and finishes in any order. So an exchange
-goes, on one stream of its own,
+NVSHMEM's puts travel by the network, which reads from symmetric memory only and finishes puts in any order. So rows are
+first packed into *staging* memory, a *load* at a time. All steps of an exchange are on one stream of its own:
 
     wait until the peers have room · for each load of rows: pack it · quiet, but for the first · put it ·
     at last quiet · signal all peers
 
-*Quiet* waits until everything that was put and signalled before it is there. Before the signals it orders them behind
-all pieces of the exchange, and behind the signals of the one before. Before the puts of a load it lets the load ahead
-leave its half of the staging memory, into which the next one is packed: so packing one half hides behind the travel of
-the other. Several pieces share a load, so that small ones for many peers travel together.
+*Quiet* waits until everything that was put and signalled before it has arrived. The last quiet orders signals behind
+all rows of the exchange, and behind the signals of the exchange before. The staging memory has two halves, which loads
+use in turn. The quiet before a load's puts waits for the load before, whose half the next load is packed into. So a
+load is packed while the one before travels. Several pieces share a load, so that small ones for many peers travel
+together.
 
-Quiet belongs to this stream alone: NVSHMEM keeps one list of puts under way per process, and a quiet on another stream
-would empty it without letting this one wait.
+No other stream may call quiet: NVSHMEM keeps one list of puts under way per process, and a quiet on another stream
+would empty it without making this stream wait.
 """
 
 from __future__ import annotations
@@ -31,43 +32,47 @@ from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.intranode import IntranodePeers, Sent, Streams
 
 _ALIGNMENT = 256
-_MOST_STAGING = 64 << 20
-_LEAST_STAGING = 2 << 20
-# Blocks of the kernel that packs: few, because the network is slower than they are. Not measured.
+"""Bytes that places in a load are multiples of, so that kernels may write 16 bytes at a time."""
+_MOST_STAGING, _LEAST_STAGING = 64 << 20, 2 << 20
+"""The most and the least bytes of staging memory, which is otherwise a quarter of the receive buffer. A larger exchange
+takes several loads. They were not measured on a network."""
 _PACK_BLOCKS = 32
+"""Most blocks of the kernel that packs. It has few, so that it leaves multiprocessors to the computation; the network
+is slower than it is. This was not measured."""
 _NOBODY = np.empty(0, np.uint64)
 
 
 def staging_bytes(capacity: int) -> int:
-    """Bytes of staging memory beside so many bytes of receive buffer: two halves, each of which holds any row."""
+    """Bytes of staging memory for a receive buffer of ``capacity`` bytes: two equal halves of whole places."""
     return min(_MOST_STAGING, max(_LEAST_STAGING, capacity // 4)) // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)
 
 
 class InternodeQueue(Streams, Protocol):
-    """And NVSHMEM's calls on them; :class:`distca.transport.nvshmem.internode.NvshmemQueue` on GPUs.
+    """Streams with NVSHMEM's calls; :class:`distca.transport.nvshmem.internode.NvshmemQueue` on GPUs.
 
-    Places of a peer are named by the address that they have in this rank's own symmetric memory.
+    A place in a peer's memory is named by the address that it has in this rank's own symmetric memory.
     """
 
     def put(self, to: int, source: int, size: int, peer: int, stream: Any) -> None:
-        """Start copying ``size`` bytes of symmetric memory from ``source`` to ``to`` on the peer."""
+        """Starts copying ``size`` bytes of symmetric memory from ``source`` to ``to`` on the peer."""
         ...
 
     def quiet(self, stream: Any) -> None:
-        """Hold the stream until all puts and signals before it are done and can be seen."""
+        """Holds the stream until all puts and signals before it are done and peers can see them."""
         ...
 
     def set_signal(self, slot: int, number: int, peer: int, stream: Any) -> None:
-        """Start writing a number to a slot of the peer. Two such writes are ordered by a quiet between them."""
+        """Starts writing a number to a slot of the peer; two such writes need a quiet between them to keep their
+        order."""
         ...
 
     def add_to_signal(self, slot: int, by: int, peer: int, stream: Any) -> None:
-        """Start adding to a slot of the peer, after earlier work of the stream. In any order they add up alike."""
+        """Starts adding to a slot of the peer, behind earlier work of the stream; additions may arrive in any order."""
         ...
 
     def wait_for_signal(self, slot: int, number: int, stream: Any) -> None:
-        """Hold the stream until a slot of this rank is at least the number, and what was quiet before it was written
-        can be seen."""
+        """Holds the stream until a slot of this rank is at least the number; everything that was quiet before that
+        write can be seen then."""
         ...
 
 
@@ -80,9 +85,9 @@ class InternodeAddresses:
         staging: first byte of the staging memory, a multiple of 256.
         staging_bytes: its size, a multiple of 512.
         arrived_there: slot in which a peer sees the newest exchange that arrived from this rank.
-        consumed_here: first of the slots, one a rank: up to which exchange it has consumed what this rank wrote.
-        consumed_there: slot in which a peer sees up to which exchange this rank has consumed what that peer wrote.
-        arrived_here: first of the slots, one a rank: the newest exchange that arrived from it.
+        consumed_here: first of [ranks] slots: up to which exchange each rank has consumed this rank's rows.
+        consumed_there: slot in which a peer sees up to which exchange this rank has consumed the peer's rows.
+        arrived_here: first of [ranks] slots: the newest exchange that arrived from each rank.
     """
 
     receive_buffer: int
@@ -99,12 +104,12 @@ class Slice:
     """Rows of one piece that travel in one put.
 
     Attributes:
-        peer: where to.
+        peer: the rank that gets the rows.
         source: tensor whose rows are sent.
-        rows: [N] int64 on the device, which ones.
+        rows: [N] int64 on the device: the rows of it.
         staged: byte of the load at which they are packed.
-        lands: byte of the peer's receive buffer.
-        size: bytes.
+        lands: byte of the peer's receive buffer at which they arrive.
+        size: bytes of all these rows.
     """
 
     peer: int
@@ -116,7 +121,7 @@ class Slice:
 
 
 def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[Slice]]:
-    """Deal pieces over loads of at most ``capacity`` bytes, a multiple of 256; large pieces are cut between rows."""
+    """Deals pieces over loads of at most ``capacity`` bytes, a multiple of 256; large pieces are cut between rows."""
     load: list[Slice] = []
     used = 0
     for peer, pieces in puts.items():
@@ -142,9 +147,9 @@ class InternodePeers:
     """The queue of one rank's work for its inter-node peers.
 
     Args:
-        addresses: where.
-        device: of the rows.
-        queue: the streams.
+        addresses: the addresses in this rank's symmetric memory.
+        device: device of the rows.
+        queue: streams and NVSHMEM's calls.
     """
 
     def __init__(self, addresses: InternodeAddresses, device: torch.device | str, queue: InternodeQueue) -> None:
@@ -152,8 +157,8 @@ class InternodePeers:
         self._half = addresses.staging_bytes // 2
         self._stream = queue.create_stream(-1)
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # By peer: the newest exchange that it is known to have consumed where this stream is, and up to which exchange
-        # it was told that this rank has consumed.
+        # By peer: the newest exchange that this stream has waited for it to consume, and the newest exchange of which
+        # it was told that this rank consumed it.
         self._room: dict[int, int] = {}
         self._told: dict[int, int] = {}
 
@@ -161,8 +166,8 @@ class InternodePeers:
         """See :meth:`distca.transport.nvshmem.interface.Fabric.put`.
 
         Returns:
-            What tells that the sources may be written again, which is once they are packed; and an event that comes
-            when the rows are there and the signals are under way.
+            A token for when the sources may be written again, which is once they are packed; and an event that comes
+            when the rows have arrived and the signals are under way.
         """
         queue, stream = self._queue, self._stream
         stream.wait_event(queue.mark(queue.current_stream()))
@@ -189,8 +194,10 @@ class InternodePeers:
             self._queue.wait_for_signal(self._at.arrived_here + 8 * peer, number, self._queue.current_stream())
 
     def consumed(self, number: int, peers: Sequence[int]) -> None:
-        """On the current stream: see :meth:`distca.transport.nvshmem.interface.Fabric.consumed`. Slots are added to,
-        not set: two signals with no quiet between them leave the right number also if the later one is faster."""
+        """On the current stream: see :meth:`distca.transport.nvshmem.interface.Fabric.consumed`.
+
+        Slots are added to and not set, so that two signals without a quiet between them leave the right number in
+        either order."""
         for peer in peers:
             by = number - self._told.get(peer, 0)
             if by:
@@ -198,8 +205,8 @@ class InternodePeers:
                 self._told[peer] = number
 
     def finish(self, patience_s: float = 5.0) -> None:
-        """Let the host wait until all rows and signals are there, but not for long: a peer may be gone. To be called
-        before the process ends, as the computation does not wait for rows that are packed."""
+        """Makes the host wait until all rows and signals have arrived, at most ``patience_s`` seconds, as a peer may be
+        gone. It must be called before the process ends, since the computation does not wait for packed rows."""
         queue, stream = self._queue, self._stream
         stream.wait_event(queue.mark(queue.current_stream()))
         queue.quiet(stream)
@@ -208,13 +215,13 @@ class InternodePeers:
             time.sleep(0.01)
 
     def _pack(self, load: list[Slice], staging: int) -> Any:
-        """Pack a load; returns the event that it is packed."""
+        """Packs a load; returns an event that comes once it is packed."""
         pieces = [(each.source, each.rows, staging + each.staged) for each in load]
         self._queue.push_rows(pieces, _NOBODY, 0, self._finished_blocks, _PACK_BLOCKS, self._stream)
         return self._queue.mark(self._stream)
 
     def _put(self, load: list[Slice], staging: int) -> None:
-        """Start copying a packed load."""
+        """Starts copying a packed load to its peers."""
         for each in load:
             self._queue.put(
                 self._at.receive_buffer + each.lands, staging + each.staged, each.size, each.peer, self._stream
@@ -222,7 +229,7 @@ class InternodePeers:
 
 
 class NvshmemQueue:
-    """:class:`distca.transport.nvshmem.internode.InternodeQueue` on GPUs; NVSHMEM runs already."""
+    """The :class:`distca.transport.nvshmem.internode.InternodeQueue` on GPUs; NVSHMEM must have started."""
 
     create_stream = staticmethod(cuda_ops.create_stream)
     current_stream = staticmethod(cuda_ops.current_stream)
@@ -249,37 +256,37 @@ class NvshmemQueue:
         self._calls.signal_op_on_stream(slot, by, self._add, peer, stream.cuda_stream)
 
     def wait_for_signal(self, slot: int, number: int, stream: torch.cuda.Stream) -> None:
-        # Not the driver's plain wait, as for intra-node peers: it need not order what a network card wrote before
-        # the slot.
+        # The driver's plain wait, which intra-node peers use, does not promise that writes of a network card before the
+        # slot can be seen.
         self._calls.signal_wait_until_on_stream(slot, self._at_least, number, stream.cuda_stream)
 
 
 @dataclass(frozen=True)
 class SentInternode(Sent):
-    """Writes of which some go to inter-node peers. The sources may be written again once ``events`` came, before those
-    writes are done.
+    """Writes of which some go to inter-node peers. The sources may be written again once ``events`` came, which is
+    before those writes are done.
 
     Attributes:
-        intranode: those to intra-node peers.
-        written: comes when those to inter-node peers are done.
+        intranode: the writes to intra-node peers.
+        written: event that comes when the writes to inter-node peers are done.
     """
 
     intranode: Sent
     written: Any
 
     def wait(self) -> None:
-        """Let the current stream wait for all of them, also for those to inter-node peers."""
+        """Makes the current stream wait for all writes, also for those to inter-node peers."""
         super().wait()
         torch.cuda.current_stream().wait_event(self.written)
 
 
 class Peers:
-    """Shares a rank's writes out to intra-node and inter-node peers.
+    """Splits a rank's writes into those to intra-node peers and those to inter-node peers.
 
     Args:
         intranode: writes to peers whose memory this rank maps.
-        internode: writes to the others; None where there are none.
-        internode_peers: who they are.
+        internode: writes to the other peers; None where there are none.
+        internode_peers: the ranks of these.
     """
 
     def __init__(
@@ -292,7 +299,7 @@ class Peers:
         internode = {peer: pieces for peer, pieces in puts.items() if peer in self._internode_peers}
         if self._internode is None or not internode:
             return self._intranode.put(number, reuses, puts)
-        # First, as they take longest.
+        # Writes between nodes are queued first, as they take longest.
         packed, written = self._internode.put(number, reuses, internode)
         intranode = self._intranode.put(number, reuses, {peer: puts[peer] for peer in puts if peer not in internode})
         return SentInternode(
@@ -300,6 +307,7 @@ class Peers:
         )
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """See :meth:`distca.transport.nvshmem.interface.Fabric.keep`. Kept rows wait for copies to intra-node peers
-        only, as those alone share the engines with them."""
+        """See :meth:`distca.transport.nvshmem.interface.Fabric.keep`.
+
+        Kept rows wait only for copies to intra-node peers, which share the copy engines with them."""
         return self._intranode.keep(parts, behind.intranode if isinstance(behind, SentInternode) else behind)

@@ -1,14 +1,14 @@
-"""Writes of a rank to intra-node peers, whose memory it maps: rows, signals; and copies of the rows that it keeps.
+"""A rank's writes of rows and signals to intra-node peers, whose memory it maps; and copies of the rows that it keeps.
 
-Large things are copied by copy engines, which take no multiprocessor from the computation beside them; what is small or
-scattered is written by one launch of a kernel. An exchange goes, on a stream of its own kind,
+Large transfers go by copy engines, which take no multiprocessor from the computation beside them. Small or scattered
+ones are written by one launch of a kernel. Each of both ways has a stream, on which an exchange is
 
     wait until the peers have room · copy to one peer after the other · signal all of them
 
-A stream that turns from a copy to a signal and back stops the engines for a while. So that is done once for all peers,
-or once for several hundred MiB. Receivers wait for all their senders anyway. In return a peer that is late to make room
-holds up the rows of the peers beside it. It does that only when it is a whole round of the receive buffer behind, and
-then those peers soon wait for its own rows.
+A stream that turns from a copy to a signal and back stops the engines for a while. So peers are signalled together, or
+after several hundred MiB; receivers wait for all their senders anyway. The price is that a peer which is late to make
+room delays the rows of the peers in its group. It is late only when it is a whole round of the receive buffer behind,
+and then those peers soon wait for its own rows.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from distca.transport.nvshmem.interface import Put
 
 @dataclass(frozen=True)
 class CopyPolicy:
-    """The choice between ways to write rows. It changes speed only, may differ between ranks and may change between
-    exchanges.
+    """The choice between ways to write rows. It changes speed only, so it may differ between ranks and exchanges.
+
+    Up to about 16 MiB to a peer, a kernel is as fast as the engines, which need time to start
+    (benchmarks/results/transport_ways.json). But it takes multiprocessors from the computation beside it.
 
     Attributes:
-        push_below_bytes: what one rank sends to another is written by a kernel if it is smaller in all,
-        push_below_bytes_per_range: or on average over its ranges of rows; else by copy engine.
-        push_blocks: blocks of the kernel, at most.
-        signal_after_bytes: copies to following peers are made, and signalled, together up to about this much.
-        keep_from_bytes: rows that stay on a rank are copied by engine if they are at least as large in all,
-        keep_from_bytes_per_range: and on average over their ranges; else by a kernel on the computation's stream.
+        push_below_bytes: rows for a peer are written by a kernel if all of them together are smaller than this.
+        push_below_bytes_per_range: they are, too, if their ranges are smaller than this on average; else a copy engine
+            copies them.
+        push_blocks: most blocks of the kernel.
+        signal_after_bytes: bytes of copies to consecutive peers after which these peers are signalled.
+        keep_from_bytes: rows that stay on a rank are copied by a copy engine only if all of them together are at least
+            so large.
+        keep_from_bytes_per_range: they must be, too, at least so large on average over their ranges; else a kernel on
+            the computation's stream copies them.
     """
 
-    # Up to about 16 MiB to a peer a kernel is as fast as the engines, which need time to start
-    # (benchmarks/results/transport_ways.json), but it takes multiprocessors from the computation beside it.
     push_below_bytes: int = 8 << 20
     push_below_bytes_per_range: int = 128 << 10
     push_blocks: int = 96
@@ -56,10 +59,10 @@ class Sent:
     """Writes or copies of one exchange under way.
 
     Attributes:
-        events: that come when they are done.
-        held: their tensors, which live until they were waited for.
-        peers: who had to make room first,
-        reuses: by consuming this exchange; 0 for none.
+        events: events that come when they are done.
+        held: their tensors, which live until the exchange was waited for.
+        peers: the peers that had to make room first.
+        reuses: the exchange that these peers had to consume for that; 0 for none.
     """
 
     events: list[Event]
@@ -68,13 +71,13 @@ class Sent:
     reuses: int
 
     def wait(self) -> None:
-        """Let the current stream wait for them."""
+        """Makes the current stream wait for them."""
         for event in self.events:
             event.wait(torch.cuda.current_stream())
 
 
 class Streams(Protocol):
-    """Streams, and the kernel that gathers rows on them; :mod:`distca.transport.cuda_ops` on GPUs."""
+    """Streams, and the kernel that gathers rows; :mod:`distca.transport.cuda_ops` on GPUs."""
 
     def create_stream(self, priority: int) -> Any: ...
     def current_stream(self) -> Any: ...
@@ -91,7 +94,7 @@ class Streams(Protocol):
 
 
 class Queue(Streams, Protocol):
-    """And copy engines, and signals to peers whose memory is mapped."""
+    """Streams with copy engines, and with signals to peers whose memory is mapped."""
 
     def copy_rows(self, pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool, stream: Any) -> None: ...
     def signal(self, addresses: np.ndarray, value: int, stream: Any) -> None: ...
@@ -104,8 +107,8 @@ class Addresses:
 
     Attributes:
         receive_buffers: [R] first byte of each rank's receive buffer.
-        consumed_here: [R] uint64, own words: up to which exchange each rank has consumed what this rank wrote.
-        arrived_there: [R] uint64, each rank's slot: the newest exchange that arrived from this rank.
+        consumed_here: [R] uint64, own slots: up to which exchange each rank has consumed this rank's rows.
+        arrived_there: [R] uint64, each rank's slot for the newest exchange that arrived from this rank.
     """
 
     receive_buffers: Sequence[int]
@@ -117,9 +120,9 @@ class IntranodePeers:
     """The queue of one rank's work for its intra-node peers, and of copies of rows that it keeps.
 
     Args:
-        addresses: where.
-        device: of the rows.
-        queue: the streams.
+        addresses: the addresses of receive buffers and slots.
+        device: device of the rows.
+        queue: streams, copy engines and signals.
 
     Attributes:
         policy: how rows are copied.
@@ -130,8 +133,8 @@ class IntranodePeers:
         self._at, self._queue = addresses, queue
         self._streams: dict[str, Any] = {}
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # By peer: the newest exchange that it is known to have consumed where its next write is queued; the stream of
-        # its last write, and when that one is done.
+        # By peer: the newest exchange that a write to it has waited for it to consume; and the stream of the last write
+        # to it, with the event of its end.
         self._room = dict.fromkeys(range(len(addresses.receive_buffers)), 0)
         self._last: dict[int, tuple[Any, Any]] = {}
 
@@ -147,8 +150,9 @@ class IntranodePeers:
         return Sent(events, held, tuple(puts), reuses)
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """See :meth:`distca.transport.nvshmem.interface.Fabric.keep`. By engine where ranges are few and long, else by
-        a kernel on the current stream."""
+        """See :meth:`distca.transport.nvshmem.interface.Fabric.keep`.
+
+        A copy engine copies few and long ranges, else a kernel on the current stream does."""
         by_engine = []
         for part in parts:
             if self._is_long(part):
@@ -158,7 +162,7 @@ class IntranodePeers:
         return self._keep(by_engine, behind) if by_engine else None
 
     def _keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent:
-        """Queues copies by engine, after the writes to peers: others wait for those."""
+        """Queues copies by copy engine behind the writes to peers, for which other ranks wait."""
         stream = self._stream("keep", priority=0)
         stream.wait_event(self._queue.mark(self._queue.current_stream()))
         for event in behind.events if behind is not None else ():
@@ -183,7 +187,7 @@ class IntranodePeers:
         return bool(pieces) and sum(piece.bytes for piece in pieces) < limit
 
     def _groups(self, puts: dict[int, list[Put]]) -> Iterator[dict[int, list[Put]]]:
-        """Peers that are copied to and signalled together."""
+        """Returns groups of peers that are copied to and signalled together."""
         group: dict[int, list[Put]] = {}
         size = 0
         for peer, pieces in puts.items():
@@ -196,6 +200,7 @@ class IntranodePeers:
             yield group
 
     def _copy(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
+        """Queues writes to a group of peers by copy engine, and signals; returns the event of their end."""
         stream = self._stream("copy")
         self._begin(puts, stream, reuses, ready)
         for peer, pieces in puts.items():
@@ -207,8 +212,9 @@ class IntranodePeers:
         return self._end(puts, stream)
 
     def _push(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
+        """Queues writes by one kernel, which signals too; returns the event of their end."""
         stream = self._stream("push")
-        # The stream waits for room, not the kernel, whose blocks would spin on multiprocessors.
+        # The stream waits for room before the kernel starts: blocks that wait would spin on multiprocessors.
         self._begin(puts, stream, reuses, ready)
         pieces = [
             (put.source, put.rows, self._at.receive_buffers[peer] + put.begin + int(put.ranges[0, 1]) * put.row_bytes)
@@ -220,8 +226,9 @@ class IntranodePeers:
         return self._end(puts, stream)
 
     def _begin(self, puts: dict[int, list[Put]], stream: Any, reuses: int, ready: Any) -> None:
-        """Let a stream wait for the rows, for the peers' room, and for earlier writes to them that took another way:
-        the slot of arrivals only tells the newest exchange, so they must arrive in order."""
+        """Makes a stream wait for the rows, for the peers' room, and for earlier writes to them on the other stream.
+
+        A slot tells only the newest exchange that arrived, so exchanges must arrive in order."""
         stream.wait_event(ready)
         for peer in puts:
             if peer in self._last and self._last[peer][0] is not stream:
@@ -237,7 +244,7 @@ class IntranodePeers:
         return done
 
     def _stream(self, name: str, priority: int = -1) -> Any:
-        """Writes to peers go before anything else that is ready."""
+        """Returns the stream of a name, made on first use. By default its work starts before that of other streams."""
         if name not in self._streams:
             self._streams[name] = self._queue.create_stream(priority)
         return self._streams[name]

@@ -1,15 +1,15 @@
 """NVSHMEM: symmetric memory that peers write into, by copy engine where they map it, else by NVSHMEM's puts.
 
-NVSHMEM gives every rank a block of memory at a known place and the addresses under which its peers' blocks can be
-reached over NVLink. To these intra-node peers rows are copied by the GPUs' copy engines. Streams signal to each other
-by writing and waiting for 64-bit signal slots. So a transfer takes no multiprocessor from matrix products beside it.
-Only what is too small or too scattered for a copy engine is written by a kernel of a few blocks
-(:mod:`distca.transport.nvshmem.intranode`). Peers on other nodes have no such address: to these inter-node peers
+NVSHMEM gives every rank a block of memory, and the addresses under which it reaches its peers' blocks over NVLink. To
+these intra-node peers rows are copied by the GPUs' copy engines, and streams signal to each other by writing 64-bit
+slots and waiting for them. So a transfer takes no multiprocessor from matrix products beside it. Only rows that are too
+few or too scattered for a copy engine are written by a kernel of a few blocks
+(:mod:`distca.transport.nvshmem.intranode`). Blocks of other nodes have no such address. To these inter-node peers
 NVSHMEM's own calls carry rows and signals (:mod:`distca.transport.nvshmem.internode`).
 
-The block begins with [ranks] slots "newest exchange that arrived from rank r", and [ranks] slots "up to here rank r has
-consumed". The receive buffer follows. Where there are inter-node peers, the place in which rows for them are packed
-comes last.
+A block has, in this order: [ranks] slots with the newest exchange that arrived from each rank; [ranks] slots with the
+newest exchange that each rank has consumed; the receive buffer; and, where there are inter-node peers, staging memory
+in which rows for them are packed.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class NvshmemFabric:
         self._memory = _symmetric_memory(group, layout)
         self.receive_buffer = self._memory[layout.receive_buffer : layout.receive_buffer + capacity]
         self._signals = self._memory[: 2 * self.ranks * 8].view(torch.int64)
-        # Its own, so that who looks at the slots never waits behind anything.
+        # A stream for the thread that looks at slots, which must not wait behind other work.
         self._looking = cuda_ops.create_stream(0)
         self._beside: torch.cuda.Stream | None = None
         self._seen = torch.empty(2 * self.ranks, dtype=torch.int64, pin_memory=True)
         self._waits = watch_waits(group, self._missing)
         bases = _addresses_of_blocks(self._memory, nodes, group)
         self._internode = frozenset(internode) | {peer for peer, address in enumerate(bases) if not address}
-        # Slots of this rank that peers write, and slots of intra-node peers that this rank writes.
+        # The slots of this rank that peers write, and the slots of intra-node peers that this rank writes.
         self._arrived_here = cuda_ops.addresses_of(bases[self.rank], range(self.ranks))
         intranode = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._internode]
         self._consumed_there = np.array([address + layout.consumed(self.rank) for address in intranode], np.uint64)
@@ -91,7 +91,7 @@ class NvshmemFabric:
         return self._peers.keep(parts, behind)
 
     def join(self, token: Sent) -> None:
-        # Not token.wait(), which waits until rows for inter-node peers are there as well.
+        # token.wait() would also wait until rows for inter-node peers have arrived, which is not needed here.
         for event in token.events:
             event.wait(torch.cuda.current_stream())
         if token.peers and token.reuses:
@@ -128,7 +128,7 @@ class NvshmemFabric:
         self._waits.note(Wait(cuda_ops.mark(torch.cuda.current_stream()), tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
-        """Peers whose slot is below what a wait asks for; called by a thread of its own."""
+        """Returns the peers whose slot is below the number that a wait asks for; a thread of its own calls it."""
         with torch.cuda.device(self.receive_buffer.device), torch.cuda.stream(self._looking):
             self._seen.copy_(self._signals, non_blocking=True)
             self._looking.synchronize()
@@ -139,14 +139,14 @@ class NvshmemFabric:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The layout of the block, in bytes from its beginning; alike on all ranks.
+    """The layout of a rank's block, the same on all ranks.
 
     Attributes:
         ranks: R.
-        receive_buffer: the receive buffer.
-        staging: the place in which rows for inter-node peers are packed,
-        staging_bytes: and its size; 0 where no rank has inter-node peers.
-        bytes: of the whole.
+        receive_buffer: first byte of the receive buffer.
+        staging: first byte of the staging memory.
+        staging_bytes: size of the staging memory; 0 where no rank has inter-node peers.
+        bytes: size of the whole block.
     """
 
     ranks: int
@@ -162,15 +162,15 @@ class _Layout:
         return _Layout(ranks, receive_buffer, staging, staging_bytes, staging + staging_bytes)
 
     def arrived(self, rank: int) -> int:
-        """The slot: newest exchange that arrived from ``rank``."""
+        """First byte of the slot with the newest exchange that arrived from ``rank``."""
         return 8 * rank
 
     def consumed(self, rank: int) -> int:
-        """The slot: up to here ``rank`` has consumed."""
+        """First byte of the slot with the newest exchange that ``rank`` has consumed."""
         return 8 * (self.ranks + rank)
 
     def addresses(self, bases: Sequence[int], rank: int) -> Addresses:
-        """For intra-node peers, whose blocks begin at ``bases``."""
+        """The addresses of intra-node peers, whose blocks begin at ``bases``."""
         return Addresses(
             receive_buffers=[base + self.receive_buffer for base in bases],
             consumed_here=cuda_ops.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
@@ -178,7 +178,7 @@ class _Layout:
         )
 
     def internode_addresses(self, base: int, rank: int) -> InternodeAddresses:
-        """For inter-node peers: all in the rank's own block, which begins at ``base``."""
+        """The addresses for inter-node peers, all in the rank's own block, which begins at ``base``."""
         return InternodeAddresses(
             receive_buffer=base + self.receive_buffer,
             staging=base + self.staging,
@@ -206,10 +206,10 @@ def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor
 
 
 def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist.ProcessGroup) -> list[int]:
-    """Returns the address of every rank's block as seen from here; 0 where it cannot be reached.
+    """Returns the address of every rank's block as seen from here; 0 where this rank cannot map it.
 
     Raises:
-        TransportError: it cannot though it is on this node.
+        TransportError: a block of this node cannot be mapped.
     """
     from nvshmem import bindings
 
@@ -226,13 +226,17 @@ def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist
 
 
 def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> None:
-    """Start NVSHMEM over the ranks of ``group``; once per process."""
+    """Starts NVSHMEM over the ranks of ``group``, once per process.
+
+    Raises:
+        TransportError: it does not start, or its settings fit no pool of several nodes.
+    """
     if not one_node and os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none":
         raise TransportError(
             "NVSHMEM_REMOTE_TRANSPORT is 'none', but the server pool spans several nodes. Unset it, or set "
             "`transport` to nccl."
         )
-    # Read by NVSHMEM when it starts. 16 MiB are its own.
+    # NVSHMEM reads these variables when it starts. It needs 16 MiB for itself.
     os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes + (16 << 20))
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast memory, which nothing here uses
     if one_node:
@@ -246,7 +250,7 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
         uid = nvshmem.core.get_unique_id(empty=rank != 0)
     except Exception as error:
         failed = str(error)
-    box: list[Any] = [failed if uid is None else uid._data.tobytes()]  # the others wait for a word
+    box: list[Any] = [failed if uid is None else uid._data.tobytes()]  # the others wait for it, or for the failure
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     if uid is None:
         raise TransportError(str(failed))

@@ -1,12 +1,12 @@
 """Transport by one-sided writes: a rank copies rows straight into the receive buffer of the rank that needs them.
 
-A sender waits for nobody but, when a place is used again, for the receiver to have emptied it; a receiver waits for the
-ranks that it gets rows from. Both waits are on streams: the host never stops. So a rank that is late, or that only
-sends, holds up others only until its own rows arrive. After a whole round of the ring it also holds them up until its
-place in memory is free.
+A receiver waits for the ranks that it gets rows from. A sender waits only where a place in the receive buffer is used
+again, until the receiver has consumed its rows. Both wait on streams, so that the host never stops. A late rank thus
+delays others only until its own rows arrive, and after a whole round of the ring until its memory is free.
 
-A second hop is queued at launch too, on a stream beside the computation: there the rows that it hands on are put in
-their places once they arrived, and written on. Both hops share a place in the ring, and have numbers of their own.
+A second hop is queued at launch too, on a stream beside the computation. There the rows that a gateway hands on are put
+in their places once they arrived, and are then written to the next rank. Both hops share a place in the ring, and have
+numbers of their own.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Landing:
     """Parts that travel at once, and where their rows land.
 
     Attributes:
-        number: of the exchange, or of one of its hops.
+        number: number of the exchange, or of one of its hops.
         reuses: newest exchange whose rows must have been consumed before.
-        parts: what travels.
+        parts: parts of this hop.
         begins: byte of the receive buffer at which each part's rows begin.
     """
 
@@ -48,7 +48,7 @@ class Landing:
         return sorted({peer for part in self.parts for peer, rows in enumerate(part.moves.receive_counts) if rows})
 
     def split(self, at: int) -> tuple[Landing, Landing]:
-        """The parts before a number, and the others."""
+        """Returns the first ``at`` parts, and the others."""
         return (
             replace(self, parts=self.parts[:at], begins=self.begins[:at]),
             replace(self, parts=self.parts[at:], begins=self.begins[at:]),
@@ -60,8 +60,8 @@ class OneSidedTransport:
 
     Args:
         fabric: the memory and its signals.
-        name: for logs.
-        fallback: takes an exchange that the receive buffer cannot hold; without one it is refused.
+        name: name of the transport, for logs.
+        fallback: transport for exchanges that the receive buffer cannot hold; without one they are refused.
 
     Attributes:
         fallback_exchanges: how many exchanges the fallback transport took.
@@ -74,8 +74,8 @@ class OneSidedTransport:
         self._ring = ReceiveRing(len(fabric.receive_buffer), SETTING)
 
     def launch(self, parts: tuple[Part, ...]) -> Handle:
-        """Start writing the rows of all parts to their receivers, and behind them copying the rows that this rank
-        keeps; parts of which no row travels between any ranks are only copied.
+        """Starts writing the rows of all parts to their receivers, and behind them copying the rows that this rank
+        keeps. Parts of which no row travels between any ranks are only copied.
 
         Raises:
             TransportError: the moves belong to a plan for another number of ranks, or the receive buffer is too small
@@ -86,7 +86,7 @@ class OneSidedTransport:
         if not hops.first:
             return OneSidedHandle(self, (), [], None, self._fabric.keep(parts, None))
         sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
-        # Every rank keeps the same books, so all send this one the same way.
+        # Rings are the same on every rank, so all ranks use the fallback for the same exchanges.
         if self._fallback is not None and (reason := self._ring.why_not(sizes)):
             self._tell(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
@@ -103,18 +103,18 @@ class OneSidedTransport:
         return OneSidedHandle(self, (others, second), tokens, beside, self._fabric.keep(parts, tokens[0]))
 
     def use_fallback(self, fallback: Transport | None) -> None:
-        """Take another fallback transport, or none, and count anew."""
+        """Replaces the fallback transport, which may be None, and counts its exchanges anew."""
         self._fallback, self.fallback_exchanges = fallback, 0
 
     def _tell(self, reason: str) -> None:
-        """Count an exchange that the fallback transport takes; the first one is said."""
+        """Counts an exchange that the fallback transport takes; the first one is logged."""
         if not self.fallback_exchanges:
             assert self._fallback is not None
             logger.warning("Exchanges that do not fit go by %s, which is slower: %s", self._fallback.name, reason)
         self.fallback_exchanges += 1
 
     def _put(self, landing: Landing) -> Any:
-        """Start writing the rows of a hop."""
+        """Starts writing the rows of a hop; returns its token."""
         return self._fabric.put(landing.number, landing.reuses, self._puts(landing))
 
     def _puts(self, landing: Landing) -> dict[int, list[Put]]:
@@ -131,7 +131,7 @@ class OneSidedTransport:
         return puts
 
     def _hand_on(self, arriving: Landing, second: Landing, tokens: list[Any]) -> None:
-        """Behind rows that arrive, start writing those of the second hop."""
+        """Queues the second hop behind the arrival of the rows that it hands on."""
         self._fabric.arrived(arriving.number, arriving.senders)
         self._fabric.compute(partial(self._place_received, arriving))
         tokens.append(self._put(second))
@@ -144,20 +144,20 @@ class OneSidedTransport:
             part.moves.place_received(packed, part.destination)
 
     def join(self, kept: Any) -> None:
-        """Let the current stream wait for rows that stayed on this rank."""
+        """Makes the current stream wait for rows that stayed on this rank."""
         if kept is not None:
             self._fabric.join(kept)
 
     def passed(self, number: int) -> None:
-        """Tell senders, behind what the current stream did, that an exchange's rows are in their places."""
+        """Tells senders, behind the current stream's work so far, that an exchange's rows are in their places."""
         self._fabric.consumed(self._ring.consumed(number))
 
     def consume(self, landings: tuple[Landing, ...], tokens: list[Any], beside: Any, kept: Any) -> None:
-        """Wait on the current stream for an exchange, put its rows in their places and free its memory."""
+        """Waits on the current stream for an exchange, puts its rows in their places and frees its memory."""
         if beside is not None:
             self._fabric.join(beside)
-        # Received rows are added to kept ones or, where nothing is added up, have other places. Then the kept ones,
-        # which are copied after all writes to peers, are waited for last.
+        # Where rows are added up, kept rows must be in place before received ones are added to them. Elsewhere both
+        # have different places, and kept rows, which are copied after all writes to peers, are waited for last.
         adds = any(part.moves.reduction is not None for landing in landings for part in landing.parts)
         for landing in landings:
             self._fabric.arrived(landing.number, landing.senders)
@@ -183,7 +183,7 @@ class OneSidedHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The objects to wait for to know when this rank's own writes end, for whoever records that."""
+        """The tokens of this rank's writes, for whoever records when they end."""
         return [token for token in self._tokens if hasattr(token, "wait")]
 
     def wait(self) -> None:
@@ -196,7 +196,7 @@ class OneSidedHandle:
 
 @dataclass
 class FallbackHandle:
-    """An exchange that the fallback transport took; it has a number among those of the ring."""
+    """An exchange that the fallback transport took; it has a number in the ring, too."""
 
     _transport: OneSidedTransport
     _number: int
