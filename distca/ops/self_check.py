@@ -14,6 +14,7 @@ import torch
 
 from distca.cluster.verdict import first_objection
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
+from distca.ops.expert_sums import expert_sums
 from distca.ops.gate import SWIGLU, Gate
 from distca.ops.output_loss import add_product
 from distca.ops.rms_norm import add_rms_norm, rms_norm
@@ -147,6 +148,7 @@ def _operations(widths: Widths) -> dict[Operation, Callable[[_Draw], Outputs]]:
         "cross-entropy": _cross_entropy,
         "weight gradients": _weight_gradients,
         "row sums": lambda draw: _row_sums(draw, widths.head_dim),
+        "expert sums": lambda draw: _expert_sums(draw, widths.hidden),
     }
 
 
@@ -224,3 +226,10 @@ def _weight_gradients(draw: _Draw) -> Outputs:
 def _row_sums(draw: _Draw, columns: int) -> Outputs:
     a_ND, b_ND = draw(_ROWS, columns), draw(_ROWS, columns)
     return {"the sums": row_dots(a_ND, b_ND)[:, None]}
+
+
+def _expert_sums(draw: _Draw, columns: int) -> Outputs:
+    """Every other pair is another rank's."""
+    experts = 4
+    pair_RK = torch.randperm(2 * _ROWS * experts, generator=draw.generator)[: _ROWS * experts].view(_ROWS, experts)
+    return {"the sums": expert_sums(draw(_ROWS * experts, columns), pair_RK.to(draw.device))}

@@ -44,7 +44,13 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "moe_router_group_topk": 2,
         "moe_router_topk_scaling_factor": 2.5,
     },
-    "sigmoid, auxiliary loss, dense first layer": {**_SIGMOID, **AUXILIARY, "moe_layer_freq": [0, *[1] * (LAYERS - 1)]},
+    "eight experts a row, sigmoid, auxiliary loss, dense first layer": {
+        **_SIGMOID,
+        **AUXILIARY,
+        "moe_layer_freq": [0, *[1] * (LAYERS - 1)],
+        "num_moe_experts": 16,
+        "moe_router_topk": 8,
+    },
     "one expert a row, shared expert with gate, float64": {
         "moe_router_topk": 1,
         "moe_router_pre_softmax": True,
@@ -52,7 +58,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 16,
         "moe_shared_expert_gate": True,
     },
-    "auxiliary loss, shared expert": {**AUXILIARY, "moe_shared_expert_intermediate_size": 16},
+    "auxiliary loss, shared expert": {**AUXILIARY, "moe_router_topk": 5, "moe_shared_expert_intermediate_size": 16},
     "a loss for each document": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0},
     "biases, clamped": {
         "add_bias_linear": True,

@@ -13,11 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
+
+from distca.device.host_to_device import to_device
+from distca.device.to_host import Question
 
 Way = TypeVar("Way")
 
@@ -41,6 +45,7 @@ class MicroBatchBalance:
         nano_rows: rows of each half on this rank; they follow each other.
         documents: of the micro-batch, over all ranks.
         training: backward follows.
+        peers: [ranks, halves] rows of all expert-parallel ranks; None where there are no others.
     """
 
     def __init__(
@@ -51,8 +56,9 @@ class MicroBatchBalance:
         nano_rows: Sequence[int],
         documents: int,
         training: bool,
+        peers: Question | None = None,
     ) -> None:
-        self._config, self.training = config, training
+        self._config, self.training, self._peers = config, training, peers
         self._index = {number: index for index, number in enumerate(layers)}
         self.document_of = documents_N.split(list(nano_rows))
         experts, device = config.num_moe_experts, documents_N.device
@@ -79,11 +85,19 @@ class MicroBatchBalance:
         rows are those that tensor-parallel ranks share."""
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
-        return cls(config, layers, mine, [each // chunks for each in nano_rows], documents, torch.is_grad_enabled())
+        rows = [each // chunks for each in nano_rows]
+        return cls(config, layers, mine, rows, documents, torch.is_grad_enabled(), _rows_of_peers(rows, mine.device))
 
     def half(self, number: int) -> Half:
         """The rows of half ``number``."""
         return Half(self, number, self.document_of[number])
+
+    def rows_of_peers(self, half: Half) -> list[int]:
+        """Rows of the half on every expert-parallel rank."""
+        if self._peers is None:
+            return [len(half.document_N)]
+        rows: list[int] = self._peers.read()[:, half.number].tolist()
+        return rows
 
     def way(self, layer: int, half: Half, find: Callable[[], Way]) -> Way:
         """The way that the rows of a layer's half go. It is found in the first pass: a layer that is computed again
@@ -139,6 +153,16 @@ class MicroBatchBalance:
             whole = whole / whole.sum().clamp(min=1) * best_DE.shape[1] * coefficient(config, "aux_loss")
             return share_DE[half.document_N.clamp(min=0)] * coefficient(config, "seq_aux_loss") + whole
         return share_DE * coefficient(config, "aux_loss")
+
+
+def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None:
+    """Every expert-parallel rank calls it at the beginning of a micro-batch."""
+    group = parallel_state.get_expert_model_parallel_group()
+    if group.size() == 1:
+        return None
+    gathered = torch.empty(group.size() * len(rows), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(gathered, to_device(np.array(rows), device), group=group)
+    return Question(gathered.view(group.size(), -1))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 Between a launch and its join, callers put the other half's compute (distca/runtime/ping_pong.py). Backward runs the
 nodes in reverse: it launches gradients where forward joined, and joins them where forward launched. Where experts are
 computed again in backward, what they read is not kept: it is sent once more beside the gradients of what they put out.
+Shape suffixes as in ``dispatch.py``.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ class Exchange:
         return token
 
     def join_rows(self, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for them: [received pairs, hidden] rows and [received pairs] probabilities, by expert of this rank."""
+        """Wait for them: rows_PH and probs_P of this rank's pairs, by expert."""
         joined: tuple[torch.Tensor, torch.Tensor] = _JoinRows.apply(token, self)
         return joined
 
     def launch_outputs(self, output_PH: torch.Tensor) -> torch.Tensor:
-        """Start sending back what experts put out, in the order of :meth:`join_rows`; returns the graph token for
-        :meth:`join_outputs`."""
+        """Start sending back each row's sum of what experts put out, which has the order of :meth:`join_rows`; returns
+        the graph token for :meth:`join_outputs`."""
         token: torch.Tensor = _LaunchOutputs.apply(output_PH, self)
         return token
 
     def join_outputs(self, token: torch.Tensor) -> torch.Tensor:
-        """Wait for it: [rows, hidden] the sum over each row's experts."""
+        """Wait for it: [N, H] the sum over each row's experts."""
         summed: torch.Tensor = _JoinOutputs.apply(token, self)
         return summed
 
     # For the nodes.
 
     def start(self, tensors: Sequence[torch.Tensor], to_experts: bool) -> None:
-        """Begin to send pairs to the ranks of their experts, or back from there."""
+        """Begin to send rows to the ranks of their experts, or back from there."""
         ways = self.dispatch.sent, self.dispatch.received
         sent, received = ways if to_experts else ways[::-1]
         assert not self._under_way
@@ -74,7 +75,7 @@ class Exchange:
             self._under_way.append((arriving, given, work))
 
     def finish(self) -> list[torch.Tensor]:
-        """Wait for the pairs that :meth:`start` began to send."""
+        """Wait for the rows that :meth:`start` began to send."""
         under_way, self._under_way = self._under_way, []
         for *_, work in under_way:
             if work is not None:
@@ -97,9 +98,9 @@ class Exchange:
             self._rows[0].untyped_storage().resize_(0)
 
     def rows_again(self) -> list[torch.Tensor]:
-        """Pairs of rows that experts need again; none where these were kept."""
+        """Rows that experts need again; none where these were kept."""
         read_NH, self._read_NH = self._read_NH, None
-        return [] if read_NH is None else [read_NH[self.dispatch.row_P]]
+        return [] if read_NH is None else [self.dispatch.spread(read_NH)]
 
     def restore(self, arrived: Sequence[torch.Tensor]) -> None:
         """Put the rows that came again where they were."""
@@ -107,7 +108,7 @@ class Exchange:
             assert self._rows is not None
             (kept, size), self._rows = self._rows, None
             kept.untyped_storage().resize_(size)
-            torch.index_select(rows, 0, self.dispatch.by_expert, out=kept)
+            self.dispatch.by_expert(rows, out=kept)
 
 
 class _LaunchRows(torch.autograd.Function):
@@ -115,40 +116,45 @@ class _LaunchRows(torch.autograd.Function):
     def forward(ctx: Any, hidden_NH: torch.Tensor, probs_NE: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange, ctx.shape, way = exchange, probs_NE.shape, exchange.dispatch
         exchange.keep(hidden_NH)
-        exchange.start((hidden_NH[way.row_P], probs_NE.flatten()[way.score_P]), to_experts=True)
+        leaving = [hidden_NH, probs_NE.gather(1, way.expert_NK.long())]
+        if not way.has_arrived:
+            leaving.append(way.expert_NK)
+        exchange.start([way.spread(each) for each in leaving], to_experts=True)
         return graph_token(hidden_NH.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
         way = ctx.exchange.dispatch
-        d_PH, d_probs_P = ctx.exchange.finish()
-        d_probs = d_probs_P.new_zeros(ctx.shape.numel()).scatter_(0, way.score_P, d_probs_P)
-        # In a fixed order.
-        return d_PH[way.pair_NK].sum(1), d_probs.view(ctx.shape), None
+        d_NH, d_probs_NK = (way.collected(each) for each in ctx.exchange.finish())
+        d_probs_NE = d_probs_NK.new_zeros(ctx.shape).scatter_(1, way.expert_NK.long(), d_probs_NK)
+        return d_NH, d_probs_NE, None
 
 
 class _JoinRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.exchange = exchange
-        rows, probs = (each[exchange.dispatch.by_expert] for each in exchange.finish())
-        exchange.arrived(rows)
-        return rows, probs
+        ctx.exchange, way = exchange, exchange.dispatch
+        rows_RH, probs_RK, *expert_RK = exchange.finish()
+        if expert_RK:
+            way.arrive(*expert_RK)
+        rows_PH = way.by_expert(rows_RH)
+        exchange.arrived(rows_PH)
+        return rows_PH, way.factors(probs_RK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        by_source = ctx.exchange.dispatch.by_source
-        ctx.exchange.start([each[by_source] for each in gradients], to_experts=False)
-        return graph_token(by_source.device), None
+    def backward(ctx: Any, d_PH: torch.Tensor, d_probs_P: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        way = ctx.exchange.dispatch
+        ctx.exchange.start((way.by_row(d_PH.contiguous()), way.factors_by_row(d_probs_P)), to_experts=False)
+        return graph_token(d_PH.device), None
 
 
 class _LaunchOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output_PH: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        exchange.start((output_PH[exchange.dispatch.by_source],), to_experts=False)
+        exchange.start((exchange.dispatch.by_row(output_PH.contiguous()),), to_experts=False)
         if ctx.needs_input_grad[0]:
             exchange.forget()
         return graph_token(output_PH.device)
@@ -156,21 +162,21 @@ class _LaunchOutputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        gradient, *rows = ctx.exchange.finish()
+        gradient_RH, *rows = ctx.exchange.finish()
         ctx.exchange.restore(rows)
-        return gradient[ctx.exchange.dispatch.by_expert], None
+        return ctx.exchange.dispatch.by_expert(gradient_RH), None
 
 
 class _JoinOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        (back,) = exchange.finish()
-        return back[exchange.dispatch.pair_NK].sum(1)
+        (back_SH,) = exchange.finish()
+        return exchange.dispatch.collected(back_SH)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         exchange = ctx.exchange
-        exchange.start([d_NH[exchange.dispatch.row_P], *exchange.rows_again()], to_experts=True)
+        exchange.start([exchange.dispatch.spread(d_NH), *exchange.rows_again()], to_experts=True)
         return graph_token(d_NH.device), None

@@ -92,8 +92,9 @@ class HalvesLayer(MoELayer):
         token = exchange.launch_rows(hidden.flatten(0, -2), probs)
         shared = None if self.shared_experts is None else _perhaps_again(again, self.shared_experts, hidden)
         yield
+        arrived = exchange.join_rows(token)
         compute = partial(computed, self.experts, dispatch.groups)
-        token = exchange.launch_outputs(_perhaps_again(again, compute, *exchange.join_rows(token)))
+        token = exchange.launch_outputs(_perhaps_again(again, compute, *arrived))
         yield
         summed = exchange.join_outputs(token).view_as(hidden)
         return summed if shared is None else summed + shared
@@ -109,7 +110,10 @@ class HalvesLayer(MoELayer):
 
         probs = _perhaps_again(again, route, hidden)
         assert self.layer_number is not None
-        way = half.balance.way(self.layer_number, half, lambda: Dispatch.of(chosen[0], self.router.topk, self.ep_group))
+        rows_G = half.balance.rows_of_peers(half)
+        way = half.balance.way(
+            self.layer_number, half, lambda: Dispatch.of(chosen[0], self.router.topk, self.ep_group, rows_G)
+        )
         chosen.clear()
         return probs, way
 

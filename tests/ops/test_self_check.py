@@ -30,6 +30,7 @@ def test_right_operations_are_never_refused(dtype) -> None:
 _swiglu, _rms_norm, _rotate = self_check.swiglu, self_check.rms_norm, self_check.split_and_rotate
 _statistics, _gradient, _add = self_check.row_statistics, self_check.logits_to_gradient_, self_check.add_product
 _row_dots = self_check.row_dots
+_expert_sums = self_check.expert_sums
 
 
 def _wrong(name):
@@ -67,6 +68,9 @@ def _wrong(name):
     def without_limit(x, factors=None, gate=SWIGLU):
         return _swiglu(x, factors, gate if x.dtype == torch.float64 else replace(gate, limit=0.0))
 
+    def of_other_pairs(x, pairs):
+        return _expert_sums(x, pairs if x.dtype == torch.float64 else pairs.roll(1))
+
     def sums(a, b):
         return _row_dots(a, b) * (1.001 if a.dtype != torch.float64 else 1)
 
@@ -81,6 +85,7 @@ def _wrong(name):
         "SwiGLU of other factors": ("swiglu", factors_of_others),
         "SwiGLU without its limit": ("swiglu", without_limit),
         "row sums": ("row_dots", sums),
+        "expert sums": ("expert_sums", of_other_pairs),
     }[name]
 
 
@@ -98,6 +103,7 @@ def _wrong(name):
         "SwiGLU of other factors",
         "SwiGLU without its limit",
         "row sums",
+        "expert sums",
     ],
 )
 def test_wrong_operations_are_refused_with_a_warning(monkeypatch, caplog, name, dtype) -> None:

@@ -13,7 +13,12 @@ from distca.testing.reference_attention import relative_error
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed.", allow_module_level=True)
 
-CASES = {"add_rms_norm": [(5, 96), (70, 48)], "row_dots": [(1, 64), (333, 96)], "swiglu": [(3, 96), (2, 5000)]}
+CASES = {
+    "add_rms_norm": [(5, 96), (70, 48)],
+    "expert_sums": [(5, 96), (3, 2100)],
+    "row_dots": [(1, 64), (333, 96)],
+    "swiglu": [(3, 96), (2, 5000)],
+}
 GATES = {"SwiGLU": (1.0, 0.0, 0.0), "gpt-oss's": (1.702, 1.0, 0.7)}
 """Slope, offset and limit, the latter between the numbers that are drawn."""
 
@@ -45,6 +50,22 @@ def _check_add_rms_norm(rows, columns, dtype):
     for mine, theirs, expected in zip(ours, stock, exact, strict=True):
         assert mine.dtype == dtype and mine.shape == expected.shape
         assert relative_error(mine, expected) <= 1.05 * relative_error(theirs, expected) + 1e-7
+
+
+def _check_expert_sums(rows, columns, dtype):
+    """Some pairs are other ranks', and a row may have none."""
+    from distca.ops.expert_sums import expert_sums as plain
+    from distca.ops.triton.expert_sums import expert_sums
+
+    x, *_ = _draws(4 * rows, columns, dtype)
+    pairs = torch.randperm(8 * rows, generator=torch.Generator().manual_seed(rows))[: 4 * rows].view(rows, 4)
+    pairs[0] = 4 * rows
+    sums = torch.empty(rows, columns, dtype=dtype)
+    expert_sums(x, pairs, sums)
+    beside = torch.cat((x.double(), x.new_zeros(4 * rows, columns)))
+    exact, stock = beside[pairs].sum(1), plain(x, pairs)
+    assert relative_error(plain(x.double(), pairs), exact) <= 1e-15
+    assert relative_error(sums, exact) <= 1.05 * relative_error(stock, exact) + 1e-7
 
 
 def _check_row_dots(rows, columns, dtype):

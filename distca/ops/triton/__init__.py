@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-Operation = Literal["rotation", "SwiGLU", "RMSNorm", "cross-entropy", "weight gradients", "row sums"]
+Operation = Literal["rotation", "SwiGLU", "RMSNorm", "cross-entropy", "weight gradients", "row sums", "expert sums"]
 """The operations that are fused and have a plain version."""
 
 _refused: set[Operation] = set()

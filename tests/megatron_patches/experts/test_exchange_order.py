@@ -40,7 +40,7 @@ def _noted(monkeypatch):
     from megatron_patches.experts import dispatch, exchange, layer
 
     events, asked, made = [], [], []
-    start, finish, fetched = exchange.Exchange.start, exchange.Exchange.finish, dispatch.fetched
+    start, finish, ask = exchange.Exchange.start, exchange.Exchange.finish, dispatch.asked
 
     def build(*arguments):
         made.append(exchange.Exchange(*arguments))
@@ -58,7 +58,7 @@ def _noted(monkeypatch):
     monkeypatch.setattr(layer, "Exchange", build)
     monkeypatch.setattr(exchange.Exchange, "start", starting)
     monkeypatch.setattr(exchange.Exchange, "finish", finishing)
-    monkeypatch.setattr(dispatch, "fetched", lambda counts: asked.append(1) or fetched(counts))
+    monkeypatch.setattr(dispatch, "asked", lambda counts: asked.append(1) or ask(counts))
     return events, asked
 
 

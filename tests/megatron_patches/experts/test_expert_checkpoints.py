@@ -11,7 +11,7 @@ from tests.megatron_patches.small_cases import on_cpu
 pytestmark = pytest.mark.slow
 RUNS = {
     True: ("sigmoid, bias, groups, scaling", [{"ep": 2}, {"ep": 1}]),
-    False: ("sigmoid, auxiliary loss, dense first layer", [{"ep": 2}, {"pp": 2}]),
+    False: ("eight experts a row, sigmoid, auxiliary loss, dense first layer", [{"ep": 2}, {"pp": 2}]),
 }
 """Router, and layouts of two ranks, one after the other, with the distributed optimizer and the plain one."""
 
