@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from distca.models.experts import Experts
 
-_WAY = 5 * 8
-"""Bytes of where a pair lies, by row, by expert and in the order in which it came, in 64-bit numbers."""
+_WAY = 3 * 8 + 4
+"""Bytes of where a pair lies: by row and by expert in 64-bit numbers, and the number of its expert."""
 
 _INSIDE = 3
 """Widths inside an expert: both projections, and what the last product reads."""
@@ -73,8 +73,8 @@ class ExpertBytes:
         return self.value * self.hidden // self.tp if self.experts.count else 0
 
     def at_work(self, ep: int, beside: bool, again: bool) -> int:
-        """Bytes in the experts' backward: gradients of what they put out and of what they read, on both sides of the
-        exchange; or where experts are wide, inside them, where all of a rank are computed together.
+        """Bytes in the experts' backward: gradients of what they put out or of what they read, by pair and by row that
+        travels; or where experts are wide, inside them, where all of a rank are computed together.
 
         Args:
             ep: expert-parallel ranks, without others of which nothing is exchanged.
@@ -82,8 +82,10 @@ class ExpertBytes:
             again: rows travel once more, as experts are computed again.
         """
         hidden, ffn = self.hidden, self.experts.ffn
-        both_sides = 1 + (ep > 1)
-        travelling = (1 + again) * both_sides if beside else 0
-        inside = 2 * hidden + ffn if again else hidden + 2 * ffn
-        elements = travelling * hidden + max((1 + both_sides) * hidden, inside)
-        return int(self.pairs * (self.value * elements + _PROBABILITY))
+        arriving = ep * self.experts.copies_at_each(ep) / self.tp if self.experts.count else 0.0
+        # What is sent and what arrives; one rank sends its rows nowhere.
+        travelling = 2 * arriving * (1 + again) if beside and ep > 1 else 0.0
+        # Inside, a product's input makes room for the gradient of what comes before it.
+        inside = self.pairs * (2 * hidden + ffn if again else max(hidden + ffn, 2 * ffn))
+        exchanged = self.value * hidden * (self.pairs + (1 + (ep > 1)) * arriving) + self.pairs * _PROBABILITY
+        return int(self.value * travelling * hidden + max(exchanged, self.value * inside))

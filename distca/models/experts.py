@@ -6,6 +6,15 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+_NEEDLESS = 1 / 8
+"""The share of rows that may travel to a rank without an expert of theirs, so that all rows go to all ranks and hosts
+know their numbers beforehand. It was not tuned: 2 ranks with 4 experts of a row are below it, 8 ranks with 8 above."""
+
+
+def goes_everywhere(ranks: int, topk: int) -> bool:
+    """Whether all rows go to all of so many expert-parallel ranks, where a row has ``topk`` experts."""
+    return (1 - 1 / ranks) ** topk <= _NEEDLESS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
@@ -52,6 +61,10 @@ class Experts:
     z_loss: float = 0.0
     biases: bool = False
     clamp: float = 0.0
+
+    def copies_at_each(self, ranks: int) -> float:
+        """How often a row goes to a given one of so many expert-parallel ranks, on average: at most once."""
+        return 1.0 if goes_everywhere(ranks, self.topk) else 1 - (1 - 1 / ranks) ** self.topk
 
     def problems(self, layers: int) -> list[str]:
         """Sentences on what cannot work in a model of so many layers, each beginning with the field's name."""

@@ -268,7 +268,7 @@ class LayerBytes:
 
     def _experts_at_work(self) -> int:
         """The same of a layer with experts, whose gradients take more than those of the shared one."""
-        rows = {"none": 1 + self.disaggregated, "mlp": 0, "all": 2}[self.recompute] + (self.ffn > 0)
+        rows = {"none": int(self.disaggregated), "mlp": 0, "all": 1}[self.recompute] + (self.ffn > 0)
         elements, again = rows * self.hidden, 0
         if self.recompute != "none":
             again = self._experts.again()
@@ -290,7 +290,9 @@ class LayerBytes:
 
     def copies_at_work(self) -> int:
         """FP8 copies of weights that are there for a product, of which the MLP's first is the largest, or for a
-        recomputed segment."""
+        recomputed segment; of experts what autograd gets in place of a weight's gradient."""
+        if self._mixes:
+            return self.value * self.shape.hidden * self.kind.mlp.experts.ffn
         if self.fp8_weights:
             return self.shape.hidden * self.projected  # by columns
         return 2 * self.weights if self.fp8 != "none" and self.recompute == "all" else 0

@@ -13,10 +13,6 @@ import numpy as np
 from distca.simulate.job import VALUE, WIDE, Job
 from distca.simulate.streams import Arrival, Streams
 
-_ROWS_COPIED = {"there": 1, "experts": 2, "back": 1}
-"""How often a row is copied for each of its experts: by home before it is sent, in the order of experts and back, and
-by home when it is added up."""
-
 
 class ExpertLayers:
     """Queues what layers with experts do behind the output projection.
@@ -121,18 +117,24 @@ class ExpertLayers:
         return 2 if direction == "backward" and self._job.recompute != "none" else 1
 
     def _copies(self, what: str, rows: np.ndarray) -> np.ndarray:
-        """[R] seconds."""
-        model, job = self._job.model, self._job
-        return job.copied(_ROWS_COPIED[what] * rows * model.experts.topk * model.hidden * VALUE / job.tp)
+        """[R] seconds: of a copy for each rank that a row goes to, of one for each of its experts, and of sums."""
+        job, experts = self._job, self._job.model.experts
+        there = job.ep * experts.copies_at_each(job.ep)
+        # A sum reads all and writes little, which is half a copy.
+        exchanged = {"there": there, "back": there / 2} if job.ep > 1 else {}
+        times = exchanged.get(what, 0.0) if what != "experts" else 1.5 * experts.topk + there / 2
+        return job.copied(times * rows * job.model.hidden * VALUE / job.tp)
 
 
 def exchange_of_experts(job: Job, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds and bytes of a GPU that sends each of a server's ``rows`` [R] to its experts, or gets it back."""
+    """Seconds and bytes of a GPU that sends each of a server's ``rows`` [R] once to every rank with one of its experts,
+    or gets it back from there."""
     experts, ep, cluster = job.model.experts, job.ep, job.cluster
     near_ranks = min(ep, cluster.gpus_per_node)
     nodes = -(-ep // cluster.gpus_per_node)
-    row = rows / job.tp * (job.model.hidden * VALUE + WIDE)  # with its score
-    near, far = row * experts.topk * (near_ranks - 1) / ep, row * experts.topk * (1 - near_ranks / ep)
+    row = rows / job.tp * (job.model.hidden * VALUE + WIDE * experts.topk)  # with its scores
+    each = row * experts.copies_at_each(ep)
+    near, far = each * (near_ranks - 1), each * (ep - near_ranks)
     sent = near + far
     if job.once_per_node and nodes > 1:
         # Once to each other node that has an expert of the row, where it is handed on.

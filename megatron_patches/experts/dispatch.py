@@ -18,17 +18,9 @@ import torch
 import torch.distributed as dist
 
 from distca.device.to_host import Question
+from distca.models.experts import goes_everywhere
 from distca.ops.expert_sums import expert_sums
 from distca.ops.grouped_linear import Groups
-
-_NEEDLESS = 1 / 8
-"""The share of rows that may travel to a rank without an expert of theirs, so that all rows go to all ranks. It was
-not tuned: 2 ranks with 4 experts of a row are below it, 8 ranks with 8 are above."""
-
-
-def goes_everywhere(ranks: int, topk: int) -> bool:
-    """Whether all rows go to all of so many expert-parallel ranks, where a row has ``topk`` experts."""
-    return (1 - 1 / ranks) ** topk <= _NEEDLESS
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from tests.simulate.cases import NOTHING_ELSE, documents, pair_cost
 EXPERTS = Experts(count=8, topk=2, ffn=8)
 MODEL = dense(2, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocabulary=8, experts=EXPERTS)
 BATCH = documents([(400, 0), (100, 1), (300, 2), (200, 3)], bins=4)
-ROW = 16 * 2 + 4  # bytes, with its score
+ROW = 16 * 2 + 4 * 2  # bytes, with its scores
+AT_TWO, AT_FOUR = 1 - 1 / 2**2, 1 - (3 / 4) ** 2
+"""The share of rows with one of their two experts on a given one of two ranks, and of four."""
 
 
 def job_of(gpus: int = 4, gpus_per_node: int = 2, **options: object) -> Job:
@@ -33,8 +35,8 @@ def job_of(gpus: int = 4, gpus_per_node: int = 2, **options: object) -> Job:
     "ep, once, seconds",
     [
         (1, False, 0.0),
-        (2, False, 100 * ROW * 2 / 2 / 2e6),  # half of the pairs, over NVLink
-        (4, False, 100 * ROW * 2 / 2 / 1e6),  # half of them over the network
+        (2, False, 100 * ROW * AT_TWO / 2e6),  # to the other rank, over NVLink
+        (4, False, 100 * ROW * 2 * AT_FOUR / 1e6),  # to two ranks over the network
         (4, True, 100 * ROW * 0.75 / 1e6),  # three rows of four have an expert on the other node
     ],
 )
@@ -46,7 +48,7 @@ def test_an_exchange_takes_what_its_bytes_take(ep: int, once: bool, seconds: flo
 
 def test_with_tensor_parallelism_each_gpu_sends_its_share() -> None:
     [found, *_], _ = exchange_of_experts(job_of(tp=2, ep=2, cost=pair_cost(heads=1, kv_heads=1)), np.full(2, 100.0))
-    assert found == pytest.approx(50 * ROW * 2 / 2 / 2e6)
+    assert found == pytest.approx(50 * ROW * AT_TWO / 2e6)
 
 
 @pytest.mark.parametrize("mode", ["distca", "packed", "cp2"])
@@ -64,7 +66,7 @@ def test_blocking_exchanges_are_waited_for_in_every_layer_both_ways() -> None:
     job = job_of(ep=4)
     once, again = (simulate(replace(job, recompute=how), parse_mode("packed"), BATCH) for how in ("none", "mlp"))
     # 400 rows of the fullest rank, there and back, forward and backward of two layers
-    exchanges = 8 * 400 * ROW * 2 / 2 / 1e6
+    exchanges = 8 * 400 * ROW * 2 * AT_FOUR / 1e6
     assert once.step_s == pytest.approx(once.busy_s[0] + exchanges + once.reduction_s)
     assert again.step_s == pytest.approx(again.busy_s[0] + 1.5 * exchanges + again.reduction_s)
 

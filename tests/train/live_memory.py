@@ -134,7 +134,7 @@ def allocate_as_on_gpus(patch: Any) -> None:
     from distca.ops import grouped_linear, output_loss
     from distca.transport.collective import CollectiveTransport, _AllToAll
     from megatron_patches import pool
-    from megatron_patches.experts import grouped
+    from megatron_patches.experts import dispatch, grouped
     from megatron_patches.layers import layer
     from megatron_patches.patches import fused_ops as fused_rope
     from megatron_patches.patches import fused_ops as fused_swiglu
@@ -150,6 +150,7 @@ def allocate_as_on_gpus(patch: Any) -> None:
     patch(grouped, "swiglu", lambda x, factors, gate: _WeightedSwiglu.apply(x, None, factors))
     patch(grouped_linear, "row_dots", lambda a, b: a.new_zeros(a.shape[:-1], dtype=torch.float32))
     patch(fused_swiglu, "fill_swiglu", lambda x, out: out.zero_())
+    patch(dispatch, "expert_sums", lambda x, pairs: x.new_zeros(len(pairs), *x.shape[1:]))
     for module in (layer, fused_rope):
         patch(module, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))
     if has_gated_delta_net():
@@ -158,7 +159,7 @@ def allocate_as_on_gpus(patch: Any) -> None:
 
         patch(GatedDeltaNet, "_apply_gated_norm", lambda self, x, z: _Gated.apply(x, z, self.out_norm.weight))
         patch(Attention, "_apply_output_gate", lambda self, x, gate: _Gated.apply(x, gate))
-    for module in (output_loss, wgrad_accumulation):
+    for module in (output_loss, wgrad_accumulation, grouped_linear):
         patch(module, "add_product", lambda *_: None)
     # Rows land in memory of their own (NVSHMEM's), not in tensors.
     room, start = CollectiveTransport._room, _AllToAll.start

@@ -27,8 +27,8 @@ def nodes_warning(config: RunConfig, machines: list[str]) -> str | None:
     value = 2 if train.precision == "bf16" else 4
     rows = config.data.tokens_per_rank / config.parallel.tp * train.micro_batches
     layers = sum(kind.mlp.experts.count > 0 for kind in model.layer_kinds) / config.parallel.pp
-    sent = rows * model.experts.topk * model.hidden * value * layers * _EXCHANGES[config.resolved_recompute]
-    away = sent * (spread - 1) / spread
+    copies = ep * (spread - 1) / spread * model.experts.copies_at_each(ep)
+    away = copies * rows * model.hidden * value * layers * _EXCHANGES[config.resolved_recompute]
     return (
         f"The {ep} ranks that share experts (parallel.ep) are on {spread} machines: each sends about {away / 1e9:.2g} "
         f"GB to the other machines in a step, which at {NETWORK_BYTES_PER_S / 1e9:g} GB/s takes "
