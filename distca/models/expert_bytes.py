@@ -16,6 +16,9 @@ _WAY = 3 * 8 + 4
 _INSIDE = 3
 """Widths inside an expert: both projections, and what the last product reads."""
 
+_NUMBER = 8 + 4
+"""Bytes by which a pair finds its expert's bias: its own number and the expert's."""
+
 _PROBABILITY = 4
 """Bytes of a pair's probability, and of its gradient."""
 
@@ -87,5 +90,8 @@ class ExpertBytes:
         travelling = 2 * arriving * (1 + again) if beside and ep > 1 else 0.0
         # Inside, a product's input makes room for the gradient of what comes before it.
         inside = self.pairs * (2 * hidden + ffn if again else max(hidden + ffn, 2 * ffn))
+        inside *= self.value
+        if self.experts.biases and not again:  # the bias of each row's expert beside what is put out, and its number
+            inside = max(inside, self.pairs * (2 * self.value * hidden + _NUMBER + _PROBABILITY))
         exchanged = self.value * hidden * (self.pairs + (1 + (ep > 1)) * arriving) + self.pairs * _PROBABILITY
-        return int(self.value * travelling * hidden + max(exchanged, self.value * inside))
+        return int(self.value * travelling * hidden + max(exchanged, inside))
