@@ -20,6 +20,12 @@ def test_it_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 110
 
 
+def test_pages_are_short() -> None:
+    pages = [ROOT / "README.Installation.md", *(ROOT / "docs").glob("*.md")]
+    words = sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+    assert words <= 18_000, f"{words:,} words: say less, or move figures to benchmarks/results/README.md"
+
+
 def test_the_public_face_is_the_examples() -> None:
     (block,) = blocks(README, "python")
     ast.parse("\n".join(block.lines))

@@ -85,8 +85,8 @@ class DataConfig:
         context_length: most tokens a document may have.
         longer: what happens to a longer document: split cuts it; skip leaves it out and counts it; error stops the run;
             null splits texts and skips conversations.
-        tokens_per_rank: tokens per data-parallel rank and micro-batch. Under sequence parallelism best a multiple of 2
-            × tp: else a rank may get up to tp - 1 tokens more in a nano-batch.
+        tokens_per_rank: tokens per data-parallel rank and micro-batch; with sequence parallelism best a multiple of
+            2 × tp.
         whole_documents: never let a document span ranks; implied when cad.enabled is false on several data-parallel
             ranks.
         validation_fraction: share of the documents held back for validation.
@@ -234,7 +234,7 @@ class LogConfig:
     Attributes:
         every: steps between progress lines where standard error is not a terminal; metrics.jsonl has every step.
         timeline_steps: first and last step of the timeline (timeline.json opens in Perfetto); a run that ends before
-            records what it has. Servers without a model are in neither this nor the profile.
+            records what it has.
         profile_steps: first and last step that torch's profiler records on every rank, into the run's folder profile.
         tensorboard: also write TensorBoard events.
         wandb: project of Weights & Biases that metrics also go to; needs the package wandb.
