@@ -147,7 +147,8 @@ def shipped_cost(gpu: str, shape: AttentionShape, window: int = 0) -> CostModel:
     Raises:
         ConfigError: there is none.
     """
-    cost = find_table(gpu, "flash4", shape.heads, shape.kv_heads, shape.head_dim, window=window)
+    sizes = shape.heads, shape.kv_heads, shape.head_dim
+    cost = find_table(gpu, "flash4", *sizes, window=window, value_dim=shape.value_dim)
     if cost is None:
         heads = f"{shape.heads} query heads and {shape.kv_heads} key/value heads of {shape.head_dim}"
         raise ConfigError(

@@ -45,6 +45,7 @@ def profile(
     ffn: int = 14336,
     kernel: KernelName = "auto",
     window: int = 0,
+    value_dim: int = 0,
     ranks: int | None = None,
 ) -> None:
     """Measure this machine and write one cost table (JSON), for cad.cost_table and `distca plan --cost_table`.
@@ -65,25 +66,28 @@ def profile(
         kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
         window: of layers in which a query sees so many keys; 0 is for layers without. Linear layers and links are
             measured without only.
+        value_dim: size of a head of values, where it is smaller than head_dim; 0 for the same.
         ranks: ranks of this machine whose links are measured; by default one for every GPU, 1 without GPUs.
     """
     check_least(1, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden, ffn=ffn, ranks=ranks)
-    check_least(0, window=window)
+    check_least(0, window=window, value_dim=value_dim)
     check_head_dim(head_dim)
+    value_dim = 0 if value_dim == head_dim else value_dim
     gpus = torch.cuda.device_count()
     if not gpus:
         check_most(_MOST_CPU_RANKS, ranks=ranks)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
     dtype = torch.bfloat16 if gpus else torch.float32
-    shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize)
+    shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize, value_dim)
     kinds = (AttentionKind(head_dim**-0.5, window),)
-    spec = AttentionSpec(heads, kv_heads, head_dim, dtype, device, kinds=kinds)
+    spec = AttentionSpec(heads, kv_heads, head_dim, dtype, device, kinds=kinds, value_dim=value_dim)
     chosen = choose_kernel(kernel, spec, setting="--kernel")
+    measured_for = heads, kv_heads, head_dim, window, value_dim
     if gpus and ranks is not None and ranks > gpus:
         raise PlanError(f"--ranks is {ranks}, but this machine has {gpus} GPUs; give {gpus} or fewer.")
     if not int(os.environ.get("RANK", "0")):
         # Every default name is written to this folder, whatever the device is called.
-        check_writable("output", output or table_name("cpu", chosen.name, heads, kv_heads, head_dim, window))
+        check_writable("output", output or table_name("cpu", chosen.name, *measured_for))
         takes = "about two minutes" if gpus else "about three minutes for 4 heads of 32, eight or more for 32 of 128"
         console().print(f"Measuring {'one GPU' if gpus else 'the CPU'}: {takes}.", highlight=False)
     links = None if window else _links(gpus if ranks is None else ranks, device)
@@ -101,7 +105,7 @@ def profile(
         except EndedEarlyError:
             console().print("Ended before the kernel was measured once at every point; nothing is written.")
             raise SystemExit(128 + ended[0]) from None
-    path = Path(output or table_name(measured["device"], chosen.name, heads, kv_heads, head_dim, window))
+    path = Path(output or table_name(measured["device"], chosen.name, *measured_for))
     about = {"command": command_line("distca"), "versions": versions()}
     write_table(path, {**about, **measured, "links": links})
     _show(measured, links)

@@ -117,19 +117,16 @@ def read_costs(shape: ModelShape, tp: int, cost_table: str | None, tflops: float
         tflops: rate of a long document's forward that they are scaled to; None leaves them.
 
     Raises:
-        OptionError: a table for values that are narrower than keys.
         SimulationError: ``tp`` does not divide the heads, or the rate is not above 0.
         PlanError: the table is unusable, or one of other heads.
     """
     part = heads_of_rank(shape, tp)
     heads = (part.heads, part.kv_heads, part.head_dim)
     cost: CostModel | None
-    if part.value_dim and cost_table is not None:
-        raise OptionError(f"--cost_table is {cost_table}, but no table has values narrower than keys; leave it out.")
     if cost_table is not None:
-        cost = open_table(cost_table, *heads)
+        cost = open_table(cost_table, *heads, part.value_dim)
     else:
-        found = None if part.value_dim else find_table("NVIDIA H200", "flash4", *heads)
+        found = find_table("NVIDIA H200", "flash4", *heads, value_dim=part.value_dim)
         cost = found or analytic_cost(*heads, value_dim=part.value_dim)
     return cost if tflops is None else at_rate(cost, tflops)
 

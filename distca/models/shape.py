@@ -168,7 +168,7 @@ class ModelShape:
 
     def attention_shape(self, tp: int = 1, value_bytes: int = 2) -> AttentionShape:
         """Attention heads of one of ``tp`` tensor-parallel ranks, which must divide them."""
-        narrow = self.latent.value_dim if self.latent.kv_rank else 0
+        narrow = self.value_dim if self.value_dim < self.resolved_head_dim else 0
         return AttentionShape(self.heads // tp, self.kv_heads // tp, self.resolved_head_dim, value_bytes, narrow)
 
     @property

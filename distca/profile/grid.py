@@ -58,9 +58,8 @@ class Grid:
 
     def base(self, shape: AttentionShape) -> AnalyticCost:
         """The analytic model of what is measured."""
-        cost = analytic_cost(
-            shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=self.tile
-        )
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+        cost = analytic_cost(*heads, value_bytes=shape.value_bytes, block=self.tile, value_dim=shape.value_dim)
         return replace(cost, window=self.window)
 
     def seen(self, q_rows: int) -> int:

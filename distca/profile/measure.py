@@ -114,6 +114,7 @@ def measure_device(
         "heads": shape.heads,
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
+        **({"value_dim": shape.value_dim} if shape.value_dim else {}),
         "block": grid.tile,
         **({"window": window} if window else {}),
         "q_rows": list(grid.q_rows),

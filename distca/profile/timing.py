@@ -103,9 +103,11 @@ class TimedServer:
         def rows(*size: int) -> torch.Tensor:
             return torch.empty(*size, device=device, dtype=dtype).normal_(generator=generator)
 
+        values = shape.value_dim or shape.head_dim
+        of_kv = (2, shape.kv_heads, values) if values == shape.head_dim else (shape.kv_heads, shape.head_dim + values)
         self.q_THD = rows(q_rows, shape.heads, shape.head_dim)
-        self.do_THD = rows(q_rows, shape.heads, shape.head_dim)
-        self.kv_S2GD = rows(kv_rows, 2, shape.kv_heads, shape.head_dim)
+        self.do_THD = rows(q_rows, shape.heads, values)
+        self.kv_S2GD = rows(kv_rows, *of_kv)
         self._kernel = kernel
         self._clock = Clock(device)
 

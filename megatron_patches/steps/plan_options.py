@@ -114,6 +114,7 @@ def attention_shape(config: TransformerConfig) -> AttentionShape:
     assert config.num_query_groups is not None and config.kv_channels is not None
     dtype: torch.dtype = config.params_dtype
     key_dim, value_dim = latent_dims(config) if is_latent(config) else (config.kv_channels, 0)
+    value_dim = value_dim if value_dim < key_dim else 0
     heads, kv_heads = config.num_attention_heads // tp, config.num_query_groups // tp
     return AttentionShape(heads, kv_heads, key_dim, dtype.itemsize, value_dim)
 
@@ -129,12 +130,15 @@ def cost_model(
     """
     shape = attention_shape(config)
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
-    if not shape.value_dim:  # with which nobody has measured any
-        table = _first_ranks(
-            lambda: open_table(cost_table, *heads) if cost_table else find_table(_name(device), kernel.name, *heads)
-        )
-        if table is not None:
-            return table
+
+    def find() -> TableCost | None:
+        if cost_table:
+            return open_table(cost_table, *heads, shape.value_dim)
+        return find_table(_name(device), kernel.name, *heads, value_dim=shape.value_dim)
+
+    table = _first_ranks(find)
+    if table is not None:
+        return table
     count = area_cost if kernel.name == "reference" else analytic_cost
     return count(*heads, value_bytes=shape.value_bytes, value_dim=shape.value_dim)
 

@@ -56,7 +56,6 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
             replace(given.model_options, latent_norm_epsilon=0.0) != MEGATRONS
         ),
         f"hybrid_layer_pattern is {given.hybrid_layer_pattern!r}: leave it out": bool(given.hybrid_layer_pattern),
-        "`cost_table` is set, and no table has such heads: leave it out": given.cost_table is not None,
         f"num_query_groups is {config.num_query_groups}: set it to num_attention_heads, {heads}": (
             config.num_query_groups != heads
         ),

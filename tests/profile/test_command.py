@@ -10,7 +10,7 @@ import torch
 from distca.commands.main import main
 from distca.errors import PlanError
 from distca.plan import load_table
-from distca.plan.cost.table_file import table_name
+from distca.plan.cost.table_file import find_table, open_table, table_name
 from distca.profile import measure
 from tests.profile.machine import TINY
 
@@ -28,6 +28,20 @@ def test_profile_writes_a_table_with_links(tmp_path, monkeypatch):
     assert [pair["ranks"] for pair in content["links"]["pairs"]] == [[0, 1]]
     assert content["versions"]["torch"] == version("torch")
     assert load_table(path).backward(np.array(64), np.array(512)) > 0
+
+
+def test_a_table_of_narrow_values_is_found_by_both_sizes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "grid_for", lambda device, shape: TINY)
+    main(["profile", "--ranks", "1", *SMALL, "--kv_heads", "2", "--value_dim", "6"])
+    path = tmp_path / "cpu_reference_2x2x8-6.json"
+    assert json.loads(path.read_text())["value_dim"] == 6
+    assert find_table("cpu", "reference", 2, 2, 8, folder=tmp_path) is None
+    cost = find_table("cpu", "reference", 4, 4, 8, value_dim=6, folder=tmp_path)
+    assert cost is not None and cost.shape.value_dim == 6 and cost.backward(np.array(64), np.array(512)) > 0
+    assert open_table(path, 2, 2, 8, 6).shape == load_table(path).shape
+    with pytest.raises(PlanError, match="head size 8 with values of 6, but a rank of this model has 2, 2 and 8;"):
+        open_table(path, 2, 2, 8)
 
 
 def test_an_ended_measurement_keeps_what_it_has_and_shows_lines_where_there_is_no_terminal(

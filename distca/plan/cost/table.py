@@ -119,7 +119,8 @@ class TableCost(CostModel):
         self.linear = linear
         self.load = load
         self.measured = dict(zip(self.COLUMNS, (q_rows, kv_rows, forward_seconds, backward_seconds), strict=True))
-        base = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=block)
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+        base = analytic_cost(*heads, value_bytes=shape.value_bytes, block=block, value_dim=shape.value_dim)
         self._base = replace(base, window=window)
         q_axis, kv_axis = np.asarray(q_rows, np.float64), np.asarray(kv_rows, np.float64)
         for name, axis in (("q_rows", q_axis), ("kv_rows", kv_axis)):

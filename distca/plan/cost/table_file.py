@@ -24,17 +24,21 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
-_SIZES = ("heads", "kv_heads", "head_dim", "value_bytes", "block", "window")
-"""Sizes in a table file; the last three may be left out."""
+_SIZES = ("heads", "kv_heads", "head_dim", "value_dim", "value_bytes", "block", "window")
+"""Sizes in a table file; the last four may be left out."""
 _LARGEST = 1 << 20
 """The largest size that a table may name. No model has more heads, or larger ones, so more is a mistake."""
 _SIDES = ("forward", "backward")
 
 
-def table_name(device: str, kernel: str, heads: int, kv_heads: int, head_dim: int, window: int = 0) -> str:
-    """The file name of a table: ``h200_flash4_32x8x128.json``, or for a window ``h200_flash4_32x8x128_w1024.json``."""
+def table_name(
+    device: str, kernel: str, heads: int, kv_heads: int, head_dim: int, window: int = 0, value_dim: int = 0
+) -> str:
+    """The file name of a table: ``h200_flash4_32x8x128.json``; for a window ``h200_flash4_32x8x128_w1024.json``; for
+    values narrower than keys ``h200_flash4_16x16x192-128.json``."""
     short = re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia")).strip("-")
-    return f"{short}_{kernel}_{heads}x{kv_heads}x{head_dim}{f'_w{window}' if window else ''}.json"
+    dims = f"{head_dim}-{value_dim}" if value_dim else head_dim
+    return f"{short}_{kernel}_{heads}x{kv_heads}x{dims}{f'_w{window}' if window else ''}.json"
 
 
 def write_table(path: Path, content: dict[str, Any]) -> None:
@@ -46,11 +50,19 @@ def write_table(path: Path, content: dict[str, Any]) -> None:
 
 
 def find_table(
-    device: str, kernel: str, heads: int, kv_heads: int, head_dim: int, *, window: int = 0, folder: Path = TABLES
+    device: str,
+    kernel: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    window: int = 0,
+    value_dim: int = 0,
+    folder: Path = TABLES,
 ) -> TableCost | None:
     """The measured costs of a device and kernel, or None if there is no table of them.
 
-    A table fits if its head size and its query heads per key/value head are the same. Heads are independent of each
+    A table fits if its head sizes and its query heads per key/value head are the same. Heads are independent of each
     other, so seconds are scaled by their number; of several fitting tables the one with the nearest number is taken.
 
     Args:
@@ -60,6 +72,7 @@ def find_table(
         kv_heads: key/value heads on one rank.
         head_dim: size of a head.
         window: most keys that a query sees; 0 for all. A table is for one window.
+        value_dim: size of a head of values, where it is smaller; 0 for ``head_dim``.
         folder: the folder with the tables.
 
     Raises:
@@ -69,7 +82,7 @@ def find_table(
     for path in sorted(folder.glob("*.json")):
         content = _read_once(path) if folder == TABLES else _read(path)
         same = content.get("device") == device and content.get("kernel") == kernel
-        same = same and content.get("window", 0) == window
+        same = same and (content.get("window", 0), content.get("value_dim", 0)) == (window, value_dim)
         if same and content["head_dim"] == head_dim and content["heads"] * kv_heads == content["kv_heads"] * heads:
             fitting.append((abs(np.log(content["heads"] / heads)), path, content))
     if not fitting:
@@ -81,10 +94,10 @@ def find_table(
     return _table(path, content, heads, kv_heads)
 
 
-def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int) -> TableCost:
+def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value_dim: int = 0) -> TableCost:
     """The measured costs of a file, scaled to so many heads.
 
-    The file's head size, and its query heads per key/value head, must be the same.
+    The file's head sizes, and its query heads per key/value head, must be the same.
 
     Raises:
         PlanError: the file is not a usable table, or is one for other heads.
@@ -95,14 +108,18 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int) -> Ta
             f"The cost table {path} was measured for layers with a window of {window:,}, and one for layers without is "
             "asked for; put it into the folder of tables, where layers with windows find theirs."
         )
-    own = (content["heads"], content["kv_heads"], content["head_dim"])
-    if own[2] != head_dim or own[0] * kv_heads != own[1] * heads:
+    own = (content["heads"], content["kv_heads"], content["head_dim"], content.get("value_dim", 0))
+    if own[2:] != (head_dim, value_dim) or own[0] * kv_heads != own[1] * heads:
         raise PlanError(
             f"The cost table {path} was measured for {own[0]} query heads, {own[1]} key/value heads and head size "
-            f"{own[2]}, but a rank of this model has {heads}, {kv_heads} and {head_dim}; measure these with "
-            "`distca profile`."
+            f"{_size(*own[2:])}, but a rank of this model has {heads}, {kv_heads} and {_size(head_dim, value_dim)}; "
+            "measure these with `distca profile`."
         )
     return _table(Path(path), content, heads, kv_heads)
+
+
+def _size(head_dim: int, value_dim: int) -> str:
+    return f"{head_dim} with values of {value_dim}" if value_dim else str(head_dim)
 
 
 def load_table(path: str | Path) -> TableCost:
@@ -153,7 +170,8 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
         q_rows, kv_rows = (np.asarray(content[key], np.float64) for key in ("q_rows", "kv_rows"))
         scale = heads / content["heads"]
         forward, backward = (np.asarray(content[f"{side}_seconds"], np.float64) * scale for side in _SIDES)
-        shape = AttentionShape(heads, kv_heads, content["head_dim"], content.get("value_bytes", 2))
+        sizes = content["head_dim"], content.get("value_bytes", 2), content.get("value_dim", 0)
+        shape = AttentionShape(heads, kv_heads, *sizes)
         block, load = content.get("block", 128), LoadFactors.of(content)
         # Seconds of matrix products are per weight, and so are the same for any number of heads.
         return TableCost(

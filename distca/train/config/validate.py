@@ -337,7 +337,8 @@ def _cost_table(config: RunConfig) -> list[str]:
     try:
         load_table(given)
         if not (model.heads % tp or model.kv_heads % tp):  # which is said elsewhere
-            open_table(given, model.heads // tp, model.kv_heads // tp, model.resolved_head_dim)
+            shape = model.attention_shape(tp)
+            open_table(given, shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim)
     except PlanError as error:
         return [f"cad.cost_table is {given}, which cannot be used: {error}"]
     return []

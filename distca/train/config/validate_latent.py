@@ -40,7 +40,6 @@ def _not_served(config: RunConfig) -> list[str]:
         "model.experts.clamp": (model.experts.clamp, (0,)),
         "parallel.sequence_parallel": (parallel.sequence_parallel or parallel.tp == 1, (True,)),
         "cad.servers": (cad.servers, (0,)),
-        "cad.cost_table": (cad.cost_table, (None,)),
         "train.fp8": (config.train.fp8, ("none",)),
         "train.linears": (config.train.linears, ("auto", "local")),
     }

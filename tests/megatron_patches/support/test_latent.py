@@ -75,7 +75,6 @@ def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
         {"servers": 1},
         {"model_options": replace(ModelOptions(), norms="post")},
         {"hybrid_layer_pattern": "*-"},
-        {"cost_table": "table.json"},
     ],
 )
 def test_arguments_that_are_refused(arguments: dict[str, Any]) -> None:
