@@ -10,7 +10,7 @@ from distca.errors import OptionError
 from distca.plan import MicroBatchPlan
 from distca.plan.recurrence import Recurrence
 from distca.plan.recurrent.pieces import DocumentPieces
-from distca.plan.recurrent.traffic import recurrent_halves
+from distca.plan.recurrent.traffic import recurrent_nanos
 from distca.words import count, format_bytes
 
 _MOST = 1 << 20
@@ -38,7 +38,7 @@ class RecurrentFigures:
     def of(made: MicroBatchPlan, what: Recurrence, layers: int) -> RecurrentFigures:
         """Count them from the plan's layouts."""
         layouts = [each.layout for each in made.nano_batches]
-        nanos = recurrent_halves(layouts, what.halo_rows)
+        nanos = recurrent_nanos(layouts, what.halo_rows)
         moved = np.zeros((2, layouts[0].ranks), np.int64)
         for each in (summaries for nano in nanos for summaries in (nano.forward, nano.backward)):
             for pairs, size in ((each.states, what.state_bytes), (each.transitions, what.transition_bytes)):
