@@ -435,7 +435,8 @@ class CAD:
     ) -> list[Any]:
         counted = made_ready(model, step, forward_step, self.pool, self.options, forward_only=forward_only)
         if self._remote is not None:
-            self._remote.run(step.announced, step.plan, forward_only)
+            timeline = self.pool.timeline
+            self._remote.run(step.announced, step.plan, forward_only, timeline.zero if timeline.recording else None)
         if self._stages > 1 and step.routes is not None:
             return run_ticks(model, step.batches, counted, step.plan, step.routes, self.pool, forward_only=forward_only)
         return run_schedule(model, step.batches, counted, forward_only=forward_only)
@@ -477,6 +478,11 @@ class CAD:
         """The seconds and memory that the last step took on each server without a model, in order; this waits until all
         have said it. None of a server that is gone since. None on other ranks than the first, and without servers."""
         return None if self._remote is None else self._remote.served(self.as_run(step).announced)
+
+    def server_timelines(self) -> dict[int, list[dict[str, Any]]]:
+        """The spans that servers without a model have recorded since this rank began to record, by their numbers; they
+        record no longer. Empty on other ranks than the first, and without servers."""
+        return {} if self._remote is None else self._remote.timelines()
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
         """How rows were spread over experts in all micro-batches that were trained on since the last call.

@@ -32,6 +32,7 @@ def plan(
     ranks: int = 8,
     *,
     tokens_per_rank: int = 131_072,
+    servers: int = 0,
     seed: int = 0,
     heads: int | None = None,
     kv_heads: int | None = None,
@@ -58,7 +59,8 @@ def plan(
         lengths: a file with one document length per line; a mix: pretrain, prolong, pretrain-long or prolong-long; or
             training data as text:PATH, jsonl:PATH, parquet:PATH, arrow:PATH, blend:PATH or indexed:PATH, whose first
             micro-batch is planned; or the file of a step that a run could not plan, which has all options itself.
-        ranks: home ranks, which are also the attention servers.
+        ranks: home ranks, which are also attention servers.
+        servers: servers without a model beside them.
         tokens_per_rank: tokens of a mix or of training data for every rank; a file of lengths is taken as it is.
         seed: of the draw from a mix, and of the order of training data.
         heads: query heads per rank (32); a cost table has its own.
@@ -90,22 +92,22 @@ def plan(
         printer().print(replanned(step))
         return
     check_least(1, ranks=ranks, tokens_per_rank=tokens_per_rank, layers=layers)
-    check_least(0, seed=seed, ranks_per_node=ranks_per_node, window=window)
+    check_least(0, servers=servers, seed=seed, ranks_per_node=ranks_per_node, window=window)
     check_least(1, nano_batches=nano_batches)
     check_most(2, nano_batches=nano_batches)
-    check_most(_MOST, ranks=ranks, layers=layers, ranks_per_node=ranks_per_node, window=window)
+    check_most(_MOST, ranks=ranks, servers=servers, layers=layers, ranks_per_node=ranks_per_node, window=window)
     of_layers, recurrent = _kinds_of_layers(layer_types, window, layers)
     what = gated_delta_net(recurrent_heads)
     if not os.path.isfile(lengths) and ranks * tokens_per_rank > MOST_TOKENS:
         most = MOST_TOKENS // ranks
         raise OptionError(f"--tokens_per_rank is {tokens_per_rank}; with --ranks {ranks} it must be at most {most}.")
-    if ranks_per_node and ranks % ranks_per_node:
+    if ranks_per_node and (ranks + servers) % ranks_per_node:
         raise OptionError(
-            f"--ranks is {ranks}, which nodes of --ranks_per_node {ranks_per_node} do not divide; every node needs "
-            "equally many ranks."
+            f"--ranks and --servers are {ranks} and {servers}, together not a multiple of --ranks_per_node "
+            f"{ranks_per_node}; every node needs equally many."
         )
     if tolerance is None:
-        tolerance = training_tolerance(ranks)
+        tolerance = training_tolerance(ranks + servers)
     check_tolerance(tolerance)
     if picture is not None:
         check_picture(picture)
@@ -129,6 +131,7 @@ def plan(
         kinds=kinds,
         costs=tuple(cost_of_kind(kind, cost) for kind in kinds),
         layer_kinds=(layer_kinds,),
+        servers=servers,
     )
     beside = RecurrentFigures.of(made, what, recurrent) if recurrent else None
     if json:

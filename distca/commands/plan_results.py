@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distca.commands.plan_servers import server_bytes
 from distca.plan import MicroBatchPlan, Traffic, imbalance, makespan_bound, traffic
 from distca.train.metrics.plots import colors_of
 from distca.words import count, format_bytes
@@ -51,6 +52,7 @@ def summary(made: MicroBatchPlan, layers: int = 1, recurrent: RecurrentFigures |
         ),
         *node_rows(made, layers),
         *half_rows(made, layers),
+        *server_rows(made, layers),
         ("shortest shard sent away", count(shortest, "token") if shortest else "none"),
         *kind_rows(made),
         *(recurrent.rows() if recurrent else ()),
@@ -86,6 +88,7 @@ def figures(made: MicroBatchPlan, layers: int = 1, recurrent: RecurrentFigures |
         "most_received_bytes_of_one_layer": most_received(made),
         "busiest_rank_bytes_of_one_layer": busiest_rank(made).bytes,
         "shortest_shard_sent": shortest_shard(made),
+        "memory_bytes_of_servers_without_a_model": server_bytes(made, layers).tolist(),
         "kinds": {
             name: {"slowest_over_mean": each.imbalance_after, "bytes_of_one_layer": each.bytes_moved.total}
             for name, each in zip(options.names_of_combinations, kinds, strict=True)
@@ -174,6 +177,15 @@ def half_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
     moved = [nano.share * forward_bytes(made, traffic(nano.forward)) * layers for nano in made.every_nano_batch]
     each = [format_bytes(round(sum(moved[half::halves]))) for half in range(halves)]
     return [(f"in ping and in pong, forward, {count(layers, 'layer')}", " and ".join(each))]
+
+
+def server_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
+    """Returns the row on memory of servers without a model; none without any."""
+    found = server_bytes(made, layers)
+    if not len(found):
+        return []
+    name = f"memory of the fullest of {count(len(found), 'server')} without a model, {count(layers, 'layer')}"
+    return [(name, format_bytes(int(found.max())))]
 
 
 def forward_bytes(made: MicroBatchPlan, rows: Traffic) -> int:

@@ -250,20 +250,25 @@ class _Server:
                     for old in list(self._planned)[:-_PLANNED_AHEAD]:
                         del self._planned[old]
                     continue
-                step, lengths, forward_only = content
+                if kind == "timeline":
+                    self._tell_recorded(content)
+                    continue
+                step, lengths, forward_only, zero = content
                 found = self._planned.pop(step, None) or thread.submit(self._plan, step, lengths)
-                if not self._transport.broken and self._has_served(*found.result(), forward_only):
+                if not self._transport.broken and self._has_served(*found.result(), forward_only, zero):
                     self._tell_served(step)
                     served += 1
                 else:  # homes will see it, and change the pool
                     self._store.put(f"served/{step}/{self._number}", None)
 
-    def _has_served(self, plan: StepPlan, routes: StepRoutes, forward_only: bool) -> bool:
-        """Serve a step; False where another rank of the pool was gone.
+    def _has_served(self, plan: StepPlan, routes: StepRoutes, forward_only: bool, zero: float | None) -> bool:
+        """Serve a step; False where another rank of the pool was gone. It is recorded where ``zero`` says from when on.
 
         Raises:
             RuntimeError: this server itself failed.
         """
+        if zero is not None and not self._pool.timeline.recording:
+            self._pool.timeline.start_recording(zero)
         try:
             self._serve(plan, routes, forward_only)
             if self._device.type in MAY_GO:
@@ -292,6 +297,11 @@ class _Server:
             peak = psutil.Process().memory_info().rss
         self._store.put(f"served/{step}/{self._number}", Served(seconds, peak))
         self._store.drop(f"served/{step - _REMEMBERED}/{self._number}")
+
+    def _tell_recorded(self, question: int) -> None:
+        """Leave the spans that were recorded, for homes that ask. Those of a pool that was given up are lost."""
+        spans = [] if self._transport.broken else self._pool.timeline.take(self._number)
+        self._store.put(f"timeline/{question}/{self._number}", spans)
 
     def _plan(self, step: int, lengths: tuple[Any, ...]) -> tuple[StepPlan, StepRoutes]:
         """The plan of a step, whose fingerprint, or what went wrong, the homes are told."""

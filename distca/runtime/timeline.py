@@ -6,6 +6,7 @@ compares over ranks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Timeline:
     """The spans of one rank.
 
     Attributes:
+        zero: the host's clock, in seconds since 1970, where recorded times are 0.
         times_waits: whether :meth:`waiting` times its block.
         order: while recording, the actions in the order in which the host queued them. An entry has action, layer,
             nano-batch and direction: "launch q,k,v 3 ping forward".
@@ -40,7 +42,7 @@ class Timeline:
 
     def __init__(self, device: torch.device | str) -> None:
         self.clock = Clock(device)
-        self.recording = False
+        self.recording, self.zero, self._began = False, 0.0, 0.0
         self.times_waits = False
         self.order: list[str] = []
         self._spans: list[_Span] = []
@@ -50,9 +52,15 @@ class Timeline:
         self._reopen: tuple[str, int, int, str] | None = None
         self._side_stream: torch.cuda.Stream | None = None
 
-    def start_recording(self) -> None:
-        """Records from now on, from a zero of time that all ranks share; every rank calls it."""
+    def start_recording(self, zero: float | None = None) -> None:
+        """Records from now on, from a zero of time that all ranks share; every rank calls it.
+
+        Args:
+            zero: that of ranks of another world; None takes this moment.
+        """
         self.clock.synchronize()
+        self._began = time.time()
+        self.zero = self._began if zero is None else zero
         self.order.clear()
         self.recording = True
 
@@ -183,7 +191,7 @@ class Timeline:
         events = []
         for span in spans:
             if span.end is not None:
-                start = self.clock.since_zero(span.start)
+                start = self.clock.since_zero(span.start) + self._began - self.zero
                 duration = self.clock.seconds(span.start, span.end)
                 events.append(
                     {

@@ -141,8 +141,9 @@ def with_servers(
     attention = q_rows * (shape.q_bytes + widest.lse) + kv_rows * shape.kv_bytes
     if job.resend:
         attention = attention + rows * shape.o_bytes
-    elif job.model.sinks:
-        attention = attention + rows * widest.lse  # with sinks, at home
+    else:
+        # Servers without a model keep o of all their rows.
+        attention = attention + np.where(home, rows * widest.lse if job.model.sinks else 0, q_rows * shape.o_bytes)
     kept = rows * sum(layer.kept_beside_attention() for layer in layers) + _attending(job) * attention
     # One half is at work in a layer, all of a micro-batch in the loss.
     working = np.maximum(_layer_at_work(widest, rows / 2, rows), _loss_at_work(job, widest, rows, last))

@@ -158,11 +158,12 @@ class RemoteServers:
                 else:
                     raise LaunchError(f"Server {each.number} of the pool does not plan.")
 
-    def run(self, number: int, plan: StepPlan, forward_only: bool) -> None:
-        """Let servers serve a step that they were announced as ``number``."""
+    def run(self, number: int, plan: StepPlan, forward_only: bool, zero: float | None) -> None:
+        """Let servers serve a step that they were announced as ``number``. They record it where ``zero`` says when the
+        homes' recording began."""
         if self._leads:
             # As it was dealt: planned again it would not be dealt anew.
-            self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only))
+            self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
 
     def is_served(self) -> bool:
         """Whether the step that ran had all its servers to the end, on every home; they all ask."""
@@ -171,11 +172,20 @@ class RemoteServers:
     def served(self, number: int) -> list[Served | None] | None:
         """The seconds and memory that step ``number`` took on each server, which this waits for; None of a server that
         is gone since. None on other ranks than the first."""
-        return [self._served(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
+        return [self._left(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 
-    def _served(self, key: str, server: Comer) -> Served | None:
-        found: Served | None = self._store.take(key) if self._answers(key, server) else None
-        return found
+    def timelines(self) -> dict[int, list[dict[str, Any]]]:
+        """The spans that each server has recorded, by its number; it records no longer. Empty on other ranks than the
+        first."""
+        if not self._leads:
+            return {}
+        number = next(self._numbers)
+        self._store.tell("timeline", number)
+        return {each.number: self._left(f"timeline/{number}/{each.number}", each) or [] for each in self._servers}
+
+    def _left(self, key: str, server: Comer) -> Any:
+        """Returns what a server leaves under ``key``; None where it is gone."""
+        return self._store.take(key) if self._answers(key, server) else None
 
     # Who serves.
 

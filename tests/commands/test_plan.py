@@ -85,7 +85,9 @@ def test_recurrent_layers_move_summaries_and_halos(tmp_path: Path, capsys: pytes
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(OptionError, match="--ranks is 12, which nodes of --ranks_per_node 8 do not divide"):
+    with pytest.raises(
+        OptionError, match="--ranks and --servers are 12 and 0, together not a multiple of --ranks_per_node 8"
+    ):
         plan("pretrain", ranks=12, ranks_per_node=8)
 
 
@@ -140,6 +142,14 @@ def test_a_cost_table_counts_for_its_own_heads(capsys: pytest.CaptureFixture[str
     shown = " ".join(capsys.readouterr().out.split())
     assert "size of a head │ 4, 2, 32" in shown and "2,048 tokens on 1 rank " in shown
     assert "shortest shard sent away │ none" in shown and "q to servers, all ranks, 1 layer │ 0 B" in shown
+
+
+def test_memory_of_servers_without_a_model_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    plan("pretrain", ranks=4, servers=2, tokens_per_rank=2048, layers=3, json=True)
+    keep = json.loads(capsys.readouterr().out)["memory_bytes_of_servers_without_a_model"]
+    plan("pretrain", ranks=4, servers=2, tokens_per_rank=2048, layers=3, resend=True)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert len(keep) == 2 and min(keep) > 0 and "memory of the fullest of 2 servers without a" in shown
 
 
 def test_importing_it_needs_numpy_only() -> None:

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 from distca.baselines import parse_mode
-from distca.plan import TableCost, server_seconds
+from distca.commands.plan_servers import server_bytes
+from distca.plan import MicroBatchPlan, TableCost, server_seconds
 from distca.plan.cost.pool import PoolCost
 from distca.plan.cost.scaled import scaled
 from distca.plan.cost.table_file import find_table
+from distca.plan.metrics import receive_buffer_gb
 from distca.simulate import Cluster, SimulationError, simulate
 from distca.simulate.cad import planned
 from distca.simulate.gpus import GPUS, derived
+from distca.simulate.job import Backward
 from tests.simulate.cases import pair_cost, small_job
 from tests.simulate.test_simulation import pairs, random_workload
 
@@ -43,6 +46,17 @@ def test_servers_without_a_model_serve_and_do_nothing_else(stages: int, slow: fl
     np.testing.assert_allclose(found.busy_s[homes:], found.attention_s[homes:])
     held = found.memory_bytes
     assert held[homes:].max() < held[:homes].min()
+
+
+@pytest.mark.parametrize(("backward", "apart"), [("keep", 0.02), ("resend", 0.3)])
+def test_distca_plan_predicts_the_memory_of_servers_that_the_simulator_does(backward: Backward, apart: float) -> None:
+    job = small_job(cluster=Cluster(6), tokens_per_rank=2000, extra_servers=2, recompute="none", backward=backward)
+    workload = random_workload()
+    step = planned(job, workload)
+    buffer = receive_buffer_gb(job.shape, job.tokens_per_rank, resend=job.resend, sinks=False) * 2**30
+    simulated = simulate(job, DISTCA, workload, plan=step).memory_bytes[job.homes :]
+    found = server_bytes(MicroBatchPlan(step, 0.0), job.layers)
+    np.testing.assert_allclose(found, simulated - (buffer if job.one_sided else 0), rtol=apart)
 
 
 def test_one_of_four_at_half_speed_is_predicted_as_it_is_planned() -> None:

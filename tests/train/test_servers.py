@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -30,8 +31,18 @@ def _wait_for(run: subprocess.Popen[bytes], happened: Callable[[], bool]) -> Non
 def test_losses_are_those_of_homes_alone_when_the_server_is_killed_and_comes_back(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
     settings = {"train__steps": 1000, "optimizer__schedule": "constant", "log__memory": True}
+    recorded = ["--log.timeline_steps", "[1,2]"]
     line = arguments(output=tmp_path, data__path=tmp_path / "texts", **settings)
-    command = ["bash", str(ROOT / "pretrain_llama.sh"), *line, "--name", "pool", "--cad.speeds", "[1,1,1,1,0.5]"]
+    command = [
+        "bash",
+        str(ROOT / "pretrain_llama.sh"),
+        *line,
+        "--name",
+        "pool",
+        "--cad.speeds",
+        "[1,1,1,1,0.5]",
+        *recorded,
+    ]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = os.environ | {"SERVERS": "1", "GPUS_PER_NODE": "0", "PYTHONPATH": paths}
     metrics, said = tmp_path / "pool" / "metrics.jsonl", tmp_path / "said"
@@ -64,3 +75,10 @@ def test_losses_are_those_of_homes_alone_when_the_server_is_killed_and_comes_bac
     assert steps_of(tmp_path / "pool", "server_resident_memory_gb")[1] > 0.05  # type: ignore[operator]
     served = [len(each) for each in steps_of(tmp_path / "pool", "attention_s").values()]  # type: ignore[arg-type]
     assert served[0] == served[-1] == 5 and 4 in served
+    events = json.loads((tmp_path / "pool" / "timeline.json").read_text())["traceEvents"]
+    (of_server,) = {each["pid"] for each in events if each.get("args", {}).get("name") == "server 0"}
+    spans = [each for each in events if each["pid"] == of_server and each["ph"] == "X"]
+    assert sum(each["name"].startswith("serve") for each in spans) > 4
+    of_homes = [each for each in events if each["pid"] < of_server and each["ph"] == "X"]
+    first, last = min(each["ts"] for each in of_homes), max(each["ts"] + each["dur"] for each in of_homes)
+    assert all(first <= each["ts"] <= last for each in spans)

@@ -119,7 +119,9 @@ def _bars(
     axes.bar([0], [0], color="0.55", label=label, **look)
 
 
-def write_timeline(path: Path | str, events: Iterable[Mapping[str, Any]]) -> None:
+def write_timeline(
+    path: Path | str, events: Iterable[Mapping[str, Any]], names: Mapping[int, str] | None = None
+) -> None:
     """Write recorded spans as a Chrome trace: JSON that ui.perfetto.dev and chrome://tracing open.
 
     A rank is a process and a track a thread, both named; tracks keep the order steps, compute ping, compute pong,
@@ -129,6 +131,7 @@ def write_timeline(path: Path | str, events: Iterable[Mapping[str, Any]]) -> Non
         path: file to write.
         events: dicts of ``rank`` (int), ``track`` (str), ``name`` (str), ``start_us`` and ``duration_us`` (float,
             microseconds, one clock for all ranks). Optional: ``args`` (dict, shown on click).
+        names: of ranks that are not to be called by their number.
     """
     spans = sorted(events, key=lambda event: event["start_us"])
     origin = spans[0]["start_us"] if spans else 0.0
@@ -137,7 +140,7 @@ def write_timeline(path: Path | str, events: Iterable[Mapping[str, Any]]) -> Non
     order |= {name: len(order) + number for number, name in enumerate(others)}
     trace: list[dict[str, Any]] = []
     for rank in sorted({int(span["rank"]) for span in spans}):
-        trace.append(_name("process_name", rank, 0, {"name": f"rank {rank}"}))
+        trace.append(_name("process_name", rank, 0, {"name": (names or {}).get(rank, f"rank {rank}")}))
         trace.append(_name("process_sort_index", rank, 0, {"sort_index": rank}))
         for track in sorted({span["track"] for span in spans if span["rank"] == rank}, key=order.__getitem__):
             trace.append(_name("thread_name", rank, order[track], {"name": track}))

@@ -253,9 +253,13 @@ class _Loop:
         mine = self._trainer.cad.pool.timeline.take(world.rank)
         gathered: list[Any] = [None] * world.size
         dist.gather_object(mine, gathered if self._speaks else None)
+        names = {}
+        for place, (number, events) in enumerate(self._trainer.cad.server_timelines().items(), world.size):
+            names[place] = f"server {number}"
+            gathered.append([event | {"rank": place} for event in events])
         if self._speaks:
             with warned_of(self._folder.timeline):
-                write_timeline(self._folder.timeline, [event for events in gathered for event in events])
+                write_timeline(self._folder.timeline, [event for events in gathered for event in events], names)
                 self._drawn.append(self._folder.timeline)
 
     def _draw(self) -> None:
