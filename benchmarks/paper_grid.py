@@ -238,7 +238,7 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
     """Speed-ups by model and mix, without and with stages, beside the range that the paper measured."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(16, 7), layout="constrained")
+    figure = Figure(figsize=(13.5, 7), layout="constrained")
     figure.suptitle("DistCA's speed over the best degree of context parallelism, simulated: TP 8, 50 GB/s per GPU")
     panels = list(product(("8b", "34b"), ("pretrain", "prolong")))
     for (row, kind), (column, (model, mix)) in product(enumerate(("3D", "4D")), enumerate(panels)):
@@ -263,10 +263,11 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
             axes.plot(range(len(values)), values, "o", color=color, label=f"{KERNELS[kernel]}, gathers {exposed}")
         axes.set_xticks(range(len(ticks)), ticks, fontsize=7)
         axes.set(title=f"{kind}, {model.upper()}, {mix}", ylim=(0.9, None))
-        if row == column == 0:
-            axes.legend(fontsize=7)
+        if column == 0:
             axes.set_ylabel("speed-up")
-            axes.set_xlabel("longest document, GPUs", fontsize=7)
+        if row:
+            axes.set_xlabel("longest document, GPUs", fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     figure.savefig(path, dpi=110)
 
 
