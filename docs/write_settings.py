@@ -32,8 +32,9 @@ def settings_page() -> str:
             "",
             "In YAML `train.steps` is `steps` below `train`. A setting that does not exist, or values that cannot work "
             "together,",
-            "stop the run before it starts, with a sentence that says what to change. The usual settings can also be",
-            "[environment variables](environment.md). Defaults are in bold.",
+            "stop the run before it starts. The usual settings can also be [environment variables](environment.md). "
+            "Defaults are",
+            "in bold.",
             *_section(RunConfig, "", "The run"),
             "",
         ]
