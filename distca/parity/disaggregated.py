@@ -31,7 +31,12 @@ from megatron_patches.model.whole_parameters import (
 from megatron_patches.ranks.groups import initialize_model_parallel, server_pool_group
 from megatron_patches.steps.step import Batch
 from megatron_patches.te.choice import Linears
-from megatron_patches.training.training_step import loss_and_tokens, sum_over_ranks, summed_loss_step
+from megatron_patches.training.training_step import (
+    loss_and_tokens,
+    sum_over_ranks,
+    summed_loss_step,
+    wrap_for_data_parallel,
+)
 
 _TOLERANCE = 0.1
 """How far servers may be above the mean, as a part of it. With so few tokens they can hardly be level, and planners
@@ -53,7 +58,7 @@ def run_disaggregated(
 
     Args:
         case: what to compare.
-        dtype: of weights and activations.
+        dtype: of weights and activations; gradients of float64 ones are float64.
         device: this rank's.
         kernel: name of the core-attention kernel.
         weights: of the whole model.
@@ -61,8 +66,12 @@ def run_disaggregated(
         linears: see :class:`megatron_patches.api.CAD`.
         gradients: type in which they are added up.
     """
-    cad, model = attached(case, dtype, device, kernel, weights, linears=linears)
-    ddp = cad.data_parallel(model, distributed_optimizer=False, gradients=gradients)
+    exact = dtype == torch.float64  # in which neither Megatron's fused products nor CAD's DDP add up gradients
+    cad, model = attached(case, dtype, device, kernel, weights, linears=linears, reduced=not exact)
+    if exact:
+        ddp = wrap_for_data_parallel(model, distributed_optimizer=False, gradients=dtype)
+    else:
+        ddp = cad.data_parallel(model, distributed_optimizer=False, gradients=gradients)
     step = cad.plan_step(case_documents(case))
     forward_step = summed_loss_step if summed_loss else token_losses_step
     return outcome_of(case, cad, model, cad.forward_backward(step, forward_step, ddp), weights)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from distca.parity import block, disaggregated, outcome, unmodified
+from distca.parity import block, disaggregated, hybrid, outcome, unmodified
 from distca.parity.cases import LENGTHS, ParityCase, ParityShape, Recompute
 from distca.parity.latent_cases import latent_cases as latent_cases
 
@@ -138,10 +138,20 @@ def edge_cases(tp: int, edges: dict[str, tuple[tuple[int, ...], ...]] | None = N
 
 def float32_differences(cases: Sequence[ParityCase], device: torch.device) -> list[Errors]:
     """Loss and worst parameter gradient of the whole training path, relative to unmodified Megatron-Core in float32."""
-    references = [unmodified.run_unmodified(case, torch.float32, device) for case in cases]
+    return _differences(cases, device, torch.float32)
+
+
+def float64_differences(cases: Sequence[ParityCase], device: torch.device) -> list[Errors]:
+    """The same in float64, with Megatron's casts to float32 lifted."""
+    with hybrid.float32_casts_lifted():
+        return _differences(cases, device, torch.float64)
+
+
+def _differences(cases: Sequence[ParityCase], device: torch.device, dtype: torch.dtype) -> list[Errors]:
+    references = [unmodified.run_unmodified(case, dtype, device) for case in cases]
     results = []
     for case, (reference, weights) in zip(cases, references, strict=True):
-        candidate = disaggregated.run_disaggregated(case, torch.float32, device, "reference", weights)
+        candidate = disaggregated.run_disaggregated(case, dtype, device, "reference", weights)
         difference = outcome.difference(candidate, reference)
         results.append({"loss": difference.loss, "gradient": difference.gradient})
     return results

@@ -43,7 +43,7 @@ def run_unmodified(
     case: ParityCase, dtype: torch.dtype, device: torch.device
 ) -> tuple[Outcome, dict[str, torch.Tensor]]:
     """The reference, computed by the first rank alone; also returns the full weights. Every rank calls it together."""
-    model = unmodified_model(case, dtype).to(device)
+    model = unmodified_model(case, dtype).to(device=device, dtype=dtype)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     if case.beyond_megatron:
         return computed_once(lambda: _plain_outcome(case, model)), weights
@@ -86,14 +86,14 @@ def unmodified_outcome(
             torch.from_numpy(x).to(device) for x in (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
         )
         each = [slice(stop - length, stop) for stop, length in zip(np.cumsum(lengths), lengths, strict=True)]
-        losses = torch.zeros(len(ids), device=device)
+        losses = torch.zeros(len(ids), dtype=torch.float64, device=device)
         for part in each if case.apart else [slice(len(ids))]:
             if not model.config.multi_latent_attention:  # which counts from 0 by itself, as documents are apart
                 model.rotary_pos_emb.set_positions(positions[part])
             hidden = hidden_scores(lengths, rows.positions, part).to(device)
             found = model(ids[None, part], None, hidden, labels=labels[None, part]).flatten() * mask[part]
             found.sum().backward()
-            losses[part] = found.detach()
+            losses[part] = found.detach().double()
         total, tokens = total + losses.sum().item(), tokens + int(mask.sum())
         per_document.append(sums_per_document(losses, owner, len(lengths)))
     held = {name: getattr(p, "main_grad", p.grad) for name, p in model.named_parameters()}

@@ -16,7 +16,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
     TransformerBlockSubmodules,
+    get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
 
 from distca.device.offload import Offload
@@ -170,7 +172,11 @@ def block_spec(
     if has_recurrent_layers(config):
         from megatron_patches.layers.gated_delta_net import recurrent_layer_spec
 
-        recurrent, numbers = recurrent_layer_spec(layer, *linear_classes(te), norm), range(1, config.num_layers + 1)
+        recurrent, first = (
+            recurrent_layer_spec(layer, *linear_classes(te), norm),
+            get_transformer_layer_offset(config) + 1,
+        )
+        numbers = range(first, first + get_num_layers_to_build(config))
         layers = [recurrent if is_recurrent(config, number) else layer for number in numbers]
         return TransformerBlockSubmodules(layers, norm)
     return TransformerBlockSubmodules(with_experts(layer, config), norm)

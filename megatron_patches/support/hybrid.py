@@ -63,7 +63,7 @@ def check_hybrid(
             tp > 1 and not config.sequence_parallel
         ),
         f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}: set it to 1": (
-            config.pipeline_model_parallel_size > 1 and (not pattern or not disaggregate)
+            config.pipeline_model_parallel_size > 1 and not disaggregate
         ),
         "`disaggregate` is False: set it to True": not disaggregate and not pattern,
         "`offload` is True: set it to False": offload,
@@ -74,7 +74,7 @@ def check_hybrid(
         f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts) and not pattern,
     }
     if delta_nets:
-        is_recurrent(config, 1)
+        _check_stages(config)
         refused["experimental_attention_variant is 'gated_delta_net': set it to None"] = bool(pattern)
     if recurrent:
         refused |= {
@@ -88,6 +88,20 @@ def check_hybrid(
             raise SupportError(f"{what}, which is not served where {other}, or do without.")
     if pattern:
         check_pattern(config, pattern)
+
+
+def _check_stages(config: TransformerConfig) -> None:
+    """All stages have the same layers, as one that is idle serves others' cores in the order of its own."""
+    recurrent, stages = (
+        [is_recurrent(config, 1 + n) for n in range(config.num_layers)],
+        config.pipeline_model_parallel_size,
+    )
+    size = config.num_layers // stages
+    if any(recurrent[n] != recurrent[n % size] for n in range(size * stages)):
+        raise SupportError(
+            f"linear_attention_freq is {config.linear_attention_freq!r}, which gives the {stages} stages of "
+            "pipeline_model_parallel_size other layers each, but all must have the same: change one of them."
+        )
 
 
 def _check_options(pattern: str, options: ModelOptions) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of parity's cases, saved and loaded by different numbers of tensor-parallel ranks."""
+"""Checkpoints of parity's cases, saved and loaded by different numbers of tensor-parallel ranks and stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def loaded_from_checkpoints(cases: list[Any], path: Path) -> list[float]:
-    """By case, the largest difference of weights that were saved by two tensor-parallel ranks and loaded by one."""
+    """By case, the largest difference of weights that were saved by two tensor-parallel ranks or stages and loaded by one."""
     from megatron.core import dist_checkpointing
 
     from distca.parity import disaggregated, unmodified
@@ -29,7 +29,7 @@ def loaded_from_checkpoints(cases: list[Any], path: Path) -> list[float]:
         save_weights(saved, folder)
     for number, (case, weights) in enumerate(zip(cases, whole, strict=True)):
         zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        _, loaded = disaggregated.attached(replace(case, tp=1), torch.float32, CPU, "reference", zeros)
+        _, loaded = disaggregated.attached(replace(case, tp=1, pp=1, pattern=case.pattern.replace("|", "")), torch.float32, CPU, "reference", zeros)
         read = dist_checkpointing.load({"model": loaded.sharded_state_dict()}, str(path / str(number)))
         loaded.load_state_dict(read["model"])
         found = dict(loaded.named_parameters())

@@ -1,5 +1,6 @@
 """Stacks of recurrent layers and attention against unmodified Megatron-Core, one document at a time: GPTModel and
-HybridModel. Blocks in float64, losses, gradients and three optimizer steps in float32, in one start of ranks."""
+HybridModel. Blocks, and losses and gradients over pipeline stages, in float64; losses, gradients and three optimizer
+steps in float32; in one start of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def _on_four_ranks() -> list[tuple[Any, dict[str, float], float]]:
     blocks.sort(key=lambda case: case.tp)  # groups of ranks are made once for all of a size
     with hybrid.float32_casts_lifted():
         exact = suite.float64_errors(blocks, CPU)
-    compared = sorted([cases[1], *with_experts, *hybrid.hybrid_stage_cases()], key=lambda case: (case.pp, case.tp))
+    stages = sorted(hybrid.hybrid_stage_cases(), key=lambda case: case.tp)
+    blocks, exact = blocks + stages, exact + suite.float64_differences(stages, CPU)
+    compared = [cases[1], *with_experts, stages[0]]
     trained = [replace(stacks[0], micro_batches=((13, 1, 9),))]
     found = suite.float32_differences(compared, CPU)
     found += expert_steps.step_differences(trained, CPU, distributed=True, steps=STEPS)
@@ -78,16 +81,17 @@ def _on_two_ranks(path: Path) -> tuple[list[float], float]:
     from distca.parity import hybrid
 
     saved = [hybrid.hybrid_cases()[0], *(hybrid.hybrid_model_cases()[number] for number in (0, 3))]
+    saved += [replace(hybrid.hybrid_stage_cases()[number], tp=1) for number in (0, 3)]
     return loaded_from_checkpoints(saved, path), llama
 
 
-def test_blocks_in_float64_and_whole_models_in_float32() -> None:
+def test_blocks_and_stages_in_float64_and_whole_models_in_float32() -> None:
     results = run_ranks(4, _on_four_ranks)[0]
-    assert len(results) == 17
+    assert len(results) == 21
     _check(results)
 
 
 def test_checkpoints_and_a_llama_as_hybrid_model(tmp_path: Path) -> None:
     differences, llama = run_ranks(2, _on_two_ranks, tmp_path)[0]
-    assert differences == [0.0] * 3
+    assert differences == [0.0] * 5
     assert llama <= 1e-6

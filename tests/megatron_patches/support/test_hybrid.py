@@ -26,6 +26,7 @@ NET = {
     "num_moe_experts": None,
 }
 _TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+_STAGES, _EVEN = {"pipeline_model_parallel_size": 2}, {"linear_attention_freq": 2}
 GATE = {**NET, "experimental_attention_variant": None}
 
 
@@ -46,7 +47,7 @@ def _said(
     return refusal(check_hybrid, SimpleNamespace(**fields), pattern, options, disaggregate, offload)
 
 
-@pytest.mark.parametrize("fields", [NET, GATE, {**NET, **_TENSOR_PARALLEL}])
+@pytest.mark.parametrize("fields", [NET, GATE, {**NET, **_TENSOR_PARALLEL}, {**NET, **_STAGES, **_EVEN}])
 def test_what_is_served(fields: dict[str, Any]) -> None:
     assert _said(fields) is None
 
@@ -60,7 +61,8 @@ def test_models_without_either_are_not_looked_at() -> None:
     [
         ({"tensor_model_parallel_size": 2}, {}, "tensor_model_parallel_size is 2, without sequence_parallel: set it"),
         ({"num_moe_experts": 8}, {}, "num_moe_experts is 8: set it to None"),
-        ({"pipeline_model_parallel_size": 2}, {}, "pipeline_model_parallel_size is 2: set it to 1"),
+        (_STAGES, {}, "linear_attention_freq is 4, which gives the 2 stages of pipeline_model_parallel_size other"),
+        (_STAGES | _EVEN, {"disaggregate": False}, "pipeline_model_parallel_size is 2: set it to 1"),
         ({"normalization": "LayerNorm"}, {}, "normalization is 'LayerNorm': set it to 'RMSNorm'"),
         ({"activation_func": functional.gelu}, {}, "activation_func is not SiLU"),
         ({"linear_attention_freq": 1}, {}, "linear_attention_freq is 1, but"),
