@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def loaded_from_checkpoints(cases: list[Any], path: Path) -> list[float]:
-    """By case, the largest difference of weights that were saved by two tensor-parallel ranks or stages and loaded by one."""
+    """By case, the largest difference of weights that two tensor-parallel ranks or stages saved, loaded by one."""
     from megatron.core import dist_checkpointing
 
     from distca.parity import disaggregated, unmodified
@@ -29,7 +29,8 @@ def loaded_from_checkpoints(cases: list[Any], path: Path) -> list[float]:
         save_weights(saved, folder)
     for number, (case, weights) in enumerate(zip(cases, whole, strict=True)):
         zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        _, loaded = disaggregated.attached(replace(case, tp=1, pp=1, pattern=case.pattern.replace("|", "")), torch.float32, CPU, "reference", zeros)
+        alone = replace(case, tp=1, pp=1, pattern=case.pattern.replace("|", ""))
+        _, loaded = disaggregated.attached(alone, torch.float32, CPU, "reference", zeros)
         read = dist_checkpointing.load({"model": loaded.sharded_state_dict()}, str(path / str(number)))
         loaded.load_state_dict(read["model"])
         found = dict(loaded.named_parameters())
