@@ -67,7 +67,7 @@ class Setup:
     @property
     def tokens(self) -> int:
         """Tokens of a home in a micro-batch."""
-        return 16_384 if self.gpus else 512
+        return 16_384 if self.gpus else 1024 // self.homes
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -180,11 +180,12 @@ def _end(process: BaseProcess) -> None:
     process.join()
 
 
-def documents(tokens: int) -> Iterator[list[list[np.ndarray]]]:
-    """Every step two micro-batches, the same on every home."""
-    drawn = np.random.default_rng(1)
+def documents(room: int) -> Iterator[list[list[np.ndarray]]]:
+    """Every step two micro-batches of at most ``room`` tokens, the same on every home: a long document and short
+    ones."""
+    drawn, longest = np.random.default_rng(1), room - 512
     while True:
-        yield [[drawn.integers(0, VOCABULARY, each) for each in (tokens, *drawn.integers(1, 60, 8))] for _ in range(2)]
+        yield [[drawn.integers(0, VOCABULARY, each) for each in (longest, *drawn.integers(1, 60, 8))] for _ in range(2)]
 
 
 def home(folder: str, ways: list[How], schedule: list[tuple[int, ...]], seed: int, setup: Setup) -> Run:
@@ -257,7 +258,7 @@ class Trainer:
         """Train until servers were lost in all ``ways``, and others have taken their places."""
         drawn, usual = random.Random(seed), 0
         seconds: list[float] = []
-        with closing(self._cad.plan_ahead(documents(self._setup.tokens))) as steps:
+        with closing(self._cad.plan_ahead(documents(self._setup.homes * self._setup.tokens))) as steps:
             for step in steps:
                 servers, before = self._remote.numbers, self._remote.generation
                 self._note_comers()
@@ -303,7 +304,7 @@ class Trainer:
 
     def by_schedule(self, schedule: list[tuple[int, ...]]) -> Run:
         """Train with the servers that ``schedule`` has in each step."""
-        with closing(self._cad.plan_ahead(documents(self._setup.tokens))) as steps:
+        with closing(self._cad.plan_ahead(documents(self._setup.homes * self._setup.tokens))) as steps:
             for wanted, step in zip(schedule, steps, strict=False):
                 for number in set(self._remote.numbers) - set(wanted):
                     self._cad.let_server_go(number)
