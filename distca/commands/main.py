@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -47,6 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     Ctrl-C in one too."""
     arguments = sys.argv[1:] if argv is None else argv
     setup_logging(rank=0)
+    # When it is imported, as --help does, Megatron-Core warns of what is not installed; `distca doctor` says so, too.
+    warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     commands: dict[str, Any] = {}
     try:
         commands = components(arguments[0] if arguments else None)

@@ -46,6 +46,13 @@ def test_help_lists_the_commands() -> None:
     assert [name for name in components(None) if name not in result.stdout] == []
 
 
+def test_nothing_is_said_but_the_mistake() -> None:
+    """Also by what is imported, in a process that has not imported it before."""
+    result = subprocess.run([sys.executable, "-m", "distca.commands.main"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: distca needs a command"), result.stderr
+
+
 def test_only_the_chosen_command_is_imported() -> None:
     code = (
         "import sys; from distca.commands.main import components; components('doctor'); print('torch' in sys.modules)"
