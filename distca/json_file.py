@@ -48,8 +48,8 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The same, of a file that holds an object.
 
     Raises:
-        OSError: as of :func:`read_json`.
-        ValueError: as of :func:`read_json`, or it holds something else.
+        OSError: as in :func:`read_json`.
+        ValueError: as in :func:`read_json`, or it holds something else.
     """
     content = read_json(path)
     if not isinstance(content, dict):

@@ -89,23 +89,26 @@ Model = TypeVar("Model", bound=LanguageModule)
 
 
 class CAD:
-    """Core attention disaggregation for one model on this rank. Every rank makes one together, after
-    ``distca.join_world()`` and ``parallel_state.initialize_model_parallel``, and before the model is built.
+    """Core attention disaggregation for one model on this rank.
+
+    All ranks make one together, after ``distca.join_world()`` and ``parallel_state.initialize_model_parallel``, and
+    before the model is built.
 
     Args:
-        config: the model's configuration. Its ``gradient_accumulation_fusion`` is switched on, and with pipeline stages
-            ``deallocate_pipeline_outputs``, with ``recompute`` "all" ``disable_parameter_transpose_cache``.
-        keywords: of :class:`megatron_patches.arguments.CadArguments`.
+        config: the model's configuration. Some of its fields are switched on: ``gradient_accumulation_fusion``; with
+            pipeline stages ``deallocate_pipeline_outputs``; and with ``recompute`` "all"
+            ``disable_parameter_transpose_cache``.
+        keywords: as in :class:`megatron_patches.arguments.CadArguments`.
 
     Attributes:
         options: how steps are planned.
         pool: the server pool: transport, kernel, timeline.
-        folder: where a step is written that the planner fails on; the working directory, if nobody sets it.
+        folder: the folder in which a step is written if the planner fails on it; by default the working directory.
 
     Raises:
-        SupportError: a field of the configuration, or a way of running it, that is not served, or products in FP8 or
-            of Transformer Engine that are wrong here.
-        KernelError, TransportError: what was asked for cannot run here, or is wrong here.
+        SupportError: a field of the configuration, or a way of running it, is not served; or products in FP8 or of
+            Transformer Engine are wrong on this machine.
+        KernelError, TransportError: the kernel or transport that was asked for cannot run here, or is wrong here.
         PlanError: an unusable cost table.
     """
 
@@ -164,7 +167,8 @@ class CAD:
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
         if self._recompute_all:
-            # FP8 copies of weights are then made for one segment or layer at a time: all would be as large as weights.
+            # FP8 copies of weights are then made for one segment or layer at a time, as all would be as large as
+            # weights.
             config.disable_parameter_transpose_cache = True
         if not self._own_layers:
             fuse_rotation(config)
@@ -177,7 +181,7 @@ class CAD:
         return PoolTerms(self.options, spec, self._given.kernel, self._how)
 
     def _terms_of_change(self) -> PoolTerms:
-        """Plan with the servers that are there now; returns what they must know."""
+        """Makes plans use the servers that are there now; returns the terms that these must know."""
         assert self._remote is not None
         numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
         homes, given = self.options.homes, self._given
@@ -239,7 +243,8 @@ class CAD:
                 the configuration. Its linear layers are of the kind that ``linears`` chose, whichever it names.
 
         Raises:
-            SupportError: a spec of other layers, or Transformer Engine's where ``linears`` chose Megatron's own.
+            SupportError: the spec is for other layers, or is Transformer Engine's where ``linears`` chose Megatron's
+                own.
         """
         if self._given.hybrid_layer_pattern:
             raise SupportError(
@@ -253,11 +258,11 @@ class CAD:
         return block_spec(self.config, layer, options=options, disaggregate=self._given.disaggregate, te=self._te)
 
     def attach(self, model: Model) -> Model:
-        """Let a model that was built with :meth:`block_spec` or :meth:`hybrid_stack_spec` run disaggregated; returns
+        """Makes a model that was built with :meth:`block_spec` or :meth:`hybrid_stack_spec` run disaggregated; returns
         it. A subclass of GPTModel or HybridModel stays one.
 
         Raises:
-            SupportError: another model, or a part of it that is not served.
+            SupportError: it is another model, or a part of it is not served.
         """
         options, pattern = self._given.model_options, self._given.hybrid_layer_pattern
         check_bare(model, pattern)
@@ -280,8 +285,8 @@ class CAD:
         elif self._own_layers:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
-            model.position_embedding_type = "rope"  # with which a HybridModel asks for the rotations, if of no layer
-        # Of several models, steps serve all.
+            model.position_embedding_type = "rope"  # a HybridModel asks for rotations only with it
+        # Steps have lengths if one of several models needs them.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
@@ -289,7 +294,7 @@ class CAD:
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         model.expert_load = ExpertLoad(take_halves(model), self.config.moe_router_topk)
-        # In segments that are recomputed as a whole, what is put out is needed right away.
+        # Segments that are recomputed as a whole need outputs of norms right away, so they keep them.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate or pattern:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -305,8 +310,10 @@ class CAD:
     def data_parallel(
         self, model: GPTModel, *, distributed_optimizer: bool = True, gradients: torch.dtype = torch.float32
     ) -> DistributedDataParallel:
-        """Megatron's DistributedDataParallel around an attached model on its device: bfloat16 where the configuration
-        says so, gradients added up in their own type and, without pipeline stages, reduced while backward goes on.
+        """Returns Megatron's DistributedDataParallel around an attached model on its device.
+
+        Weights become bfloat16 where the configuration says so. Gradients are added up in their own type. Without
+        pipeline stages they are reduced while backward goes on.
 
         Args:
             model: from :meth:`attach`.
@@ -315,7 +322,8 @@ class CAD:
                 reduce, rounded after every addition.
 
         Raises:
-            SupportError: a model that was not attached, other types, or FP8 weights without the distributed optimizer.
+            SupportError: the model was not attached, a type is not served, or weights are FP8 numbers and the optimizer
+                is not distributed.
         """
         check_attached(model)
         check_unwrapped(model)
@@ -328,18 +336,18 @@ class CAD:
         return wrapped
 
     def plan_step(self, documents: StepDocuments | Sequence[Sequence[Document]]) -> Step:
-        """Plan one step and bring this rank's rows to the device; every rank calls it together.
+        """Plans one step and brings this rank's rows to the device; all ranks call it together.
 
         Args:
             documents: by micro-batch, its documents over all data-parallel ranks, the same on every rank. A document is
-                anything with a length and slices of token ids. Of most of them only slices of this rank's rows are
-                read; 16 ids each of 8 documents are compared between ranks.
+                anything with a length and slices of token ids. A rank reads only slices with its own rows, but for 16
+                ids of each of 8 documents, which are compared between ranks.
 
         Raises:
-            PlanError: on what are no documents, or cannot be laid out, homes or weights that are not one for each,
-                micro-batches or homes of more than ``tokens_per_rank``, or if another rank planned it differently, was
-                given other documents, or could not plan it.
-            DataError: on token ids that the attached model does not know.
+            PlanError: something is no document, or cannot be laid out; homes or weights are not one for each document;
+                a micro-batch or a home has more than ``tokens_per_rank``; or another rank was given other documents,
+                planned otherwise, or could not plan.
+            DataError: the attached model does not know a token id.
         """
         self._single_steps += 1
         with closing(self.plan_ahead([documents], self._single_steps)) as ahead:
@@ -348,16 +356,19 @@ class CAD:
     def plan_ahead(
         self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1
     ) -> Generator[Step, None, None]:
-        """Steps, each planned in a background thread while the one before runs; every rank calls it together. Loops of
-        steps may be nested, and left early by all ranks after the same step; ``steps`` was then asked for one more.
+        """Yields steps, each planned in a background thread while the one before runs; all ranks call it together.
+
+        Loops of steps may be nested. All ranks may leave one early, after the same step; ``steps`` was then asked for
+        one more.
 
         Args:
-            steps: the documents of every step, the same on every rank, as for :meth:`plan_step`; asked in the thread.
+            steps: the documents of every step, the same on every rank, as for :meth:`plan_step`. The thread iterates
+                over them.
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError, DataError: as of :meth:`plan_step`; on every rank. FailedPlanError where the planner itself
-                failed: the message names a file in ``folder`` with the step's lengths, for ``distca plan``.
+            PlanError, DataError: as in :meth:`plan_step`, on every rank. It is a FailedPlanError where the planner
+                itself failed; its message names a file in ``folder`` with the step's lengths, for ``distca plan``.
         """
         if self._ahead is None:
             self._ahead = AgreedSteps(self.device)
@@ -366,7 +377,7 @@ class CAD:
     def _make_step(
         self, number: int, documents: StepDocuments | Sequence[Sequence[Document]], dealt: bool = False
     ) -> Step:
-        """``dealt``: documents stay in the micro-batches in which they are."""
+        """Makes a step; with ``dealt``, documents stay in the micro-batches in which they are."""
         documents, given = listed(documents), self._given
         check_room(documents, self.options.ranks, given.tokens_per_rank)
         return make_step(
@@ -387,25 +398,26 @@ class CAD:
     def forward_backward(
         self, step: Step, forward_step: ForwardStep, model: DistributedDataParallel, *, forward_only: bool = False
     ) -> list[Any]:
-        """Forward and backward of a step: Megatron's schedule without pipeline stages, with them the one in which all
-        stages run the same phase. Gradients are zeroed before; they end up reduced and divided by the target tokens of
-        the global batch.
+        """Runs forward and backward of a step; returns what the loss function reported.
+
+        Without pipeline stages it runs Megatron's schedule, with them the one in which all stages run the same phase.
+        Gradients are zeroed before. They end up reduced, and divided by the target tokens of the global batch.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
-            forward_step: as Megatron's schedules take it: given an iterator over this rank's batches and the model, it
-                returns the model's output and a function of it that returns (summed loss, number of target tokens as an
-                int tensor, anything to report).
+            forward_step: a function as Megatron's schedules take it. It gets an iterator over this rank's batches and
+                the model, and returns the model's output and a loss function. The loss function gets that output, and
+                returns the summed loss, the number of target tokens as an int tensor, and anything to report.
             model: from :meth:`data_parallel`.
             forward_only: compute losses only, and keep nothing for backward.
 
         Raises:
             SupportError: the model is not from :meth:`data_parallel`, so its gradients would not be reduced; its
-                weights differ between data-parallel ranks; the step is of a CAD with another ``disaggregate``; or, on
+                weights differ between data-parallel ranks; the step was planned by a CAD that runs otherwise; or, on
                 ranks with the loss, the loss function returns anything else.
 
         Returns:
-            What was reported, by micro-batch; empty on stages without the loss.
+            The reports, by micro-batch; empty on stages without the loss.
         """
         while True:
             step = self._with_present_servers(step)
@@ -420,7 +432,7 @@ class CAD:
         return reports
 
     def _with_present_servers(self, step: Step) -> Step:
-        """The step, planned again where servers have gone or come."""
+        """Returns the step, planned again if servers have gone or come."""
         if self._remote is None:
             return step
         if self._remote.wants_change():
@@ -443,16 +455,17 @@ class CAD:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """Numbers of the servers without a model that are there, in the order in which they follow the homes."""
+        """The numbers of the servers without a model that are there, in the order in which they follow the homes."""
         return () if self._remote is None else self._remote.numbers
 
     def as_run(self, step: Step) -> Step:
-        """``step``, the last one that ran, as it ran: planned again where servers without a model went or came."""
+        """Returns the step that ran last as it ran: ``step``, or as planned again because servers went or came."""
         return self._ran or step
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
-        """How probable the model finds every document of a step, token by token, on all data-parallel ranks; every rank
-        calls it. Forward only.
+        """Returns how probable the model finds every document of a step, token by token, on all data-parallel ranks.
+
+        All ranks call it together. It runs forward alone.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
@@ -475,8 +488,10 @@ class CAD:
             self._remote.let_go(number)
 
     def served(self, step: Step) -> list[Served | None] | None:
-        """The seconds and memory that the last step took on each server without a model, in order; this waits until all
-        have said it. None of a server that is gone since. None on other ranks than the first, and without servers."""
+        """Returns the seconds and memory that the last step took on each server without a model, in order.
+
+        It waits until all servers have told them; the entry of one that is gone since is None. On ranks other than the
+        first, and without servers, it returns None."""
         return None if self._remote is None else self._remote.served(self.as_run(step).announced)
 
     def server_timelines(self) -> dict[int, list[dict[str, Any]]]:
@@ -485,10 +500,10 @@ class CAD:
         return {} if self._remote is None else self._remote.timelines()
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
-        """How rows were spread over experts in all micro-batches that were trained on since the last call.
+        """Returns how rows were spread over experts in all micro-batches that were trained on since the last call.
 
-        It is by number of this stage's layers with experts, from 1, and alike on all ranks of the stage. Empty without
-        any.
+        Keys are the numbers of this stage's layers with experts, from 1; the loads are the same on all ranks of the
+        stage.
 
         Args:
             model: from :meth:`data_parallel`.

@@ -33,7 +33,7 @@ _MAY_DIFFER = {
     "offload",
     "linears",
 }
-"""Arguments that are compared between ranks elsewhere, or need not be alike."""
+"""Arguments that may differ between ranks, or that are compared elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +44,21 @@ class CadArguments(CadOptions):
         tokens_per_rank: most tokens of a micro-batch, over the data-parallel ranks of a stage; with homes, of each.
         disaggregate: False computes every document's attention at home, on whole documents, with the same kernels and
             Megatron's own layers and schedules: the baseline.
-        recompute: "none": what the configuration says, which may be ``recompute_modules=["mlp"]``. "all": everything
-            but core attention; where that is at home, every layer as a whole, as Megatron's full recomputation does.
-        keep_outputs: keep for backward what norms and SwiGLU put out, instead of computing it again: more memory and
-            less time, with recompute "none" and without recomputed modules.
-        offload: keep in host memory what backward needs of every layer; with recompute "all" and resend, which "auto"
-            takes then, and without pipeline stages.
-        linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16. They alone
-            know the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the
-            current tensor, "delayed" or "blockwise"). They alone know ``fp8_param`` too, with which their weights are
-            FP8 numbers alone and :meth:`megatron_patches.api.CAD.data_parallel` needs the distributed optimizer.
-            "auto": Transformer Engine's where they can be used.
-        hybrid_layer_pattern: of a HybridModel's layers, as it is built with it; empty for a GPTModel.
-        model_options: what the model does beside core attention that Megatron's configuration has no field for. The
-            defaults are a model that is all in the configuration.
+        recompute: with "none", backward recomputes what the configuration says, which may be
+            ``recompute_modules=["mlp"]``. With "all", it recomputes everything but core attention; where attention is
+            at home, it recomputes every layer as a whole, as Megatron's full recomputation does.
+        keep_outputs: whether the outputs of norms and SwiGLU are kept for backward, not computed again. This takes more
+            memory and less time. It needs recompute "none", and no recomputed modules.
+        offload: whether the inputs that backward needs of every layer wait in host memory. It needs recompute "all",
+            resend, which "auto" then takes, and no pipeline stages.
+        linears: "local" takes Megatron's own linear layers, "te" Transformer Engine's, on GPUs and in bfloat16, and
+            "auto" Transformer Engine's where they can be used. Only these can compute in FP8, by the configuration's
+            ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the current tensor, "delayed"
+            or "blockwise"). With its ``fp8_param`` weights are FP8 numbers alone, and
+            :meth:`megatron_patches.api.CAD.data_parallel` needs the distributed optimizer.
+        hybrid_layer_pattern: the pattern with which a HybridModel is built; empty for a GPTModel.
+        model_options: options that Megatron's configuration has no field for. The defaults are a model that is all in
+            the configuration.
     """
 
     tokens_per_rank: int
@@ -70,10 +71,10 @@ class CadArguments(CadOptions):
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:
-        """Refuse values that mean nothing; transport and kernel are checked where they are chosen.
+        """Refuses values that mean nothing; transport and kernel are checked where they are chosen.
 
         Raises:
-            SupportError: the first of them.
+            SupportError: a value means nothing; it names the first.
         """
         for name, hint in get_type_hints(CadArguments).items():
             value, served = getattr(self, name), get_args(hint)
@@ -93,7 +94,7 @@ class CadArguments(CadOptions):
         """Returns the way in which backward gets its rows with these arguments.
 
         Raises:
-            SupportError: on levels or rows in host memory that are not served with them.
+            SupportError: ``level`` or ``offload`` is not served with the other arguments.
         """
         found: How = "resend" if stages > 1 or self.offload else "keep"
         if self.backward != "auto":
@@ -115,7 +116,7 @@ class CadArguments(CadOptions):
 
     @property
     def alike(self) -> dict[str, Any]:
-        """The arguments that all ranks have to be given alike, by name."""
+        """The arguments, by name, that must be the same on all ranks."""
         found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _MAY_DIFFER}
         return found | {"model_options": repr(self.model_options), "speeds": repr(self.speeds)}
 
@@ -130,7 +131,8 @@ def with_keywords_of(
 ) -> Callable[
     [Callable[[Self, TransformerConfig, Made], None]], Callable[Concatenate[Self, TransformerConfig, Keywords], None]
 ]:
-    """Lets a constructor that takes a configuration and a ``made`` object take the keywords of the latter."""
+    """Decorates a constructor that takes a configuration and a ``made`` object, so that it takes the keywords from
+    which ``made`` makes that object."""
 
     def decorate(
         constructor: Callable[[Self, TransformerConfig, Made], None],
@@ -151,14 +153,14 @@ def with_keywords_of(
 
 
 def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int) -> None:
-    """Refuse to keep in host memory what backward needs where it is not kept as rows of their own.
+    """Refuses ``offload`` where home ranks keep no rows of their own for backward.
 
     Args:
-        disaggregate, recompute, backward: of :class:`megatron_patches.api.CAD`.
-        stages: of the pipeline.
+        disaggregate, recompute, backward: as in :class:`megatron_patches.api.CAD`.
+        stages: number of pipeline stages.
 
     Raises:
-        SupportError: so it is.
+        SupportError: one of the arguments does not go with ``offload``.
     """
     found = {"disaggregate": disaggregate, "recompute": recompute, "backward": backward}
     needed = {"disaggregate": True, "recompute": "all", "backward": "resend"}
@@ -175,14 +177,14 @@ def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int
 
 
 def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
-    """Refuse to keep outputs of what is computed again anyway, or of which FP8 copies are kept.
+    """Refuses ``keep_outputs`` where outputs are computed again anyway, or kept as FP8 copies.
 
     Args:
-        recompute: of :class:`megatron_patches.api.CAD`.
-        config: the model's.
+        recompute: as in :class:`megatron_patches.api.CAD`.
+        config: the model's configuration.
 
     Raises:
-        SupportError: so it is.
+        SupportError: an argument or a field does not go with ``keep_outputs``.
     """
     found = {"recompute": (recompute, "none"), "recompute_granularity": (config.recompute_granularity, None)}
     found["fp8"] = config.fp8, None
@@ -194,15 +196,15 @@ def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
 
 
 def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, unlike: bool = False) -> None:
-    """Refuse to level time where no server is ever idle, or where an idle one could only wait.
+    """Refuses to level time where no server is ever idle, or where an idle one could only wait.
 
     Args:
-        level, disaggregate, ping_pong: of :class:`megatron_patches.api.CAD`.
-        stages: of the pipeline.
+        level, disaggregate, ping_pong: as in :class:`megatron_patches.api.CAD`.
+        stages: number of pipeline stages.
         unlike: whether servers differ in their speed, or in having a model.
 
     Raises:
-        SupportError: so it is.
+        SupportError: ``level`` is "time" there.
     """
     if level != "time" or (disaggregate and (stages > 1 or unlike) and ping_pong):
         return

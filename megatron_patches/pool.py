@@ -27,22 +27,22 @@ def join_pool(
     how: How,
     remote: RemoteServers | None = None,
 ) -> AttentionPool:
-    """This rank's place in the server pool; every rank calls it together.
+    """Returns the server pool as this rank sees it; all ranks call it together.
 
     Args:
-        config: Megatron's.
-        layer_kinds: of its layers.
-        device: this rank's.
+        config: Megatron's configuration.
+        layer_kinds: the kinds of its layers.
+        device: this rank's device.
         given: how core attention is to be computed.
-        how: what backward does.
-        remote: servers without a model; None without.
+        how: the way in which backward gets its rows, keep or resend.
+        remote: the servers without a model; None for none.
 
     Raises:
-        KernelError, TransportError: what was asked for cannot run here, or is wrong here.
-        SupportError: recurrent layers, for which no kernel is right here.
+        KernelError, TransportError: the kernel or transport that was asked for cannot run here, or is wrong here.
+        SupportError: there are recurrent layers, and no kernel of theirs is right here.
     """
     spec = attention_spec(config, layer_kinds, device, given)
-    # What is compiled when it is first used is compiled now, and not while other ranks wait for its rows.
+    # Kernels compile at first use: this happens now, and not while other ranks wait for rows.
     kernel = choose_kernel(given.kernel, spec)
     for recurrence in dict.fromkeys(filter(None, layer_kinds.recurrences)):
         choose_recurrent_kernel(recurrence, device, config.params_dtype, given.deterministic)
@@ -60,7 +60,7 @@ def join_pool(
 def attention_spec(
     config: TransformerConfig, layer_kinds: LayerKinds, device: torch.device, given: CadArguments
 ) -> AttentionSpec:
-    """Core attention of this tensor-parallel rank's heads, as kernels are checked for it."""
+    """Returns the core attention of this tensor-parallel rank's heads, by which kernels are chosen and checked."""
     shape = attention_shape(config)
     return AttentionSpec(
         shape.heads,

@@ -1,7 +1,7 @@
-"""The megatron-core that is installed, found without importing it, and whether this project knows it.
+"""The megatron-core that is installed, found without importing it, and whether this project supports it.
 
-What differs between the supported versions is told apart by signatures and missing modules, where it matters; the range
-here says how far that was tested.
+Code that depends on the version looks at signatures and missing modules, where it needs to. The range here says which
+versions were tested.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _FIRST, _BEYOND = (0, 16, 1), (0, 20, 0)
 
 
 def installed_version() -> str | None:
-    """Version of the megatron-core that an import would take, "0.16.1"; None without one.
+    """Returns the version of the megatron-core that an import would take, such as "0.16.1"; None without one.
 
-    It may be a folder of sources on PYTHONPATH, which pip does not know, so it is read from the sources: importing them
-    takes seconds.
+    It is read from the sources: they may be a folder on PYTHONPATH that pip does not know, and importing them takes
+    seconds.
     """
     try:
         found = find_spec("megatron.core")
@@ -48,27 +48,27 @@ def has_gated_delta_net() -> bool:
 
 
 def check_version() -> None:
-    """Refuse a megatron-core that this project does not know, before anything of it is imported.
+    """Refuses an unsupported megatron-core, before any of it is imported.
 
     Raises:
-        VersionError: it is missing or outside of the supported versions.
+        VersionError: megatron-core is missing, or its version is not supported.
     """
     if reason := why_not_supported():
         raise VersionError(f"megatron-core is {reason}.")
 
 
 _DROPPED = {
-    # HybridModel follows it.
+    # This project serves both models.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    # It makes the same one itself.
+    # Megatron makes the same layout itself.
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
-    # Of checkpoints that earlier versions wrote.
+    # Checkpoints of earlier versions are read by it.
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
 }
 
 
 def drop_log_lines() -> None:
-    """Keep these lines out of the log, from now on; harmless to call again."""
+    """Keeps these lines out of the log from now on; it may be called again."""
     for name in _DROPPED:
         logging.getLogger(name).addFilter(_is_kept)
 

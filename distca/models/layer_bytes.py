@@ -26,7 +26,7 @@ class LayerBytes:
 
     Attributes:
         shape: of the model.
-        kind: of the layer.
+        kind: the layer's kind.
         tp: tensor-parallel ranks.
         ep: expert-parallel ranks.
         sequence_parallel: the residual stream is sharded over them.

@@ -84,7 +84,7 @@ def check_operations(widths: Widths, dtype: torch.dtype, device: torch.device) -
 
     Args:
         widths: of this rank's operands.
-        dtype: of parameters and activations.
+        dtype: dtype of parameters and activations.
         device: where they live.
 
     Returns:

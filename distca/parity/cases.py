@@ -64,7 +64,7 @@ class ParityCase:
         config: fields of megatron's configuration that differ from those of a LLaMA, with their values.
         options: what the model does that megatron's configuration has no field for.
         rotary_percent: how much of each head is rotated.
-        pattern: of a HybridModel's layers; empty for a GPTModel.
+        pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]

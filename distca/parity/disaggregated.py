@@ -59,7 +59,7 @@ def run_disaggregated(
     Args:
         case: what to compare.
         dtype: of weights and activations; gradients of float64 ones are float64.
-        device: this rank's.
+        device: this rank's device.
         kernel: name of the core-attention kernel.
         weights: of the whole model.
         summed_loss: take the loss summed with the output layer, else Megatron's loss of every token.
@@ -145,7 +145,7 @@ def attached(
     Args:
         case: the case.
         dtype: of weights and activations.
-        device: this rank's.
+        device: this rank's device.
         kernel: name of the core-attention kernel.
         weights: of the whole model.
         disaggregate: False leaves attention at home.

@@ -46,7 +46,7 @@ def step_differences(
 
     Args:
         cases: what to train.
-        device: this rank's.
+        device: this rank's device.
         distributed: whether the optimizer's state is sharded over data-parallel ranks.
         steps: of the optimizer.
     """

@@ -105,7 +105,7 @@ def expert_differences(
 
     Args:
         cases: what to compare.
-        device: this rank's.
+        device: this rank's device.
         disaggregate: False leaves attention, and documents as wholes, at home.
     """
     candidates = []

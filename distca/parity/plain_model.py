@@ -20,8 +20,8 @@ class PlainModel:
 
     Args:
         weights: by their names in a GPTModel without tensor parallelism.
-        config: Megatron's.
-        options: of the model.
+        config: Megatron's configuration.
+        options: the model's options.
         shape: the rotary positions of layers for which ``options`` has none.
         rotary_percent: theirs.
     """

@@ -124,7 +124,7 @@ class Pieces:
             begin: [T] first row that each task reads.
             offset: [T] where that row lands in the server's buffer.
             shards: where rows live.
-            links: as of :meth:`distca.plan.network.Reads.in_hops`.
+            links: as in :meth:`distca.plan.network.Reads.in_hops`.
             ranks: R.
         """
         start = np.maximum(begin[reads.task], shards.start[reads.shard])
@@ -184,7 +184,8 @@ class _Grouped:
     """The segments of all ranks by their ``owner`` [N], the rank at this end; those that continue each other are
     joined.
 
-    Example: rows 0 to 3 to rows 10 to 13 of a peer, and rows 4 and 5 to its rows 14 and 15, are one segment of 6."""
+    Example: rows 0 to 3 go to rows 10 to 13 of a peer, and rows 4 and 5 to its rows 14 and 15: one segment of 6
+    rows."""
 
     def __init__(self, owner: np.ndarray, segments: Segments, ranks: int, only: int | None) -> None:
         if only is None:

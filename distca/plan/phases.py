@@ -134,7 +134,7 @@ def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int],
 
 
 def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
-    """A scheduler that leaves every row at home; arguments as of :class:`distca.plan.choice.Scheduler`."""
+    """A scheduler that leaves every row at home; arguments as in :class:`distca.plan.choice.Scheduler`."""
     return plan_at_home(layout)
 
 
@@ -166,8 +166,8 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
     """Seconds per CA-task by server.
 
-    Where servers are not alike and plans level all of a phase's time, a server without rows of its own has nothing to
-    do until its tasks' rows arrive. Its costs then include that time."""
+    A server without rows of its own has nothing to do until its tasks' rows arrive. Where servers are not alike and
+    plans level all of a phase's time, its costs include that wait."""
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost

@@ -33,8 +33,8 @@ from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
 """The most work of a document, over the mean rank's, with which it may stay whole. Where a document has more, no
-placement can move nothing, so a second one is not planned for that. 1.01 and 1.2 gave the same plans
-(benchmarks/results/planner.md)."""
+placement can move nothing, so a second one is not planned for that. Values of 1.01 and 1.2 gave the same plans: see
+benchmarks/results/planner.md."""
 _LONGER = 1.02
 """The length that a micro-batch may get when documents are dealt anew, over the longest one given. Without a few tokens
 of room, no two documents as long as the context would go together."""

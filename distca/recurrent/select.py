@@ -34,7 +34,7 @@ def choose_recurrent_kernel(
 
     Args:
         recurrence: the formula, and this rank's heads.
-        device: this rank's.
+        device: this rank's device.
         dtype: of q, k and v.
         deterministic: two runs have to be bitwise equal.
 

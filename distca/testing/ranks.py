@@ -105,7 +105,7 @@ def run_cases(
 
     Args:
         ranks: number of processes.
-        function: as of :func:`run_ranks`; it leaves nothing behind that the next case would see.
+        function: as in :func:`run_ranks`; it leaves nothing behind that the next case would see.
         cases: arguments by the case's name.
         timeout: seconds for all cases.
 

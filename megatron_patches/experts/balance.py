@@ -39,7 +39,7 @@ class MicroBatchBalance:
     """The counts of a stage's routers, made while a micro-batch goes forward and read by its backward pass.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         layers: numbers of this stage's layers with experts, from 1.
         documents_N: [rows] int64 document of each of this rank's rows in the micro-batch; -1 in padding.
         nano_rows: rows of each half on this rank; they follow each other.

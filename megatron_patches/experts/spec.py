@@ -43,7 +43,7 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
 
     Args:
         dense: of a layer with an MLP.
-        config: of the model.
+        config: the model's configuration.
     """
     first = get_transformer_layer_offset(config)
     mine = has_experts(config)[first : first + get_num_layers_to_build(config)]

@@ -95,7 +95,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The same parts as of :class:`Rows`, of which a folder has those of each head together.
+    """The same parts as in :class:`Rows`, of which a folder has those of each head together.
 
     Attributes:
         parts: by tensor of the folder the rows of its parts, of all heads.

@@ -65,12 +65,12 @@ class DisaggregatedForward(MegatronModule):
         rotary_pos_emb: RowRotations | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Run the block.
+        """Runs the block.
 
         Args:
-            hidden_states: [rows, 1, hidden], this sequence-parallel rank's share of every nano-batch.
-            attention_mask: the micro-batch's routes.
-            rotary_pos_emb: of all rows in micro-batch order.
+            hidden_states: [rows, 1, hidden], this sequence-parallel rank's part of every nano-batch.
+            attention_mask: the micro-batch with its routes.
+            rotary_pos_emb: rotations of all rows in micro-batch order.
         """
         micro_batch = attention_mask
         if self.config.pipeline_model_parallel_size > 1 and not self.in_phases:
@@ -79,7 +79,7 @@ class DisaggregatedForward(MegatronModule):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         recompute = self.recompute_segments and torch.is_grad_enabled()
-        if recompute or self.in_phases:  # in which all stages go back through all layers, frozen ones too
+        if recompute or self.in_phases:  # in phases all stages run backward of all layers, frozen ones too
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
         rotations = rotary_pos_emb.halves(micro_batch.nano_rows, micro_batch.chunks)
@@ -98,8 +98,8 @@ class DisaggregatedForward(MegatronModule):
 
 
 class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
-    """megatron's block with another forward. GPTModel builds its own block, so :func:`disaggregate_block` turns that
-    one into this class after construction."""
+    """megatron's block with another forward. GPTModel builds the block itself, so :func:`disaggregate_block` turns it
+    into this class afterwards."""
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
@@ -108,8 +108,8 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
 
 
 def refuse_other_schedule() -> NoReturn:
-    """Megatron's own schedules call it on every stage before any of them waits for another, in place of
-    ``no_sync_func``.
+    """Refuses Megatron's own schedules. They call this function as ``no_sync_func``, on every stage, before any stage
+    waits for another.
 
     Raises:
         SupportError: always.
@@ -126,16 +126,16 @@ def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) 
 
 
 def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
-    """Turn a block of :class:`SplitTransformerLayer` into a :class:`DisaggregatedBlock`, in place; the stack of a
-    HybridModel is one that runs disaggregated already.
+    """Turns a block of :class:`SplitTransformerLayer` into a :class:`DisaggregatedBlock`, in place. The stack of a
+    HybridModel was built to run disaggregated; it only gets its pool.
 
     Args:
         block: the block of a GPTModel, or a HybridModel's stack.
         pool: the server pool.
-        recompute_segments: recompute post(i)+pre(i+1) in backward, never core attention.
+        recompute_segments: whether backward recomputes post(i)+pre(i+1), never core attention.
 
     Raises:
-        SupportError: the block's configuration asks for what is not served.
+        SupportError: a field of the block's configuration is not served.
     """
     check_config(block.config)
     check_recomputation(block.config, recompute_segments)
@@ -153,19 +153,19 @@ def block_spec(
     disaggregate: bool = True,
     te: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Megatron's local spec with norms that know sequence parallelism and core attention that knows documents.
+    """Returns Megatron's local spec with norms for sequence parallelism and core attention over documents.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         layer: Megatron's spec of a dense layer, the local one or Transformer Engine's; None takes the local one of the
             configuration.
-        options: of the model.
-        disaggregate: layers that are cut at core attention; False leaves Megatron's own, unless they do not know the
-            options.
-        te: Transformer Engine's linear layers in place of Megatron's. Norms stay apart from them in either case.
+        options: the model's options.
+        disaggregate: whether layers are cut at core attention; False leaves Megatron's own, unless these cannot compute
+            the options.
+        te: whether linear layers are Transformer Engine's. Norms are modules of their own in either case.
 
     Raises:
-        SupportError: a spec of other layers.
+        SupportError: the spec is for other layers.
     """
     norm = norm_class(config, options.norm_bias)
     layer = layer_spec(config, layer, options=options, disaggregate=disaggregate, te=te)
@@ -190,7 +190,7 @@ def layer_spec(
     disaggregate: bool = True,
     te: bool = False,
 ) -> ModuleSpec:
-    """The spec of a layer with attention and an MLP; arguments and what it raises as of :func:`block_spec`."""
+    """Returns the spec of a layer with attention and an MLP; arguments and errors as in :func:`block_spec`."""
     local = get_gpt_layer_local_spec(
         normalization=config.normalization,
         qk_layernorm=config.qk_layernorm,
@@ -210,7 +210,7 @@ def layer_spec(
     norm = norm_class(config, options.norm_bias)
     parts.input_layernorm = IdentityOp if options.norms == "post" else norm
     parts.pre_mlp_layernorm = IdentityOp if options.norms == "post" or options.parallel_mlp else norm
-    # Checkpoints name norms as if they were in the linear layers.
+    # In checkpoints norms have names as if they were parts of the linear layers.
     parts.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -243,7 +243,7 @@ def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOpt
 
 
 def linear_classes(te: bool) -> tuple[type, type]:
-    """Linear layers that are split over tensor-parallel ranks by outputs, and by inputs."""
+    """Returns the classes of linear layers that are split over tensor-parallel ranks by outputs, and by inputs."""
     if te:
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 

@@ -1,7 +1,7 @@
 """Megatron's full recomputation of its own layers, one layer at a time, for layers that know their documents.
 
-Megatron's own (``recompute_granularity`` full) hands the attention mask to autograd as a tensor to save. Here a
-micro-batch travels in its place, so it is held by the function that is called again instead.
+Megatron's own (``recompute_granularity`` full) gives the attention mask to autograd to save as a tensor. Here it is no
+tensor but a micro-batch. So the function that is called again in backward holds it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def recompute_layers(block: TransformerBlock) -> None:
-    """Keep only the input of every layer until backward, and compute the layer again then, core attention too.
+    """Makes a block keep only the input of every layer until backward, which computes the layer again, with core
+    attention.
 
     Args:
-        block: of Megatron's own layers; changed in place.
+        block: a block of Megatron's own layers; it is changed in place.
     """
     for layer in block.layers:
         layer.forward = partial(_forward, layer, layer.forward)
 
 
 def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
-    """Returns the input of a part that is recomputed, with a gradient.
+    """Returns the input of a recomputed part as a tensor that requires a gradient.
 
-    Autograd runs the part's backward, for weights too, only if its input has a gradient. The output of a frozen
-    embedding has none."""
+    Autograd runs the part's backward, for weights too, only if its input requires one. The output of a frozen embedding
+    does not."""
     return hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
 
 
@@ -44,7 +45,7 @@ def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **r
     if layer.config.fp8:
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
-        # It keeps how tensors are scaled, so that backward scales them alike.
+        # Transformer Engine's checkpoint keeps the scales of FP8 tensors, so that backward uses the same ones.
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         return te_checkpoint(again, False, tracker, parallel_state.get_tensor_model_parallel_group(), hidden_states)
     return tensor_parallel.checkpoint(again, False, hidden_states)

@@ -1,4 +1,4 @@
-"""Megatron's gated delta net without fla's kernels, whose work is done by ours; Megatron-Core 0.19 has it."""
+"""Megatron-Core 0.19's gated delta net without fla's kernels, in place of which the recurrent core computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_patches.layers.hybrid_layers import SplitRecurrentLayer
 
 
 class OwnGatedDeltaNet(GatedDeltaNet):
-    """megatron's module, of which the layer calls all but the convolution and the delta rule."""
+    """megatron's module. The layer calls all parts of it but the convolution and the delta rule."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with patch.object(common, "HAVE_FLA", True):
@@ -25,7 +25,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         self.gated_delta_rule = _never_called
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Refuses to run.
+        """Refuses to run by itself.
 
         Raises:
             SupportError: always.
@@ -38,12 +38,12 @@ def _never_called(*_: Any, **__: Any) -> NoReturn:
 
 
 def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, norm: type) -> ModuleSpec:
-    """The spec of a layer with a gated delta net, from that of one with attention.
+    """Returns the spec of a layer with a gated delta net, from the spec of a layer with attention.
 
     Args:
-        attention_layer: as the block has it.
+        attention_layer: the block's spec of a layer with attention.
         column: class of linear layers that are split by outputs.
-        row: class of those that are split by inputs.
+        row: class of linear layers that are split by inputs.
         norm: class of the norm of each output head.
     """
     layer = deepcopy(attention_layer)
@@ -52,7 +52,7 @@ def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, n
         module=OwnGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row),
     )
-    # Checkpoints name norms as if they were in the linear layers.
+    # In checkpoints norms have names as if they were parts of the linear layers.
     names = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
         key: name.replace("linear_qkv", "in_proj") for key, name in names.items()

@@ -16,8 +16,8 @@ from megatron_patches.model.recurrences import has_output_gate, is_recurrent, re
 
 
 class SplitRecurrentLayer(SplitTransformerLayer):
-    """A layer with Megatron's gated delta net, cut at its convolution: what is behind it up to the state's output is
-    the core (distca/runtime/recurrent_call.py)."""
+    """A layer with Megatron's gated delta net, cut at its core: the convolution and the recurrence
+    (distca/runtime/recurrent_call.py)."""
 
     @cached_property
     def recurrence(self) -> Recurrence:
@@ -36,42 +36,43 @@ class SplitRecurrentLayer(SplitTransformerLayer):
         return CoreParameters(self.self_attention.conv1d.weight.squeeze(1))
 
     def pre(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        """Norm and projection.
+        """Computes the norm and the projection.
 
         Args:
             hidden: [rows, 1, hidden].
 
         Returns:
-            ``hidden`` and the output gate for :meth:`post`; then mixed_NC, g_NH and beta_NH of the core.
+            ``hidden`` and the output gate for :meth:`post`; then mixed_NC, g_NH and beta_NH for the core.
         """
         net = self.self_attention
         hidden, projected_NF = self._projected(hidden, net.in_proj)
         mixed_NC, *others = projected_NF.split(net.feat_dim_split, dim=1)
-        # Parts would keep the whole projection until backward, beside the core's copy of its rows.
+        # Views would keep the whole projection until backward, beside the core's copy of its rows.
         gate, beta_NH, alpha_NH = (each.contiguous() for each in others)
         g_NH, beta_NH = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha_NH, beta_NH)
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Gated norm of each head and output projection of o_NHV."""
+        """Returns the output projection of o_NHV after the gated norm of each head, and the residual."""
         net, (hidden, gate) = self.self_attention, residual
         normed = net._apply_gated_norm(o, gate.unflatten(1, o.shape[1:]))
         return net.out_proj(normed.view(len(o), 1, gate.shape[1])), hidden
 
 
 class GatedAttentionLayer(SplitTransformerLayer):
-    """A layer whose attention output is multiplied by the sigmoid of a gate. Each group of query heads has the
-    projection's outputs in the order queries, gates, key, value."""
+    """A layer whose attention output is multiplied by the sigmoid of a gate.
+
+    For each group of query heads the projection's outputs are queries, gates, key and value, in this order."""
 
     def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        """Returns what the layer without a gate does, with the gate behind ``hidden``."""
+        """Returns ``hidden`` and the gate for :meth:`post`; then q_NHD and kv_N2GD."""
         attention = self.self_attention
         hidden, mixed_NF = self._projected(hidden, attention.linear_qkv)
         groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         heads = mixed_NF.unflatten(1, (groups, -1, width))
         queries = heads.shape[2] // 2 - 1
         q, gate, kv = heads.split((queries, queries, 2), dim=2)
-        gate = gate.clone(memory_format=torch.contiguous_format)  # A part would keep the whole projection.
+        gate = gate.clone(memory_format=torch.contiguous_format)  # A view would keep the whole projection.
         return hidden, gate.flatten(1), *self._heads(torch.cat((q, kv), dim=2).flatten(1), rotation)
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:

@@ -29,7 +29,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 class DisaggregatedStack(DisaggregatedForward, HybridStack):
-    """megatron's stack with another forward, and with our norm behind it: Megatron's asks for Transformer Engine."""
+    """megatron's stack with another forward, and with our norm behind it, as Megatron's needs Transformer Engine."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **{**named, "post_layer_norm": False})
@@ -39,7 +39,7 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: Any, rotary_pos_emb: RowRotations | None = None, **_: Any
     ) -> torch.Tensor:
-        """Run the stack; a micro-batch of whole documents with all cores at home. Arguments as of
+        """Runs the stack, with all cores at home for a micro-batch of whole documents; arguments as in
         :meth:`DisaggregatedForward.forward`."""
         if not isinstance(attention_mask, PackedMicroBatch):
             return super().forward(hidden_states, attention_mask, rotary_pos_emb)
@@ -70,16 +70,16 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
 
 def hybrid_stack_spec(config: TransformerConfig, *, options: ModelOptions = MEGATRONS, te: bool = False) -> ModuleSpec:
-    """The spec of a HybridModel's stack.
+    """Returns the spec of a HybridModel's stack.
 
     Args:
-        config: of the model.
-        options: of the model.
-        te: Transformer Engine's linear layers in place of Megatron's.
+        config: the model's configuration.
+        options: the model's options.
+        te: whether linear layers are Transformer Engine's, in place of Megatron's.
     """
     norm, (column, row) = norm_class(config), linear_classes(te)
     layer = layer_spec(config, options=options, te=te)
-    # Layers with an MLP alone add what the mixer before them put out, so they are given how, too.
+    # Layers with an MLP alone add the output of the mixer before them to the residual, so they get the options too.
     attention, mlp = deepcopy(layer), deepcopy(layer)
     attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
     mlp.module = SplitTransformerLayer

@@ -1,6 +1,6 @@
 """A layer with Megatron's multi-head latent attention, cut at its core, and the positions of its rows.
 
-What the latent rows become, expanded keys and values of every head, travels to the servers.
+Keys and values of every head are expanded from latent rows at home, and travel to servers in that form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_patches.steps.batch_context import gather_nano_rows
 
 @dataclass(frozen=True)
 class RowAngles:
-    """The angles of the same rows, which all layers have in common: [rows, 1, 1, qk_pos_emb_head_dim]."""
+    """The angles of rows, [rows, 1, 1, qk_pos_emb_head_dim], which are the same in all layers."""
 
     angles: torch.Tensor
 
@@ -28,7 +28,7 @@ class RowAngles:
         return self.angles
 
     def halves(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
-        """One for each nano-batch; arguments as of :func:`gather_nano_rows`."""
+        """Returns the angles of each nano-batch; arguments as in :func:`gather_nano_rows`."""
         return [RowAngles(half) for half in gather_nano_rows(self.angles, nano_rows, chunks)]
 
 
@@ -37,7 +37,7 @@ class LatentRotary(PositionRotary):
     :class:`RowAngles`."""
 
     def forward(self, *_: Any, **__: Any) -> RowAngles:  # type: ignore[override]
-        """The angles of the rows whose positions were set."""
+        """Returns the angles of the rows whose positions were set."""
         return RowAngles(super().forward())
 
 
@@ -45,7 +45,7 @@ class GivenAngles(torch.nn.Module):
     """Stands in for the rotary embedding of Megatron's attention, and returns the angles that were set last.
 
     Args:
-        factor: of YaRN on cosines and sines; None for an embedding that returns angles alone.
+        factor: YaRN's factor on cosines and sines; None for an embedding that returns angles alone.
     """
 
     def __init__(self, factor: float | None) -> None:
@@ -54,21 +54,22 @@ class GivenAngles(torch.nn.Module):
         self.angles: torch.Tensor | None = None
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Asked by the attention before it calls this module; the angles do not depend on it."""
+        """Returns 0: the attention asks for a length before it calls this module, but the angles do not depend on
+        it."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """The angles, with the factor where there is one, as Megatron's embeddings return them."""
+        """Returns the angles, with the factor where there is one, as Megatron's embeddings do."""
         assert self.angles is not None, "no angles were set for these rows"
         return self.angles if self._factor is None else (self.angles, self._factor)
 
 
 class LatentLayer(SplitTransformerLayer):
-    """A layer whose keys and values are expanded from latent rows. What the first norm puts out is kept for backward:
-    two projections read it."""
+    """A layer whose keys and values are expanded from latent rows. The output of the first norm is kept for backward,
+    as two projections read it."""
 
     def pre(self, hidden: torch.Tensor, rotation: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Norm and Megatron's projections, with the angles of these rows.
+        """Computes the norm and Megatron's projections, with the angles of these rows.
 
         Args:
             hidden: [rows, 1, hidden].
@@ -79,14 +80,14 @@ class LatentLayer(SplitTransformerLayer):
         """
         attention = self.self_attention
         hidden, normed = beside(self.input_layernorm, hidden)
-        attention.rotary_pos_emb.angles = rotation  # in here, so that recomputation has the same rows' again
+        attention.rotary_pos_emb.angles = rotation  # set in here, so that recomputation sets them again
         q, k, v, *_ = attention.get_query_key_value_tensors(normed)
         return hidden, q.squeeze(1), together(k.squeeze(1), v.squeeze(1))
 
 
 def use_row_angles(model: Any) -> None:
-    """Let an attached model's latent attention take the positions of its rows from :class:`LatentRotary`, by the
-    frequencies and the factor of Megatron's own embedding."""
+    """Makes an attached model's latent attention use positions from :class:`LatentRotary`, with the frequencies and the
+    factor of Megatron's own embedding."""
     for layer in model.decoder.layers:
         made = layer.self_attention.rotary_pos_emb(2)
         angles, factor = made if isinstance(made, tuple) else (made, None)

@@ -1,8 +1,8 @@
-"""Megatron's multi-head latent attention with down-projections that every tensor-parallel rank has as a whole.
+"""Megatron's multi-head latent attention with whole down-projections on every tensor-parallel rank.
 
-Megatron's local spec splits them by outputs. Each rank then rotates the part of the keys that heads share, but its
-gradient stays that of the rank's own heads: weights of the down-projection were 8 % off with two ranks. Here each rank
-projects its share of the rows, as Megatron does with Transformer Engine, and backward adds up that gradient.
+Megatron's local spec splits them by outputs. Each rank then rotates the part of the keys that all heads share, and gets
+only its own heads' gradient of it: gradients of the down-projection were 8 % off with two ranks. Here each rank
+projects its part of the rows, as Megatron does with Transformer Engine, and backward adds up that gradient over ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer without bias that every tensor-parallel rank has as a whole, for its own share of the rows.
+    """A linear layer without bias that every tensor-parallel rank has as a whole, for its own part of the rows.
 
-    Its mark lets Megatron add up the weight's gradients over these ranks. They are added to what micro-batches before
-    left in float32, as those of Megatron's linear layers are.
+    A mark on the weight makes Megatron add up its gradients over these ranks. Gradients of micro-batches are added up
+    in float32, as Megatron's linear layers do.
     """
 
     def __init__(self, inputs: int, outputs: int, config: Any) -> None:
@@ -31,22 +31,22 @@ class ReplicatedLinear(torch.nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
         if config.perform_initialization:
-            config.init_method(self.weight)  # from the state that is the same on all tensor-parallel ranks
+            config.init_method(self.weight)  # with a random state that all tensor-parallel ranks have alike
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._adds_up = config.gradient_accumulation_fusion
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[..., outputs] of [..., inputs], and no bias, as Megatron's linear layers return them."""
+        """Returns [..., outputs] for [..., inputs], and None for the bias, as Megatron's linear layers do."""
         trained = self.weight.requires_grad
         linear = linear_with_grad_accumulation_and_async_allreduce if trained else linear_with_frozen_weight
         return linear(rows, self.weight, None, self._adds_up, allreduce_dgrad=False, sequence_parallel=False), None
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention, whose linear layers and norms are those of the spec.
+    """Megatron's latent attention with the linear layers and norms of the spec.
 
-    Megatron's own builds no norm of latent rows without Transformer Engine where queries have no latent rows, and has
-    one epsilon for all norms; ``norm_epsilon`` is that of latent rows.
+    Where queries have no latent rows, Megatron's own builds no norm of latent rows without Transformer Engine. It also
+    has one epsilon for all norms; here ``norm_epsilon`` is that of the norms of latent rows.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_up_proj = self._of_heads(submodules.linear_kv_up_proj, rank, both)
 
     def _of_heads(self, linear: Any, inputs: int, head_dim: int) -> Any:
-        """A linear layer that puts out ``head_dim`` numbers for each head, of which ranks have their own."""
+        """Returns a linear layer with ``head_dim`` outputs for each head; each rank has those of its own heads."""
         config: Any = self.config
         return linear(
             inputs,

@@ -25,7 +25,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 from megatron_patches.te.quantization import keeps_inputs
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
-"""The output of a mixer or an MLP, not added to the residual yet, and its bias where it has one."""
+"""The output of a mixer or an MLP before it is added to the residual, and its bias where it has one."""
 
 
 class SplitLayerParts:
@@ -39,16 +39,17 @@ class SplitLayerParts:
     input_layernorm: Any
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """The output projection of what the core put out, and the residual to which it is to be added.
+        """Returns the output projection of the core's output, and the residual to which it is to be added.
 
         Args:
             o: the core's output for all rows and this rank's heads.
-            residual: what the layer's ``pre`` returned first.
+            residual: the tensors that the layer's ``pre`` returned for it.
         """
         raise NotImplementedError
 
     def _projected(self, hidden: torch.Tensor, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """``hidden`` for the residual, and the [rows of all shares, ...] outputs of the mixer's projection."""
+        """Returns ``hidden`` for the residual, and the outputs of the mixer's projection for the rows of all
+        sequence-parallel ranks."""
         hidden, normed = beside(self.input_layernorm, hidden)
         mixed, _ = linear(normed)
         if keeps_inputs(linear):
@@ -56,7 +57,7 @@ class SplitLayerParts:
         return hidden, mixed.squeeze(1)
 
     def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        if normed is not hidden and not self.keeps_outputs:  # or there is no norm
+        if normed is not hidden and not self.keeps_outputs:  # without a norm, normed is hidden itself
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
 
     def _add(self, branch: Branch, residual: torch.Tensor, combine: Any, norm: Any) -> torch.Tensor:
@@ -74,10 +75,10 @@ class SplitLayerParts:
 
 
 class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
-    """megatron's layer in two parts, before and after core attention, with what :class:`ModelOptions` add to it.
+    """megatron's layer in two parts, before and after core attention, with the additions of :class:`ModelOptions`.
 
-    With core attention at home :meth:`forward` is ``post(core_attention(pre(x)), x)``. Unless it ``keeps_outputs``,
-    what norms put out is computed again in backward.
+    With core attention at home :meth:`forward` is ``post(core_attention(pre(x)), x)``. Unless the layer
+    ``keeps_outputs``, outputs of norms are computed again in backward.
     """
 
     def __init__(
@@ -92,21 +93,21 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
             self.post_mlp_layernorm = norm(config, size, config.layernorm_epsilon)
 
     def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Norm, QKV projection, norms of queries and keys where there are any, and RoPE.
+        """Computes the norm, the QKV projection, norms of queries and keys where there are any, and RoPE.
 
         Args:
-            hidden: [rows, 1, hidden], under sequence parallelism this rank's share of the rows.
-            rotation: of all rows.
+            hidden: [rows, 1, hidden], under sequence parallelism this rank's part of the rows.
+            rotation: rotations of all rows.
 
         Returns:
-            ``hidden`` for :meth:`post`, by which gradients of both ways are added in one pass; q_NHD and kv_N2GD of
+            ``hidden`` for :meth:`post`, so that its gradients of both paths are added in one pass; q_NHD and kv_N2GD of
             all rows, for this rank's heads.
         """
         hidden, mixed_NF = self._projected(hidden, self.self_attention.linear_qkv)
         return hidden, *self._heads(mixed_NF, rotation)
 
     def _heads(self, mixed_NF: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """q_NHD and kv_N2GD of the projection's rows."""
+        """Returns q_NHD and kv_N2GD of the projection's rows, with norms and rotation."""
         attention = self.self_attention
         has_norms = not isinstance(attention.q_layernorm, IdentityOp | None)
         if has_norms and not self.options.norm_after_rotation:
@@ -119,8 +120,8 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return q_NHD, kv_N2GD
 
     def _normalize_heads(self, mixed_NF: torch.Tensor) -> torch.Tensor:
-        """megatron's norms of each query head and of each key head, or those of all together, in the projection's own
-        layout."""
+        """Returns the projection's rows after megatron's norms of query and key heads, of each head or of all
+        together."""
         attention = self.self_attention
         shape = (attention.num_query_groups_per_partition, -1, attention.hidden_size_per_attention_head)
         heads = mixed_NF.unflatten(1, shape)
@@ -128,12 +129,12 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return torch.cat((attention.q_layernorm(q), attention.k_layernorm(k), v), dim=2).flatten(1)
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, half: Half | None = None) -> torch.Tensor:
-        """Output projection, residual and MLP.
+        """Computes the output projection, the residual and the MLP.
 
         Args:
             o_NHD: core attention's output for all rows and this rank's heads.
-            residual: what :meth:`pre` returned first, the hidden rows alone.
-            half: the rows' half, in models with experts.
+            residual: the hidden rows that :meth:`pre` returned first.
+            half: counts of the nano-batch's routers, in models with experts.
 
         Returns:
             [rows, 1, hidden], the layer's output.
@@ -145,15 +146,15 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return self.self_attention.linear_proj(o.flatten(1).unsqueeze(1)), hidden
 
     def behind(self, branch: Branch | None, hidden: torch.Tensor, half: Half | None) -> tuple[Branch, torch.Tensor]:
-        """The MLP or the experts behind a mixer, this layer's or that of a layer before.
+        """Computes the MLP or the experts behind a mixer, which is this layer's or that of a layer before.
 
         Args:
-            branch: what the mixer put out; None where nothing is to be added before the norm.
-            hidden: the residual to which that is to be added.
-            half: the rows' half, in models with experts.
+            branch: the mixer's output; None where nothing is to be added before the norm.
+            hidden: the residual to which it is to be added.
+            half: counts of the nano-batch's routers, in models with experts.
 
         Returns:
-            What the MLP put out, and the residual for :meth:`added`.
+            The MLP's output, and the residual for :meth:`added`.
         """
         return self._transformed(*self._before_mlp(branch, hidden), half)
 
@@ -165,7 +166,8 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def behind_parts(
         self, branch: Branch | None, hidden: torch.Tensor, half: Half | None
     ) -> Generator[None, None, tuple[Branch, torch.Tensor]]:
-        """The same as :meth:`behind`; pauses while rows are on their way to experts, and back."""
+        """Computes what :meth:`behind` does, as a generator: it pauses while rows are on their way to experts, and
+        back."""
         read, residual, normed, norm = self._before_mlp(branch, hidden)
         if not isinstance(self.mlp, HalvesLayer):
             return self._transformed(read, residual, normed, norm, half)
@@ -176,7 +178,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def _before_mlp(
         self, branch: Branch | None, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        """The input of the MLP's norm, the residual, the norm's output and the norm."""
+        """Returns the input of the MLP's norm, the residual, the norm's output and the norm."""
         if branch is None:
             hidden, normed = beside(self.pre_mlp_layernorm, hidden)
             return hidden, hidden, normed, self.pre_mlp_layernorm
@@ -192,7 +194,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return added, added, normed, norm
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
-        """The layer's output: the residual with what its last part put out."""
+        """Returns the layer's output: the residual plus the output of its last part."""
         return self._add(branch, residual, self.mlp_bda, self.post_mlp_layernorm)
 
     def _adds_plainly(self, branch: Branch, residual: torch.Tensor) -> bool:
@@ -204,8 +206,8 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def _transformed(
         self, hidden: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, norm: Any, half: Half | None
     ) -> tuple[Branch, torch.Tensor]:
-        """megatron's ``_forward_mlp`` of what the norm made of ``hidden``, which is kept for backward only where
-        outputs are; and the residual."""
+        """Returns megatron's ``_forward_mlp`` of ``normed``, and the residual. ``normed`` is kept for backward only if
+        the layer keeps outputs; else the norm of ``hidden`` is computed again."""
         if isinstance(self.mlp, HalvesLayer):
             assert half is not None
             return self.mlp(normed, half), residual
@@ -223,12 +225,12 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: PackedMicroBatch, rotary_pos_emb: RowRotations, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """The whole layer with core attention at home, as megatron's block calls it.
+        """Computes the whole layer with core attention at home, as megatron's block calls it.
 
         Args:
-            hidden_states: as :meth:`pre` takes them.
+            hidden_states: hidden rows as in :meth:`pre`.
             attention_mask: the micro-batch, which knows how its attention is computed.
-            rotary_pos_emb: of all rows.
+            rotary_pos_emb: rotations of all rows.
 
         Returns:
             The layer's output, and no context of cross attention.
@@ -241,13 +243,14 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
 
 
 def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``hidden`` and its norm."""
+    """Returns ``hidden`` and its norm."""
     return norm.beside(hidden) if isinstance(norm, RMSNorm) else (hidden, norm(hidden))
 
 
 def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
-    """Let layers keep the outputs of their norms for backward, and MLPs that of SwiGLU, or neither; MLPs that are
-    recomputed need theirs right away and keep it in any case."""
+    """Sets whether layers keep the outputs of their norms for backward, and MLPs the output of SwiGLU.
+
+    Recomputed MLPs need their output right away and keep it in any case."""
     for module in model.modules():
         if isinstance(module, SplitLayerParts):
             module.keeps_outputs = keep

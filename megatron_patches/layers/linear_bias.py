@@ -8,7 +8,7 @@ from typing import Any
 
 @cache
 def with_bias(linear: type) -> type:
-    """A class of linear layers like ``linear`` that have a bias, whatever they are asked for."""
+    """Returns a class of linear layers like ``linear`` that always have a bias."""
 
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         linear.__init__(self, *arguments, **{**named, "bias": True})  # type: ignore[misc]

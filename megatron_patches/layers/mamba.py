@@ -1,7 +1,7 @@
 """A layer of Mamba-2 cut at its core, with Megatron's parameters and projections.
 
-Megatron's mixer asks for packages with CUDA kernels when it is built. None of them is called: the convolution and the
-scan are the core's, and the gated norm is written here.
+Megatron's mixer needs packages with CUDA kernels to be built, but none of them is called. The core computes the
+convolution and the scan, and the gated norm is written here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GroupedGatedNorm(torch.nn.Module):
         width: channels of this tensor-parallel rank.
         eps: added to the mean square.
         group_size: channels of a group.
-        named: what Megatron's norm takes beside; ``norm_before_gate`` is False.
+        named: further arguments of Megatron's norm; ``norm_before_gate`` is False.
     """
 
     def __init__(self, width: int, eps: float, group_size: int, **named: Any) -> None:
@@ -43,14 +43,14 @@ class GroupedGatedNorm(torch.nn.Module):
         self.eps, self.group_size = eps, group_size
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """[rows, channels] of the same type."""
+        """Returns [rows, channels] of the same type as ``x``."""
         dtype = wide(x.dtype)
         gated = (x.to(dtype) * functional.silu(gate.to(dtype))).unflatten(1, (-1, self.group_size))
         normed = gated * torch.rsqrt(gated.square().mean(2, keepdim=True) + self.eps)
         return (normed.flatten(1) * self.weight.to(dtype)).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """The weight, whose channels are split over tensor-parallel ranks."""
+        """Returns the weight, whose channels are split over tensor-parallel ranks."""
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets
         )
@@ -58,7 +58,7 @@ class GroupedGatedNorm(torch.nn.Module):
 
 
 class OwnMambaMixer(MambaMixer):
-    """megatron's module, of which the layer uses the parameters and the projections."""
+    """megatron's module. The layer uses its parameters and projections alone."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with (
@@ -70,7 +70,7 @@ class OwnMambaMixer(MambaMixer):
             super().__init__(*arguments, **named)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses to run.
+        """Refuses to run by itself.
 
         Raises:
             SupportError: always.
@@ -79,7 +79,7 @@ class OwnMambaMixer(MambaMixer):
 
 
 class SplitMambaLayer(SplitLayerParts, MambaLayer):
-    """A layer with Megatron's Mamba-2 mixer, cut at its convolution: what is behind it up to the skip of x is the core
+    """A layer with Megatron's Mamba-2 mixer, cut at its core: the convolution, the scan and the skip of x
     (distca/runtime/recurrent_call.py)."""
 
     def __init__(
@@ -90,7 +90,7 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
 
     @property
     def input_layernorm(self) -> Any:  # type: ignore[override]
-        """The norm before the mixer, by the name that other layers have for it."""
+        """The norm before the mixer, under the name that it has in other layers."""
         return self.norm
 
     @cached_property
@@ -105,23 +105,23 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
 
     @property
     def core_parameters(self) -> CoreParameters:
-        """The convolution's weights and biases, and how much of x is added to the output."""
+        """The convolution's weights and biases, and the factor of x in the output."""
         return CoreParameters(self.mixer.conv1d_weight.squeeze(1), self.mixer.conv1d_bias, self.mixer.D)
 
     def pre(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Norm and projection.
+        """Computes the norm and the projection.
 
         Args:
             hidden: [rows, 1, hidden].
 
         Returns:
-            ``hidden`` and the gate z for :meth:`mixed`; then mixed_NC, g_NH and beta_NH of the core, which are the
-            logarithm of the decay and the step size.
+            ``hidden`` and the gate z for :meth:`mixed`; then mixed_NC, g_NH and beta_NH for the core. g is the
+            logarithm of the decay, and beta the step size.
         """
         mixer, what = self.mixer, self.recurrence
         hidden, projected_NF = self._projected(hidden, mixer.in_proj)
         gate, mixed_NC, steps_NH = projected_NF.split((what.heads * what.value_dim, what.channels, what.heads), dim=1)
-        gate = gate.contiguous()  # A part would keep the whole projection until backward.
+        gate = gate.contiguous()  # A view would keep the whole projection until backward.
         dtype = wide(steps_NH.dtype)
         beta_NH = functional.softplus(steps_NH.to(dtype) + mixer.dt_bias.to(dtype))
         if self.options.step_min:
@@ -130,16 +130,16 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Gated norm and output projection of o_NHV."""
+        """Returns the output projection of o_NHV after the gated norm, and the residual."""
         hidden, gate = residual
         return self.mixer.out_proj(self.mixer.norm(o.flatten(1), gate).unsqueeze(1)), hidden
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
-        """The layer's output, where a mixer follows."""
+        """Returns the layer's output, where a mixer follows."""
         return self._add(branch, residual, self.mamba_bda, None)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Refuses to run.
+        """Refuses to run by itself.
 
         Raises:
             SupportError: always.

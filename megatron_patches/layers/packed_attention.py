@@ -1,7 +1,7 @@
-"""Core attention over whole packed documents, as a megatron module: what runs where attention stays at home.
+"""Core attention over whole packed documents, as a megatron module, for attention that stays at home.
 
-megatron's own DotProductAttention refuses packed documents. With this in its place and nothing else changed, unmodified
-megatron-core trains on packed documents: the baseline, with the same kernels.
+megatron's own DotProductAttention refuses packed documents. With this module in its place, unmodified megatron-core
+trains on packed documents. That is the baseline, with the same kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 class PackedAttention(MegatronModule):
-    """Drop-in for DotProductAttention; ``kernel`` and ``timeline`` are set after the model is built."""
+    """A replacement of DotProductAttention; ``kernel`` and ``timeline`` are set after the model is built."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__(config=config)
@@ -37,7 +37,7 @@ class PackedAttention(MegatronModule):
 
     @staticmethod
     def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
-        """[heads of this tensor-parallel rank], by the name that Megatron's module has for them."""
+        """Returns the parameter of the sinks, [heads of this tensor-parallel rank]."""
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
@@ -54,7 +54,7 @@ class PackedAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The sinks, whose heads are split over tensor-parallel ranks."""
+        """Returns the sinks, whose heads are split over tensor-parallel ranks."""
         sinks = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             sinks, prefix, {"softmax_offset": 0}, sharded_offsets
@@ -69,7 +69,7 @@ class PackedAttention(MegatronModule):
         attention_mask: PackedMicroBatch,
         **_: Any,
     ) -> torch.Tensor:
-        """Attention inside each document.
+        """Computes attention inside each document.
 
         Args:
             query: [rows, 1, heads, head_dim].
@@ -87,7 +87,8 @@ class PackedAttention(MegatronModule):
         o = attention_mask.attend(self.kernel, q, k, v, self.kind, timer, self.softmax_offset)
         if padding:
             padded = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
-            # The output projection keeps this copy, the kernel its o for backward: until then the copy does for both.
+            # For backward the output projection keeps this copy, and the kernel its o. So o is dropped, and filled from
+            # the copy in backward.
             forget_until_backward(o, partial(_fill_rows, padded.detach()), padded)
             o = padded
         return o.flatten(1).unsqueeze(1)

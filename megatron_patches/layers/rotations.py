@@ -1,4 +1,4 @@
-"""The rotation of every layer: which layers turn queries and keys by which angles, and which not at all."""
+"""The rotation of every layer: the angles by which it turns queries and keys, or that it does not turn them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NONE, _OWN = object(), object()
 
 @dataclass(frozen=True)
 class RowRotations:
-    """The rotations of the same rows in all layers of a stage.
+    """The rotations of rows in all layers of a stage.
 
     Attributes:
-        rotations: each once.
+        rotations: the different rotations.
         of_layer: by Megatron's number of a layer, the number of its rotation.
     """
 
@@ -34,7 +34,7 @@ class RowRotations:
         return self.rotations[self.of_layer[layer_number]]
 
     def halves(self, nano_rows: Sequence[int], chunks: int) -> list[RowRotations]:
-        """One for each nano-batch; arguments as of :func:`gather_nano_rows`."""
+        """Returns the rotations of each nano-batch; arguments as in :func:`gather_nano_rows`."""
 
         def gather(x: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
             return [None] * len(nano_rows) if x is None else gather_nano_rows(x, nano_rows, chunks)
@@ -49,12 +49,12 @@ class RowRotations:
 
 
 class LayerRotary(torch.nn.Module):
-    """Stands in for a GPTModel's rotary embedding where our layers run, and hands them :class:`RowRotations`.
+    """Stands in for a GPTModel's rotary embedding where our layers run, and returns :class:`RowRotations`.
 
     Args:
         own: the rotary embedding that the model was built with, by position; None for one without positions.
-        config: Megatron's.
-        options: of the model.
+        config: Megatron's configuration.
+        options: the model's options.
         layers: Megatron's numbers of this stage's layers.
     """
 
@@ -76,7 +76,7 @@ class LayerRotary(torch.nn.Module):
         self._positions: torch.Tensor | None = None
 
     def _embedding(self, rotary: Any, own: PositionRotary | None) -> tuple[PositionRotary | None, float]:
-        """The angles of a rotation, None for none at all, and the factor on its cosines and sines."""
+        """Returns the angles of a rotation, None for no rotation, and the factor on its cosines and sines."""
         if rotary is _NONE:
             return None, 1.0
         if rotary is _OWN:
@@ -86,10 +86,10 @@ class LayerRotary(torch.nn.Module):
         return embedding, rotary.scaling.resolved_attention_factor
 
     def set_positions(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
-        """Compute the angles of the next forward's rows; arguments as of :meth:`PositionRotary.set_positions`.
+        """Sets the positions of the next forward's rows; arguments as in :meth:`PositionRotary.set_positions`.
 
         Raises:
-            SupportError: lengths are needed and not there.
+            SupportError: lengths are needed and not given.
         """
         self._positions = positions
         for embedding, _ in self._embeddings:
@@ -97,11 +97,11 @@ class LayerRotary(torch.nn.Module):
                 embedding.set_positions(positions, lengths)
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Asked by GPTModel before it calls this module; the angles do not depend on it."""
+        """Returns 0: GPTModel asks for a length before it calls this module, but the angles do not depend on it."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> RowRotations:
-        """The rotations of the rows whose positions were set."""
+        """Returns the rotations of the rows whose positions were set."""
         assert self._positions is not None, "set_positions was not called for this micro-batch"
         scale = None if self._query_scaling is None else query_scale(self._query_scaling, self._positions)
         rotations = tuple(
@@ -110,7 +110,7 @@ class LayerRotary(torch.nn.Module):
         return RowRotations(rotations, self._of_layer)
 
     def _rotation(self, embedding: PositionRotary | None, factor: float, positions: torch.Tensor) -> Rotation:
-        if embedding is None:  # by angles of zero, which changes no bit and which kernels know
+        if embedding is None:  # angles of zero change no bit, and kernels need no special case
             return Rotation.of(torch.zeros(len(positions), 1, 1, self._head_dim, device=positions.device))
         rotation = Rotation.of(embedding(), self._head_dim, self._interleaved)
         if factor == 1.0:
@@ -119,7 +119,7 @@ class LayerRotary(torch.nn.Module):
 
 
 def _different(values: Iterable[Any]) -> list[Any]:
-    """Each once, in their order; lists of factors have no hash."""
+    """Returns each value once, in their order, without hashes, which lists of factors do not have."""
     found: list[Any] = []
     for value in values:
         if value not in found:

@@ -1,4 +1,4 @@
-"""Checks of the operations that a model's layers compute with, once in a process before they are built."""
+"""Checks of the operations of a model's layers, once in a process, before the layers are built."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _check_operations = cache(check_operations)
 
 
 def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> None:
-    """Hold fused operations, and Transformer Engine's products where they are used, against float64. Every rank calls
-    it together. Without a GPU nothing is fused.
+    """Compares fused operations, and Transformer Engine's products where they are used, with float64.
+
+    All ranks call it together. Without a GPU no operation is fused.
 
     Args:
-        config: the model's.
-        device: this rank's.
+        config: the model's configuration.
+        device: this rank's device.
         te: whether the layers get Transformer Engine's linear layers.
 
     Raises:
-        SupportError: on every rank, if Transformer Engine's products are wrong on one.
+        SupportError: Transformer Engine's products are wrong on some rank; all ranks raise it.
     """
     if device.type != "cuda":
         return

@@ -1,7 +1,8 @@
-"""The units of a stack: a mixer and the MLPs or experts that follow it up to the next mixer.
+"""The units of a stack. A unit is a mixer (attention or a recurrent core) with the MLPs or experts up to the next
+mixer.
 
-A layer of GPTModel is its own unit. In a HybridModel mixers and MLPs are layers of their own, and the same code runs
-them: what a mixer puts out is added to the residual together with the norm of the MLP behind it.
+A layer of a GPTModel is a unit. In a HybridModel mixers and MLPs are layers of their own, and the same code runs them:
+a mixer's output is added to the residual together with the norm of the MLP behind it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from megatron_patches.layers.rotations import RowRotations
 
 @dataclass
 class Unit:
-    """Layers that run between two cores.
+    """The layers of a unit.
 
     Attributes:
         mixer: a layer with attention or a recurrent core.
-        before: layers with MLPs alone that come before the first mixer of a stage.
-        behind: layers whose MLPs come behind the mixer; in a GPTModel this is the mixer's layer itself.
+        before: layers with MLPs alone that come before the mixer, if it is the first of a stage.
+        behind: layers with the MLPs behind the mixer; in a GPTModel this is the mixer's layer itself.
     """
 
     mixer: Any
@@ -53,9 +54,9 @@ class _Bound:
     """A unit for one micro-batch.
 
     Attributes:
-        unit: the layers.
-        rotations: of the micro-batch's halves; none where no layer has attention.
-        balance: what routers count, in models with experts.
+        unit: the unit's layers.
+        rotations: rotations of each nano-batch; empty where no layer has attention.
+        balance: counts of routers, in models with experts.
     """
 
     unit: Unit
@@ -63,7 +64,7 @@ class _Bound:
     balance: MicroBatchBalance | None
 
     def post(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """The output of the unit's last layer."""
+        """Returns the output of the unit's last layer."""
         last, half = self.unit.mixer, self._half(nano)
         branch, hidden = last.mixed(o, *residual)
         for last in self.unit.behind:
@@ -77,7 +78,8 @@ class _Bound:
         return any(layer.has_exchanges for layer in self.unit.behind)
 
     def post_parts(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> Parts:
-        """The same as :meth:`post`; pauses while rows are on their way to experts, and back."""
+        """Computes what :meth:`post` does, as a generator: it pauses while rows are on their way to experts, and
+        back."""
         last, half = self.unit.mixer, self._half(nano)
         branch, hidden = last.mixed(o, *residual)
         for last in self.unit.behind:
@@ -86,7 +88,7 @@ class _Bound:
         return output
 
     def _first(self, hidden: torch.Tensor, nano: int) -> torch.Tensor:
-        """``hidden`` behind the layers before the mixer."""
+        """Returns ``hidden`` after the layers before the mixer."""
         for layer in self.unit.before:
             hidden = layer.added(*layer.behind(None, hidden, self._half(nano)))
         return hidden
@@ -139,7 +141,7 @@ class BoundRecurrentUnit(_Bound):
 def bound_units(
     layers: Iterable[Any], rotations: Sequence[RowRotations], balance: MicroBatchBalance | None
 ) -> list[BoundUnit | BoundRecurrentUnit]:
-    """The units of a stage's layers for one micro-batch."""
+    """Returns the units of a stage's layers for one micro-batch."""
     return [
         (BoundRecurrentUnit if hasattr(unit.mixer, "recurrence") else BoundUnit)(unit, rotations, balance)
         for unit in units_in(layers)

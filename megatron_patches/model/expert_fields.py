@@ -1,4 +1,4 @@
-"""The experts of a model's layers, as Megatron's configuration says them."""
+"""The fields of Megatron's configuration for the experts of a model's layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distca.models.shape import ModelShape
 
 
 def expert_fields(shape: ModelShape) -> dict[str, Any]:
-    """The fields of TransformerConfig that the model's experts set; none in dense models."""
+    """Returns the fields of TransformerConfig that the model's experts set; empty for dense models."""
     experts = shape.experts
     if not experts.count:
         return {}

@@ -1,4 +1,4 @@
-"""A GPTModel of Megatron-Core, LLaMA's or one of its variants, and its configuration."""
+"""Megatron-Core's GPTModel or HybridModel of a model's shape, and its configuration."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def transformer_config(
     fp8_weights: bool = False,
     init_std: float = 0.02,
 ) -> TransformerConfig:
-    """megatron's configuration of the model.
+    """Returns megatron's configuration of the model.
 
     Args:
-        shape: the model's sizes, and what differs from LLaMA's; CAD takes the rest of it, from
-            :func:`~megatron_patches.model.model_variant.model_options`.
-        dtype: of parameters and activations.
-        sequence_parallel: shard activations between tensor-parallel blocks by tokens.
-        recompute_mlp: recompute every layer's MLP or experts in backward; the layer's own recomputation, in unmodified
-            and in disaggregated blocks.
-        cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
+        shape: the model's sizes, and its differences from LLaMA's. CAD takes the options that the configuration has no
+            fields for, from :func:`~megatron_patches.model.model_variant.model_options`.
+        dtype: dtype of parameters and activations.
+        sequence_parallel: whether activations between tensor-parallel blocks are sharded by tokens.
+        recompute_mlp: whether backward recomputes every layer's MLP or experts, in unmodified and in disaggregated
+            blocks.
+        cpu_initialization: whether weights are drawn on the CPU, the same for every tensor-parallel size.
         fp8: how Transformer Engine's linear layers scale their products' tensors to FP8.
-        fp8_weights: their weights are held as FP8 numbers alone.
+        fp8_weights: whether their weights are held as FP8 numbers alone.
         init_std: standard deviation of the weights at the start.
     """
     tp, latent = parallel_state.get_tensor_model_parallel_world_size(), latent_fields(shape)
@@ -67,9 +67,9 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # The loss is summed over tokens and divided once by the tokens of the whole global batch.
+        # The loss is summed over tokens, and divided once by the tokens of the whole global batch.
         calculate_per_token_loss=True,
-        # megatron's own attention needs it where packed documents are masked; ours has its own precision.
+        # megatron's own attention needs it for masked documents. Ours does not read it.
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -94,19 +94,19 @@ def build_gpt(
     spec: ModuleSpec | TransformerBlockSubmodules,
     rotary_percent: float = 1.0,
 ) -> GPTModel:
-    """Megatron's GPTModel of a LLaMA, this stage's part of it, on the current device.
+    """Builds this stage's part of Megatron's GPTModel, on the current device.
 
     Args:
         shape: the model's sizes.
-        vocabulary: token ids. The embedding and the output layer get rows beyond them up to a multiple of the
-            tensor-parallel size, which the loss leaves out.
+        vocabulary: number of token ids. The embedding and the output layer get further rows, up to a multiple of the
+            tensor-parallel size; the loss leaves these out.
         config: from :func:`transformer_config`.
-        spec: of its layers, such as CAD.block_spec gives.
-        rotary_percent: how much of each head is rotated.
+        spec: the spec of its layers, such as CAD.block_spec gives.
+        rotary_percent: the part of each head that is rotated, 1 for all of it.
 
     Raises:
-        SupportError: a part of each head, and a scaling with an attention factor, which ``softmax_scale`` has for whole
-            heads only.
+        SupportError: a part of each head is rotated, and the scaling has an attention factor. ``softmax_scale`` can
+            hold that factor for whole heads only.
     """
     if rotary_percent < 1.0 and shape.rope_scaling.resolved_attention_factor != 1.0:
         raise SupportError(
@@ -124,7 +124,7 @@ def build_gpt(
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_percent=rotary_percent,
-        # Any number works. Where layers turn each by itself, ModelOptions have their bases.
+        # Any number works where layers rotate by different bases, which are in ModelOptions.
         rotary_base=shape.rope_base if alike else 10000,  # type: ignore[arg-type]
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
@@ -140,11 +140,11 @@ def build_gpt(
 
 
 def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
-    """Megatron's GPTModel, or the HybridModel of a hybrid stack, with CAD's spec.
+    """Builds Megatron's GPTModel, or the HybridModel of a hybrid stack, with CAD's spec.
 
     Args:
         shape: the model's sizes.
-        vocabulary: token ids, padded as in :func:`build_gpt`.
+        vocabulary: number of token ids, padded as in :func:`build_gpt`.
         cad: :class:`megatron_patches.api.CAD`, made with
             :func:`~megatron_patches.model.model_variant.cad_keywords` of the shape.
     """
@@ -154,8 +154,8 @@ def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
 
 
 def build_hybrid_of(shape: ModelShape, vocabulary: int, config: TransformerConfig, spec: ModuleSpec) -> Any:
-    """Megatron's HybridModel of a shape; arguments as of :func:`build_hybrid`. Where layers turn each by itself,
-    ModelOptions have their bases."""
+    """Builds Megatron's HybridModel of a shape; arguments as in :func:`build_hybrid`. Where layers rotate by different
+    bases, these are in ModelOptions."""
     model = build_hybrid(
         vocabulary,
         config,
@@ -181,17 +181,17 @@ def build_hybrid(
     positions: Literal["rope", "none"] = "rope",
     tied: bool = False,
 ) -> Any:
-    """Megatron's HybridModel on the current device.
+    """Builds Megatron's HybridModel on the current device.
 
     Args:
-        vocabulary: token ids, padded as in :func:`build_gpt`.
+        vocabulary: number of token ids, padded as in :func:`build_gpt`.
         config: from :func:`transformer_config`.
-        spec: of its stack, such as CAD.hybrid_stack_spec gives.
-        pattern: of its layers.
-        rotary_base: of the frequencies.
-        rotary_percent: how much of each head is rotated.
+        spec: the spec of its stack, such as CAD.hybrid_stack_spec gives.
+        pattern: the pattern of its layers.
+        rotary_base: base of the frequencies.
+        rotary_percent: the part of each head that is rotated, 1 for all of it.
         positions: whether queries and keys are rotated at all.
-        tied: the output layer's weights are the embedding's.
+        tied: whether the output layer's weights are the embedding's.
     """
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -217,7 +217,8 @@ def build_hybrid(
 
 
 def _windows(shape: ModelShape) -> dict[str, Any]:
-    """Megatron's fields for layers with windows, of which there is one size: a query's own key does not count there."""
+    """Returns Megatron's fields for layers with windows, which are all of one size. Megatron does not count a query's
+    own key."""
     sizes = {window for window in shape.windows if window}
     if not sizes:
         return {}

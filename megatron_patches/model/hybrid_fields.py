@@ -14,7 +14,7 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
     """Returns the fields; empty without recurrent layers.
 
     Raises:
-        SupportError: a Megatron-Core that has no such layers.
+        SupportError: this Megatron-Core has no such layers.
     """
     hybrid = shape.hybrid
     if not hybrid.pattern:

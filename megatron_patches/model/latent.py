@@ -20,18 +20,18 @@ def is_latent(config: TransformerConfig) -> bool:
 
 
 def latent_dims(config: Any) -> tuple[int, int]:
-    """Elements of a head of queries and keys, and of values."""
+    """Returns the elements of a head of queries and keys, and of values."""
     return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
 
 
 def latent_scale(config: Any) -> float:
-    """The factor on scores, as Megatron's MultiLatentAttention computes it for both types of positions."""
+    """Returns the factor on scores, as Megatron's MultiLatentAttention computes it for both types of positions."""
     factor = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
     return float(factor * factor / math.sqrt(latent_dims(config)[0]))
 
 
 def latent_of(config: Any) -> Latent:
-    """The widths of a configuration's latent attention."""
+    """Returns the widths of a configuration's latent attention."""
     return Latent(
         kv_rank=config.kv_lora_rank,
         q_rank=config.q_lora_rank or 0,
@@ -42,7 +42,7 @@ def latent_of(config: Any) -> Latent:
 
 
 def latent_fields(shape: ModelShape) -> dict[str, Any]:
-    """The fields of MLATransformerConfig beside those of other models; empty without latent attention."""
+    """Returns the fields of MLATransformerConfig that other models do not have; empty without latent attention."""
     latent, scaling = shape.latent, shape.rope_scaling
     if not latent.kv_rank:
         return {}
@@ -64,7 +64,8 @@ def latent_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def _yarn(scaling: RopeScaling, score_magnitude: float) -> dict[str, Any]:
-    """Megatron has two weights of YaRN's magnitude, of which the ratio is on cosines and sines."""
+    """Returns the fields of YaRN. Megatron has two weights of its magnitude; their ratio is the factor on cosines and
+    sines."""
     magnitude = scaling.resolved_attention_factor * yarn_magnitude(scaling.factor, score_magnitude)
     return {
         "original_max_position_embeddings": scaling.original_length,

@@ -1,8 +1,8 @@
-"""The kind of core attention of every layer of a Megatron-Core configuration.
+"""The kind of core attention of every layer, from a Megatron-Core configuration.
 
-A ``window_size`` of (w - 1, 0) is a window of w keys: Megatron does not count a query's own. ``window_attn_skip_freq``
-N leaves every N-th layer without a window, a list has a 1 for each layer with one. ``softmax_type`` "learnable" adds a
-learned sink to each head.
+A ``window_size`` of (w - 1, 0) is a window of w keys, as Megatron does not count a query's own. With the number N,
+``window_attn_skip_freq`` leaves every N-th layer without a window; as a list it has a 1 for each layer with one.
+``softmax_type`` "learnable" adds a learned sink to each head.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class LayerKinds:
     """The kinds of a model's layers.
 
     Attributes:
-        kinds: each once, those that see most keys first.
-        of_layer: by unit of the whole model that has attention, the number of its kind.
-        recurrences: by unit of the whole model, what its core computes; None for one with attention. Empty where all
-            have attention. A GPTModel's layers are its units.
+        kinds: the different kinds, those that see most keys first.
+        of_layer: the number of its kind, by unit of the whole model that has attention.
+        recurrences: the recurrence of its core, by unit of the whole model; None for units with attention. Empty where
+            all have attention. A GPTModel's layers are its units.
     """
 
     kinds: tuple[AttentionKind, ...]
@@ -38,15 +38,15 @@ class LayerKinds:
 
     @staticmethod
     def of(config: TransformerConfig, softcap: float = 0.0, pattern: str = "") -> LayerKinds:
-        """The kinds of a configuration's layers.
+        """Returns the kinds of a configuration's layers.
 
         Args:
-            config: Megatron's.
+            config: Megatron's configuration.
             softcap: limit of the scores in all layers, which Megatron does not know; 0 for none.
-            pattern: of a HybridModel's layers; empty for a GPTModel.
+            pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
 
         Raises:
-            SupportError: a window or a list of layers that is none.
+            SupportError: a window or a list of layers means nothing.
         """
         units = units_of(config, pattern)
         kinds = [kind_of_layer(config, unit.layer_number, softcap) for unit in units if unit.symbol == ATTENTION]
@@ -59,10 +59,10 @@ class LayerKinds:
 
 
 def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float = 0.0) -> AttentionKind:
-    """The kind of one layer; Megatron's layer numbers begin with 1.
+    """Returns the kind of one layer; Megatron's layer numbers begin with 1.
 
     Raises:
-        SupportError: a window or a list of layers that is none.
+        SupportError: a window or a list of layers means nothing.
     """
     scale = config.softmax_scale
     if is_latent(config):
@@ -75,7 +75,7 @@ def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float =
 
 
 def _window(config: TransformerConfig) -> int:
-    """Keys that a query sees, its own included; 0 for all."""
+    """Returns the number of keys that a query sees, its own included; 0 for all."""
     size = config.window_size
     if size is None:
         return 0

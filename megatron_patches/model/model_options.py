@@ -16,10 +16,10 @@ class Rotary:
     """The rotary positions of a layer.
 
     Attributes:
-        base: of the frequencies.
-        scaling: for contexts longer than the first ones. Its attention factor is on cosines and sines, as each layer
-            has its own.
-        percent: how much of each head is rotated, from its first dimension; 1 is all of it.
+        base: base of the frequencies.
+        scaling: scaling for contexts longer than those at first. Its attention factor is on cosines and sines, as each
+            layer has its own.
+        percent: the part of each head that is rotated, from its first dimension on; 1 is all of it.
     """
 
     base: float
@@ -33,8 +33,8 @@ class QueryScaling:
     Ministral 3 do.
 
     Attributes:
-        beta: how much.
-        original_length: tokens of the first context, within which queries stay as they are.
+        beta: how fast they grow.
+        original_length: tokens of the context at first, within which queries stay as they are.
     """
 
     beta: float
@@ -43,30 +43,29 @@ class QueryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of a model beside core attention that Megatron-Core's configuration has no field for. The defaults are
-    those of Megatron.
+    """Options of a model that Megatron-Core's configuration has no field for. The defaults are what Megatron does.
 
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: by layer of the whole model, its rotary positions; None for a layer with those that GPTModel was
-            built with, or with none. Empty where all have those of GPTModel. Megatron's ``no_rope_freq`` says which
-            layers have none.
+        rotations: the rotary positions of each layer of the whole model. None is a layer with those that GPTModel was
+            built with, or, by Megatron's ``no_rope_freq``, with none. Empty where all layers have those of GPTModel.
         query_scaling: how queries grow with their position; None where they do not.
         norms: where a layer's norms are. "pre": before attention and before the MLP. "post": behind each, before the
             residual is added (OLMo 2). "both": before and behind (Gemma 2).
-        query_key_norm: what the norms of ``qk_layernorm`` go over. "head": each head by itself. "width": all query
-            heads together, and all key heads (OLMo 2).
-        norm_after_rotation: these norms come behind the rotation (Hunyuan), not before it.
-        attention_output_bias: the output projection of attention has a bias, where ``add_bias_linear`` is off.
-        mlp_bias: both linear layers of the MLP have a bias, where ``add_bias_linear`` is off.
-        norm_bias: LayerNorms have biases (without: Cohere).
-        parallel_mlp: the MLP reads what attention reads, and both are added to the residual at once (Cohere).
+        query_key_norm: the numbers that a norm of ``qk_layernorm`` goes over. "head": each head by itself. "width": all
+            query heads together, and all key heads (OLMo 2).
+        norm_after_rotation: whether these norms come behind the rotation (Hunyuan), not before it.
+        attention_output_bias: whether the output projection of attention has a bias while ``add_bias_linear`` is off.
+        mlp_bias: whether both linear layers of the MLP have a bias while ``add_bias_linear`` is off.
+        norm_bias: whether LayerNorms have biases (Cohere's do not).
+        parallel_mlp: whether the MLP reads the input of attention, and both are added to the residual at once (Cohere).
         embedding_scale: factor on embeddings, rounded to their type (Gemma, Granite).
-        residual_multiplier: factor on what attention and the MLP add to the residual (Granite).
+        residual_multiplier: factor on the outputs of attention and the MLP before they are added to the residual
+            (Granite).
         logit_multiplier: factor on the logits (Cohere; one over Granite's ``logits_scaling``).
-        final_softcap: limit c of the logits l, which become c tanh(l / c), behind their factor; 0 for none (Gemma 2:
+        final_softcap: limit c of the logits l, which become c tanh(l / c), after their factor; 0 for none (Gemma 2:
             30).
-        plain_recurrent_norm: the norm of a gated delta net's heads multiplies by its weight, also with
+        plain_recurrent_norm: whether the norm of a gated delta net's heads multiplies by its weight, also with
             ``layernorm_zero_centered_gamma`` (Qwen3.5).
         step_min: smallest step size of Mamba-2 (Nemotron-H).
         latent_norm_epsilon: epsilon of the norms of latent rows; 0 for that of all norms (DeepSeek-V3's is 1e-6).
@@ -92,9 +91,9 @@ class ModelOptions:
 
     @property
     def own_layers(self) -> bool:
-        """Whether Megatron's own layers cannot compute it, so that ours run where attention is at home, too."""
+        """Whether Megatron's own layers cannot compute these options, so that ours also run with attention at home."""
         layer = ModelOptions(
-            # These are around the layers, or in core attention.
+            # Layers need not know these, which are around the layers or in core attention.
             score_softcap=self.score_softcap,
             embedding_scale=self.embedding_scale,
             logit_multiplier=self.logit_multiplier,

@@ -1,4 +1,4 @@
-"""The differences between a model's layers and LLaMA's, as Megatron's configuration and our options say them."""
+"""The fields of Megatron's configuration, and our options, for the differences of a model's layers from LLaMA's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rot
 
 
 def variant_fields(shape: ModelShape) -> dict[str, Any]:
-    """The fields of TransformerConfig that the model's variant sets."""
+    """Returns the fields of TransformerConfig that the model's variant sets."""
     variant = shape.variant
     activation, fused = {
         "silu": (torch.nn.functional.silu, variant.gated),  # Megatron fuses no other
@@ -29,14 +29,14 @@ def variant_fields(shape: ModelShape) -> dict[str, Any]:
         "activation_func": activation,
         "bias_activation_fusion": fused,
         "gated_linear_unit": variant.gated,
-        # Megatron takes None for the usual one.
+        # In Megatron None is the usual scale.
         "softmax_scale": None if shape.softmax_scale == usual_scale(shape.resolved_head_dim) else shape.softmax_scale,
         "rotary_interleaved": variant.rotary_interleaved,
     } | ({"no_rope_freq": skipped} if any(skipped) else {})
 
 
 def model_options(shape: ModelShape) -> ModelOptions:
-    """Returns the options that CAD takes beside that configuration."""
+    """Returns the options that CAD takes beside Megatron's configuration."""
     variant, hybrid = shape.variant, shape.hybrid
     scaling = QueryScaling(beta=variant.query_beta, original_length=variant.query_length)
     return ModelOptions(
@@ -46,7 +46,7 @@ def model_options(shape: ModelShape) -> ModelOptions:
         norms=variant.norms,
         query_key_norm=variant.query_key_norm,
         norm_after_rotation=variant.norm_after_rotation,
-        # With biases of experts Megatron gives all projections theirs.
+        # With biases of experts, Megatron's ``add_bias_linear`` gives all projections a bias.
         attention_output_bias=variant.attention_output_bias and not shape.experts.biases,
         mlp_bias=variant.mlp_bias,
         norm_bias=variant.normalization == "RMSNorm",  # whose norms have none in any case
@@ -62,7 +62,8 @@ def model_options(shape: ModelShape) -> ModelOptions:
 
 
 def cad_keywords(shape: ModelShape) -> dict[str, Any]:
-    """Returns what CAD takes beside that configuration: these options, and a hybrid stack's pattern."""
+    """Returns the keywords that CAD takes beside Megatron's configuration: the options, and a hybrid stack's
+    pattern."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return {
         "model_options": model_options(shape),

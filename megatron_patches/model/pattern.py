@@ -1,7 +1,9 @@
-"""The layers of a model as CAD counts them: units of a mixer and what follows it up to the next mixer.
+"""The units of a model, from the pattern of its layers. A unit is a mixer with the layers behind it up to the next
+mixer.
 
-A GPTModel's layer is a unit by itself. Megatron-Core's HybridModel has a pattern with one symbol for each layer, which
-is one mixer, one MLP or one layer with experts: Qwen3.5's is ``G-G-G-*-``. A ``|`` stands between pipeline stages.
+A GPTModel's layer is a unit. Megatron-Core's HybridModel has a pattern with one symbol for each layer, which is one
+mixer, one MLP or one layer with experts: Qwen3.5's is ``G-G-G-*-``, with four units. A ``|`` stands between pipeline
+stages.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Unit:
-    """A mixer.
+    """The mixer of a unit.
 
     Attributes:
-        symbol: of the mixer.
-        layer_number: of the mixer among Megatron's layers, from 1.
+        symbol: its symbol in the pattern.
+        layer_number: its number among Megatron's layers, from 1.
     """
 
     symbol: str
@@ -39,11 +41,11 @@ class Unit:
 
 
 def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
-    """Returns the mixers of a model's units, in their order.
+    """Returns the mixers of a model's units in order.
 
     Args:
-        config: Megatron's.
-        pattern: of a HybridModel's layers; empty for a GPTModel.
+        config: Megatron's configuration.
+        pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
     """
     if pattern:
         return [Unit(symbol, number) for number, symbol in enumerate(layers_of(pattern), 1) if symbol in _MIXERS]
@@ -57,10 +59,10 @@ def layers_of(pattern: str) -> str:
 
 
 def check_pattern(config: TransformerConfig, pattern: str) -> None:
-    """Refuse a pattern that is none, or has layers that are not served.
+    """Refuses a pattern that means nothing, or has layers that are not served.
 
     Raises:
-        SupportError: naming the first symbol.
+        SupportError: the pattern is refused; it names the first wrong symbol.
     """
     layers, stages = layers_of(pattern), pattern.split(STAGE)
     for symbol in layers:
@@ -92,7 +94,7 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
 
 
 def _check_mamba(config: TransformerConfig) -> None:
-    """Each tensor-parallel rank has whole groups, and each group equally many heads."""
+    """Refuses groups of Mamba-2 that tensor-parallel ranks cannot have as a whole, or that have unequal heads."""
     tp, groups = config.tensor_model_parallel_size, config.mamba_num_groups
     if groups % tp:
         raise SupportError(

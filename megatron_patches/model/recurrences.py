@@ -1,7 +1,7 @@
-"""Recurrent layers of a Megatron-Core configuration, and what their cores compute.
+"""The recurrent layers of a Megatron-Core configuration, and the recurrences of their cores.
 
-With ``experimental_attention_variant`` "gated_delta_net", a ``linear_attention_freq`` of N makes every N-th layer one
-with attention and all others recurrent; a list has a 1 for each recurrent layer.
+With ``experimental_attention_variant`` "gated_delta_net", every ``linear_attention_freq``-th layer has attention and
+all others are recurrent. As a list, ``linear_attention_freq`` has a 1 for each recurrent layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
     """Whether a layer is recurrent; Megatron's layer numbers begin with 1.
 
     Raises:
-        SupportError: a list of layers that is none.
+        SupportError: the list of layers means nothing.
     """
     if not has_recurrent_layers(config):
         return False
@@ -44,7 +44,7 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
 
 
 def recurrence_of(config: TransformerConfig) -> Recurrence:
-    """Returns what the core of a recurrent layer computes, for the heads of one tensor-parallel rank."""
+    """Returns the recurrence of a gated delta net, for the heads of one tensor-parallel rank."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     assert config.linear_num_key_heads and config.linear_num_value_heads and config.linear_conv_kernel_dim
     assert config.linear_key_head_dim and config.linear_value_head_dim
@@ -58,7 +58,7 @@ def recurrence_of(config: TransformerConfig) -> Recurrence:
 
 
 def mamba_recurrence(config: TransformerConfig) -> Recurrence:
-    """Returns what the core of a layer of Mamba-2 computes, for the heads of one tensor-parallel rank."""
+    """Returns the recurrence of a layer of Mamba-2, for the heads of one tensor-parallel rank."""
     tp, heads = parallel_state.get_tensor_model_parallel_world_size(), config.mamba_num_heads
     if heads is None:
         heads = 2 * config.hidden_size // config.mamba_head_dim  # Megatron's mixer expands by 2

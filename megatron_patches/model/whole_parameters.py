@@ -1,6 +1,6 @@
-"""Weights and gradients of the whole model, and the shares of them that tensor-parallel ranks and stages have.
+"""Weights and gradients of the whole model, and the parts of them on tensor-parallel ranks and stages.
 
-The shares follow megatron's own layout of each parameter.
+The parts follow megatron's own layout of each parameter.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from megatron_patches.model.recurrences import mamba_recurrence, recurrence_of
 from megatron_patches.te.fp8_weights import set_values
 
 Divisions = Mapping[str, Sequence[int]]
-"""Relative sizes of the parts of a parameter's rows, by the end of its name; each rank has its share of every part."""
+"""The relative sizes of the sections of a parameter's rows, by the end of its name; each rank has a part of every
+section. Example: the gate and up projection of an MLP are the sections (1, 1) of one weight."""
 
 _GATED: Divisions = {"linear_fc1.weight": (1, 1), "linear_fc1.bias": (1, 1)}
 
 
 def divisions_of(model: torch.nn.Module) -> Divisions:
-    """Parameters of a model that have several parts: gate and up projection of MLPs, and what recurrent layers
-    project."""
+    """Returns the sections of a model's parameters that have several: gate and up projections of MLPs, and input
+    projections of recurrent layers."""
     config: Any = model.config
     found = dict(_GATED) if config.gated_linear_unit else {}
     ends = {".".join(name.split(".")[-3:]) for name, _ in model.named_parameters()}
@@ -47,14 +48,14 @@ def divisions_of(model: torch.nn.Module) -> Divisions:
 def share_of(
     name: str, full: torch.Tensor, shape: torch.Size, rank: int, divisions: Divisions = _GATED
 ) -> torch.Tensor:
-    """This tensor-parallel rank's share of a full parameter.
+    """Returns this tensor-parallel rank's part of a whole parameter.
 
     Args:
         name: the parameter's name in a GPTModel.
         full: its value in a model without tensor parallelism.
         shape: its shape on this rank.
         rank: this tensor-parallel rank.
-        divisions: of the model's parameters.
+        divisions: sections of the model's parameters.
     """
     if full.shape == shape:
         return full
@@ -66,7 +67,7 @@ def share_of(
 
 
 def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int) -> None:
-    """Copy this rank's shares of full parameters into ``model``."""
+    """Copies this rank's parts of whole parameters into ``model``."""
     divisions = divisions_of(model)
     for name, parameter in model.named_parameters():
         set_values(parameter, share_of(name, full[name], parameter.shape, rank, divisions))
@@ -78,7 +79,7 @@ def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, s
     Args:
         model: a stage, whose layers are counted from 0.
         first_layer: number of its first layer in the whole model.
-        tied: its output layer holds a copy of the embedding's weights.
+        tied: whether its output layer holds a copy of the embedding's weights.
     """
 
     def in_whole(name: str) -> str:
@@ -95,12 +96,12 @@ def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, s
 def gather_gradients(
     model: GPTModel, names: Mapping[str, str], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Every parameter's full gradient by its name in the whole model, float64 on the CPU; every rank calls it.
+    """Returns every parameter's whole gradient by its name in the whole model, float64 on the CPU; all ranks call it.
 
     Args:
         model: this rank's part, with gradients in ``main_grad``.
         names: from :func:`names_in_whole`.
-        weights: of the whole model, for their shapes.
+        weights: weights of the whole model, for their shapes.
     """
     parts = {names[name]: p.main_grad for name, p in model.named_parameters()}
     return gather_whole(parts, weights, divisions_of(model))
@@ -109,7 +110,8 @@ def gather_gradients(
 def gather_whole(
     parts: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], divisions: Divisions
 ) -> dict[str, torch.Tensor]:
-    """Every parameter as :func:`gather_gradients` gives its gradient; ``parts``: this rank's, by names in the whole."""
+    """Returns whole parameters, or other tensors of their shapes, from ``parts``, which has this rank's by names in the
+    whole model; else as :func:`gather_gradients`."""
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
     for group in groups:
@@ -120,20 +122,20 @@ def gather_whole(
 
 
 def first_expert(model: GPTModel) -> int:
-    """Number of this rank's first expert in the whole model."""
+    """Returns the number of this rank's first expert in the whole model."""
     ranks = parallel_state.get_expert_model_parallel_world_size()
     return parallel_state.get_expert_model_parallel_rank() * ((model.config.num_moe_experts or 0) // ranks)
 
 
 def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: Divisions = _GATED) -> torch.Tensor:
-    """The full gradient from every tensor-parallel rank's share, float64 on the CPU."""
+    """Returns the whole gradient from every tensor-parallel rank's part, float64 on the CPU."""
     if share.shape == full:
         return share.double().cpu()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     shares = [torch.empty_like(share) for _ in range(tp)]
     dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     whole = torch.empty(full, dtype=torch.float64)
-    # Where each element of the full tensor went is found by sharding its element numbers.
+    # Element numbers are sharded in the same way, which tells where each element of the whole tensor is.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
         whole.view(-1)[share_of(name, numbers, share.shape, rank, divisions).flatten()] = part.double().cpu().flatten()

@@ -1,7 +1,7 @@
-"""Run megatron-core on CPUs over gloo.
+"""Replacements of torch functions that let megatron-core run on CPUs, where there is no GPU.
 
-megatron-core asks for CUDA by name in about fifteen places: devices of small tensors, random states, type names.
-Nothing in a dense GPT needs it. Here those questions get CPU answers. Only used where there is no GPU.
+megatron-core names CUDA in about fifteen places: devices of small tensors, random states, type names. A dense GPT does
+not need it. Here such calls get the CPU instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _replaced = False
 
 
 def use_cpu() -> None:
-    """Make megatron-core run on CPUs in this process, from now on; harmless to call again."""
+    """Makes megatron-core run on CPUs in this process from now on; it may be called again."""
     global _replaced
     if _replaced:
         return
@@ -34,16 +34,17 @@ def use_cpu() -> None:
     torch.cuda.Stream, torch.cuda.stream = HostStream, nullcontext  # type: ignore[assignment,misc]
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     for absent in (torch.cuda, torch.xpu, torch.mtia):
-        # A seed for devices that are not there is kept for their start, with the whole stack as text.
+        # torch keeps seeds for devices that are not there until they start, each with the whole stack as text.
         absent.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[attr-defined]
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[attr-defined]
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # The two states that it tells apart, at every weight that is drawn, are one here.
+    # On CPUs Megatron's two random states are one, and it would log that for every weight that it draws.
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "RNG state" not in record.getMessage())
-    # A mode of torch functions would answer all of this in one place, at a fifth of the time of a small model's step.
+    # A mode of torch functions could do all of this in one place, but takes a fifth of the time of a small model's
+    # step.
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     torch.Tensor.type = _names_types_of_cuda(torch.Tensor.type)  # type: ignore[method-assign]
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
@@ -54,7 +55,7 @@ def use_cpu() -> None:
 
 
 class HostStream(torch.cpu.Stream):
-    """Stands in for a stream, and for an event of it: there is one order of work, and nothing to wait for."""
+    """Stands in for a stream and for its events: on a CPU work has one order, and there is nothing to wait for."""
 
     def record_event(self) -> HostStream:  # type: ignore[override]
         return self
@@ -64,7 +65,7 @@ class HostStream(torch.cpu.Stream):
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with the CPU for "cuda" as its ``device`` and among its arguments."""
+    """Returns ``function`` with "cuda" replaced by the CPU in its arguments and its ``device``."""
 
     @wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +79,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_types_of_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.type``, whose names are compared with those of CUDA's tensors."""
+    """Returns ``Tensor.type`` with names of CUDA's tensors, which Megatron compares with."""
 
     @wraps(function)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

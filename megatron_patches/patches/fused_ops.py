@@ -1,10 +1,12 @@
 """Fused operations in Megatron-Core's own layers.
 
-The rotation of q and k with the split of their projection, where attention stays at home: Megatron's layers ask
-Transformer Engine for it (``fused_single_qkv_rope``), which few have installed. Here they get the kernel that
-disaggregated layers run, so that all modes rotate alike. SwiGLU in one pass. Weight gradients that the matrix product
-itself adds up, in float32 or bfloat16: Megatron's linear layers ask for that by ``gradient_accumulation_fusion`` and
-call a CUDA extension of Apex, for which torch's own product stands in.
+- The rotation of q and k with the split of their projection, where attention stays at home. Megatron's layers take it
+  from Transformer Engine (``fused_single_qkv_rope``), which few have installed. Here they get the kernel of
+  disaggregated layers, so that all modes rotate alike.
+- SwiGLU in one pass.
+- Weight gradients that the matrix product itself adds up, in float32 or bfloat16. With
+  ``gradient_accumulation_fusion`` Megatron's linear layers call a CUDA extension of Apex for it. Here torch's own
+  product stands in.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702
 
 
 def fuse_rotation(config: TransformerConfig) -> None:
-    """Let the layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
+    """Makes layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
 
-    Norms of query and key heads come in between, layers without RoPE have no angles, and interleaved pairs no kernel:
-    such models stay with Megatron's own."""
+    Models with norms of query and key heads, layers without RoPE or interleaved pairs keep Megatron's operations: norms
+    come in between, there are no angles, or no kernel."""
     if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
         return
     attention.apply_fused_qkv_rotary_pos_emb = _split_and_rotate
@@ -47,17 +49,17 @@ def fuse_rotation(config: TransformerConfig) -> None:
 def _split_and_rotate(
     mixed: torch.Tensor, angles: torch.Tensor, _: torch.Tensor, sizes: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of one layer, as megatron's layers call for them.
+    """Returns q, k and v of one layer, split and rotated.
 
     Args:
         mixed: [rows, 1, groups, (heads / groups + 2) x head_dim].
-        angles: [rows, 1, 1, head_dim], the same of q and of k.
+        angles: [rows, 1, 1, head_dim], the same for q and for k.
         sizes: columns of q, k and v in a group.
 
     Returns:
-        [rows, 1, heads, head_dim], and twice [rows, 1, groups, head_dim].
+        [rows, 1, heads, head_dim] q, and [rows, 1, groups, head_dim] k and v.
     """
-    # Cosines and sines are those of all layers; they live as long as the micro-batch's angles.
+    # All layers use the same cosines and sines, which are kept on the angles and live as long as these.
     rotation = getattr(angles, _KEPT, None)
     if rotation is None:
         rotation = Rotation.of(angles, sizes[-1])
@@ -69,9 +71,10 @@ def _split_and_rotate(
 
 
 class SwigluMLP(MLP):
-    """megatron's MLP; what its first layer puts out is kept for backward, and SwiGLU is computed from it again unless
-    the MLP ``keeps_output``.
-    megatron warns of classes that it does not know when it builds one, so :func:`fuse_swiglu` turns built ones into it.
+    """megatron's MLP with SwiGLU in one pass. The output of its first layer is kept for backward, and SwiGLU is
+    computed from it again unless the MLP ``keeps_output``.
+
+    megatron warns of unknown classes when it builds a model, so :func:`fuse_swiglu` turns built MLPs into this one.
     """
 
     keeps_output = False
@@ -79,8 +82,8 @@ class SwigluMLP(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[rows, 1, hidden] of the normalised rows, and the last layer's bias, where it has one, to be added."""
-        assert per_token_scale is None  # of experts, which stay megatron's
+        """Returns the MLP's output [rows, 1, hidden], and the last layer's bias, where it has one, to be added."""
+        assert per_token_scale is None  # only experts have it, and these stay megatron's
         gate_and_up, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             gate_and_up = gate_and_up + bias
@@ -100,7 +103,7 @@ class SwigluMLP(MLP):
 
 
 class LeanMLP(SwigluMLP):
-    """The same for any other activation, gated or not, without a kernel."""
+    """megatron's MLP with any other activation, which is computed again in backward, without a kernel of its own."""
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return recomputed(self._function, x)
@@ -109,7 +112,7 @@ class LeanMLP(SwigluMLP):
         out.copy_(self._function(x))
 
     def _function(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the operations that megatron's MLP has between its linear layers."""
+        """Returns the result of the operations that megatron's MLP has between its linear layers."""
         config = self.config
         if not config.gated_linear_unit:
             return config.activation_func(x)
@@ -120,10 +123,10 @@ class LeanMLP(SwigluMLP):
 
 
 def fuse_swiglu(model: torch.nn.Module) -> None:
-    """Let every MLP whose activation is a plain SwiGLU compute it in one pass, and others compute theirs again in
-    backward. Those whose activation megatron fuses otherwise stay megatron's."""
+    """Makes MLPs with a plain SwiGLU compute it in one pass, and other MLPs compute their activation again in backward.
+    MLPs whose activation megatron fuses itself stay megatron's."""
     for module in model.modules():
-        if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):  # whose outputs are scaled by row
+        if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):  # outputs of experts are scaled
             continue
         config: TransformerConfig = module.config
         if is_swiglu(config):
@@ -151,15 +154,15 @@ class _Products:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(rows: torch.Tensor, d_out: torch.Tensor, main_grad: torch.Tensor) -> None:
-        """main_grad += d_outᵀ @ rows. rows: [N, in], d_out: [N, out], main_grad: [out, in] float32."""
+        """Does main_grad += d_outᵀ @ rows, with rows [N, in], d_out [N, out] and main_grad [out, in] float32."""
         add_product(main_grad, d_out.t(), rows)
 
-    # For main_grad in the type of rows and d_out; the sum is rounded once.
+    # With main_grad in the type of rows and d_out, the sum is rounded once.
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def accumulate_weight_gradients_in_products() -> None:
-    """Let ``gradient_accumulation_fusion`` work without Apex; to be called before the model is built."""
+    """Makes ``gradient_accumulation_fusion`` work without Apex; it must be called before the model is built."""
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = _Products
         layers._grad_accum_fusion_available = True

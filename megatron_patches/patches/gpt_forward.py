@@ -1,5 +1,6 @@
-"""The forward of GPTModel and HybridModel with positions from the caller, and by name the loss summed with the output
-layer, or the log-probabilities of the labels."""
+"""The forward of GPTModel and HybridModel with positions from the caller.
+
+On request it returns the summed loss, computed together with the output layer, or the labels' log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, Packed
 
 
 class PatchedForward(LanguageModule):
-    """Mixed into a built model's own class by :func:`patch_forward`, so that a subclass of GPTModel or HybridModel
-    stays what it is.
+    """A class that :func:`patch_forward` mixes into a built model's own class, so that a subclass of GPTModel or
+    HybridModel stays one.
 
-    Called as these are, ``position_ids`` are the rows' positions in their documents, and rotary angles follow them.
-    With labels it returns Megatron's loss of every token, [1, rows]. ``summed_loss=True`` returns their sum over
-    ``loss_mask`` as one scalar instead, computed together with the output layer without ever holding all logits.
-    ``log_probabilities=True`` returns the logarithm of every label's probability, [1, rows], likewise; its backward
-    computes the output layer again.
+    It is called as these are; ``position_ids`` are the rows' positions in their documents, which set the rotary angles.
+
+    - With labels it returns Megatron's loss of every token, [1, rows].
+    - With ``summed_loss=True`` it returns the sum of these over ``loss_mask``, one scalar, computed together with the
+      output layer, without all logits in memory at once.
+    - With ``log_probabilities=True`` it returns the logarithm of every label's probability, [1, rows], in the same way.
+      Its backward computes the output layer again.
     """
 
     _returns: Literal["", "summed_loss", "log_probabilities"] = ""
@@ -48,8 +51,8 @@ class PatchedForward(LanguageModule):
         """See the class.
 
         Raises:
-            SupportError: without positions or a batch's attention, or a summed loss or log-probabilities without labels
-                or mask, or of a model with its own way from hidden states to losses.
+            SupportError: positions or a batch's attention are missing; a summed loss or log-probabilities are wanted
+                without labels or mask; or they are wanted of a model that computes losses in its own way.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
@@ -80,7 +83,7 @@ class PatchedForward(LanguageModule):
         return output
 
     def _with_balance(self, micro_batch: Any) -> Any:
-        """The micro-batch with what the routers of this stage's layers with experts count."""
+        """Returns the micro-batch with counters for the routers of this stage's layers with experts."""
         layers = self.expert_load.layers
         if not layers:
             return micro_batch
@@ -88,11 +91,11 @@ class PatchedForward(LanguageModule):
         return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Megatron's forward, with what was asked for in place of its losses."""
+        """Runs Megatron's forward, which returns the requested result in place of its losses."""
         raise NotImplementedError
 
     def _output(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Returns what was asked for by name."""
+        """Returns the requested result: the summed loss or log-probabilities."""
         layer = self.output_layer
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
         shards = VocabularyShards(layer.tp_group, layer.sequence_parallel, self.vocabulary)
@@ -146,11 +149,11 @@ class PatchedHybrid(PatchedForward):
 
 
 def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
-    """Give ``model`` this forward, keeping its class's name and everything else of it.
+    """Gives ``model`` this forward; its class keeps its name and everything else.
 
     Args:
-        model: as built.
-        takes: what its layers read in place of the attention mask.
+        model: a built model.
+        takes: the class that its layers read in place of the attention mask.
     """
     own = type(model)
     patched = PatchedGPT if isinstance(model, GPTModel) else PatchedHybrid
@@ -173,17 +176,17 @@ def _own_output(model: PatchedForward) -> str:
 
 
 def megatrons_class(model: Any) -> type[LanguageModule]:
-    """GPTModel or HybridModel, of which the model is one."""
+    """Returns GPTModel or HybridModel, whichever the model's class derives from."""
     names = ("GPTModel", "HybridModel")
     classes = reversed(type(model).__mro__)  # what patch_forward makes has the name of what it patches
     return next(each for each in classes if each.__name__ in names and each.__module__.startswith("megatron.core"))
 
 
 def check_attached(model: Any) -> None:
-    """Refuse a model without this forward.
+    """Refuses a model without this forward.
 
     Raises:
-        SupportError: naming what was given.
+        SupportError: the model was not attached; it names its class.
     """
     if not isinstance(model, PatchedForward):
         raise SupportError(
@@ -193,10 +196,10 @@ def check_attached(model: Any) -> None:
 
 
 def check_unwrapped(model: PatchedForward) -> None:
-    """Refuse a model whose gradients are reduced already.
+    """Refuses a model whose gradients are reduced already.
 
     Raises:
-        SupportError: always then.
+        SupportError: the model is in a DistributedDataParallel.
     """
     if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
         raise SupportError(
@@ -205,11 +208,11 @@ def check_unwrapped(model: PatchedForward) -> None:
 
 
 def leave_out_padding(model: LanguageModule, vocabulary: int) -> None:
-    """Keep rows of the output layer from ever being predicted.
+    """Makes the output layer never predict its padding rows.
 
     Args:
-        model: as built, with more rows than token ids.
-        vocabulary: token ids; the rows from there on are padding.
+        model: a built model with more rows than token ids.
+        vocabulary: number of token ids; further rows are padding.
     """
     model.vocabulary = vocabulary
     if model.post_process:
@@ -222,11 +225,11 @@ def _mask_padding(vocabulary: int, layer: Any, _: Any, output: tuple[torch.Tenso
 
 
 def transform_logits(model: LanguageModule, transform: LogitTransform) -> None:
-    """Let logits become others before the softmax, of padding too, which is left out afterwards.
+    """Makes the model transform its logits before the softmax; padding rows are left out after that.
 
     Args:
-        model: with this forward.
-        transform: what becomes of them.
+        model: a model with this forward.
+        transform: the transformation.
     """
     model.logit_transform = transform
     if model.post_process and transform != AS_THEY_ARE:
@@ -240,7 +243,7 @@ def _transform_logits(
 
 
 def scale_embeddings(model: LanguageModule, scale: float) -> None:
-    """Multiply what the embedding returns by ``scale``, rounded to its type."""
+    """Makes the model multiply its embeddings by ``scale``, rounded to their type."""
     if model.pre_process and scale != 1.0:
         model.embedding.register_forward_hook(partial(_scaled, scale))
 

@@ -1,4 +1,4 @@
-"""Fuse megatron's small functions on GPUs only."""
+"""torch.compile for megatron's small functions on GPUs only."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import Any
 
 
 def compile_on_gpus_only() -> None:
-    """Let torch.compile leave megatron's functions as they are where there is no GPU.
+    """Makes torch.compile leave megatron's functions as they are where there is no GPU.
 
-    megatron decorates its fusions with it when it is imported. On CPUs that would need a C++ compiler at run time, and
-    importing torch's compiler takes as long as importing torch. Without effect where megatron was imported before.
+    megatron decorates its fusions with torch.compile when it is imported. On CPUs that would need a C++ compiler at run
+    time, and importing torch's compiler takes as long as importing torch. It has no effect once megatron was imported.
     """
     if not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeMegatron())
 
 
 class _BeforeMegatron:
-    """Finds nothing; that a part of megatron is looked for says that torch is needed anyway."""
+    """A finder of modules that finds none. When a part of megatron is imported, torch will be needed anyway: then it
+    replaces torch.compile."""
 
     done = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        # megatron.core by itself may be looked for to know its version, which needs no torch.
+        # Only its parts count: megatron.core itself is looked up for its version, which needs no torch.
         if self.done or not name.startswith("megatron.core."):
             return
         self.done = True

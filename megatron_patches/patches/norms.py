@@ -1,7 +1,7 @@
-"""Norms for megatron's spec without Transformer Engine: the wrapped torch norms refuse sequence parallelism and
+"""Norms for megatron's spec without Transformer Engine, where megatron's own refuse sequence parallelism and
 zero-centred weights.
 
-Under sequence parallelism each tensor-parallel rank normalises its own tokens; the mark on weights and biases makes
+Under sequence parallelism each tensor-parallel rank normalises its own tokens. A mark on weights and biases makes
 megatron add up their gradients over these ranks.
 """
 
@@ -23,9 +23,10 @@ from distca.ops.triton import has_kernels
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """:func:`distca.ops.rms_norm.rms_norm`, built the way megatron builds norms; with ``layernorm_zero_centered_gamma``
-    its factors are 1 + weight. On GPUs one kernel each for forward and backward, which computes in float32 and rounds
-    once."""
+    """:func:`distca.ops.rms_norm.rms_norm` as a module that megatron can build.
+
+    With ``layernorm_zero_centered_gamma`` its factors are 1 + weight. On GPUs forward and backward have one kernel
+    each, which computes in float32 and rounds once."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -37,7 +38,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
 
     def beside(self, x: torch.Tensor, branch: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + branch, and :meth:`forward` of it; on GPUs in one pass, also backward."""
+        """Returns x + branch, and :meth:`forward` of that; on GPUs in one pass, also in backward."""
         assert self.eps is not None
         if has_kernels(x, "RMSNorm"):
             return add_rms_norm(x, branch, _factors(self.weight, self.zero_centered), self.eps)
@@ -45,13 +46,13 @@ class RMSNorm(torch.nn.RMSNorm):
         return total, self(total)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what :meth:`forward` returns for ``x`` into ``out``, without autograd."""
+        """Writes :meth:`forward` of ``x`` into ``out``, without autograd."""
         assert self.eps is not None
         fill_rms_norm(x, _factors(self.weight, self.zero_centered), self.eps, out)
 
 
 class PlainRMSNorm(RMSNorm):
-    """The same, whose factors are its weight also with ``layernorm_zero_centered_gamma``."""
+    """RMSNorm whose factors are its weight, also with ``layernorm_zero_centered_gamma``."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **named: Any) -> None:
         super().__init__(config, hidden_size, eps, **named)
@@ -78,28 +79,28 @@ class LayerNorm(torch.nn.LayerNorm):
         return torch.nn.functional.layer_norm(x.to(factors.dtype), x.shape[-1:], factors, bias, self.eps).to(x.dtype)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what :meth:`forward` returns for ``x`` into ``out``, without autograd."""
+        """Writes :meth:`forward` of ``x`` into ``out``, without autograd."""
         out.copy_(self.forward(x))
 
 
 class LayerNormWithoutBias(LayerNorm):
-    """The same without its bias."""
+    """LayerNorm without a bias."""
 
     has_bias = False
 
 
 def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | type[LayerNorm]:
-    """The norms of a configuration; ``bias``: LayerNorms have one."""
+    """Returns the class of a configuration's norms; ``bias`` is whether LayerNorms have one."""
     if config.normalization == "RMSNorm":
         return RMSNorm
     return LayerNorm if bias else LayerNormWithoutBias
 
 
 class _WidthNorm(torch.nn.Module):
-    """RMSNorm over all heads of queries or of keys together, those of all tensor-parallel ranks, by torch.
+    """RMSNorm over all heads of queries, or all heads of keys, of all tensor-parallel ranks together, by torch.
 
-    Every rank holds the whole weight and uses its heads' part: megatron adds up gradients of what it calls q_layernorm
-    and k_layernorm over these ranks.
+    Every rank holds the whole weight and uses the part of its heads. megatron adds up gradients of q_layernorm and
+    k_layernorm over these ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -109,13 +110,14 @@ class _WidthNorm(torch.nn.Module):
 
     @staticmethod
     def heads(config: TransformerConfig) -> int:
-        """Heads of all ranks."""
+        """Returns the number of heads of all ranks."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The same shape and type as ``x``: [rows, ...], this rank's heads of each row in their order."""
+        """Returns the norm of ``x`` [rows, ...], this rank's heads of each row in their order; shape and type are
+        those of ``x``."""
         flat = x.flatten(1).to(wide(x.dtype))
-        # Every rank's heads depend on the sum, so its gradient is added up over ranks as it is.
+        # All ranks' heads depend on the sum of squares, so its gradient must be added up over ranks too.
         squares = copy_to_tensor_model_parallel_region(flat.square().sum(1, keepdim=True))
         mean = reduce_from_tensor_model_parallel_region(squares) / len(self.weight)
         first = parallel_state.get_tensor_model_parallel_rank() * flat.shape[1]
@@ -142,7 +144,7 @@ class KeyWidthNorm(_WidthNorm):
 
 
 def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: TransformerConfig) -> bool:
-    """Mark a norm's parameters; returns whether its weight is the distance of its factors from one."""
+    """Marks a norm's parameters; returns whether its factors are one plus the weight."""
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     if config.layernorm_zero_centered_gamma:

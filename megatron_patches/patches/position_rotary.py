@@ -1,7 +1,8 @@
 """Rotary angles by position in the document, computed once per micro-batch.
 
-megatron's packed path slices its table per document and layer, and reads document borders from the GPU each time. A
-document may also start in the middle on this rank. So the angles of all rows are computed from their positions.
+megatron's own way for packed documents slices a table for each document and layer, and reads document borders from the
+GPU each time. On this rank a document may also begin in its middle. So here the angles of all rows are computed from
+their positions.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class PositionRotary(torch.nn.Module):
     """Stands in for a GPTModel's rotary embedding.
 
     Args:
-        inv_freq: [head_dim / 2] angle of every pair of a head per position.
-        interpolation: positions are divided by it; None leaves them.
-        by_length: [rows, head_dim / 2] of the same, given the [rows] lengths of the rows' documents, where the angles
-            depend on them; then ``inv_freq`` is not read.
-        interleaved: the two numbers of a pair are neighbours, not in the two halves of a head.
+        inv_freq: [head_dim / 2] angle per position of every pair of a head.
+        interpolation: number that positions are divided by; None leaves them.
+        by_length: function from [rows] lengths of the rows' documents to [rows, head_dim / 2] angles per position,
+            where these depend on lengths; then ``inv_freq`` is not read.
+        interleaved: whether the two numbers of a pair are neighbours, not in the two halves of a head.
     """
 
     def __init__(
@@ -38,14 +39,14 @@ class PositionRotary(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        # No buffer: checkpoints keep unmodified megatron's keys, and a cast of the model leaves it as it is.
+        # It is no buffer, so that checkpoints keep unmodified megatron's keys, and a cast of the model leaves it alone.
         self._inv_freq, self._interpolation, self._by_length = inv_freq, interpolation, by_length
         self._interleaved = interleaved
         self._angles: torch.Tensor | None = None
 
     @staticmethod
     def of(dims: int, base: float, scaling: RopeScaling, *, interleaved: bool = False) -> PositionRotary:
-        """The angles of the first ``dims`` dimensions of a head, whatever their scaling, without its attention
+        """Returns the embedding for the first ``dims`` dimensions of a head, with any scaling, without its attention
         factor."""
         by_length = partial(frequencies_by_length, dims, base, scaling) if scaling.by_length else None
         return PositionRotary(inverse_frequencies(dims, base, scaling), by_length=by_length, interleaved=interleaved)
@@ -56,14 +57,14 @@ class PositionRotary(torch.nn.Module):
         return self._by_length is not None
 
     def set_positions(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
-        """Compute the angles of the next forward's rows.
+        """Computes the angles of the next forward's rows.
 
         Args:
             positions: [rows] int64 position in the document of each row.
             lengths: [rows] int64 tokens of each row's document, where :attr:`needs_lengths`.
 
         Raises:
-            SupportError: lengths are needed and not there.
+            SupportError: lengths are needed and not given.
         """
         if self._by_length is not None:
             if lengths is None:
@@ -82,17 +83,17 @@ class PositionRotary(torch.nn.Module):
         self._angles = both[:, None, None, :]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Asked by GPTModel before it calls this module; the angles do not depend on it."""
+        """Returns 0: GPTModel asks for a length before it calls this module, but the angles do not depend on it."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """[rows, 1, 1, dims] angles, as megatron's RotaryEmbedding returns them."""
+        """Returns [rows, 1, 1, dims] angles, as megatron's RotaryEmbedding does."""
         assert self._angles is not None, "set_positions was not called for this micro-batch"
         return self._angles
 
 
 def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
-    """Replace a model's rotary embedding, unless that is one by position already; a HybridModel may have none."""
+    """Replaces a model's rotary embedding by one of this class, unless it is one; a HybridModel may have none."""
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
         return None

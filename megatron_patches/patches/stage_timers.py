@@ -1,4 +1,4 @@
-"""megatron's timers, kept only where they say when a pipeline stage computes: the timeline of 1F1B."""
+"""A stand-in for megatron's timers, which records when a pipeline stage computes, for the timeline of 1F1B."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
 
 
 class StageTimers:
-    """Set as ``timers`` of a model's configuration, it records every forward and backward of a micro-batch.
+    """The ``timers`` of a model's configuration, which record every forward and backward of a micro-batch.
 
-    megatron's schedules start and stop timers by name around each of them; all other names are ignored. Under ticks
-    the layers record finer spans themselves.
+    megatron's schedules start and stop timers around each of them, by name. Timers of other names do nothing. In the
+    same-phase schedule layers record finer spans themselves.
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -1,4 +1,4 @@
-"""Import megatron-core where Triton is missing, as it is beside torch for CPUs."""
+"""Imports of megatron-core where Triton is missing, as it is with torch for CPUs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 
 def do_without_triton() -> None:
-    """Put a module without kernels in place of megatron's that newer versions import with every model, although only
-    mixtures of experts on GPUs run them. A module named triton must not stand in: torch would take it for the real one.
+    """Puts a module without kernels in place of megatron's module of Triton kernels.
+
+    Newer versions import that one with every model, although only mixtures of experts on GPUs run its kernels. A module
+    named triton must not stand in, as torch would take it for the real one.
     """
     if find_spec("triton") is None:
         kernels: Any = ModuleType("megatron.core.transformer.moe.ops.paged_stash")

@@ -1,4 +1,4 @@
-"""megatron's process groups, and the server pool among them."""
+"""megatron's process groups, and the group of the server pool."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_patches.te import quantization
 
 
 def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
-    """Create megatron's groups and seed its random states; torch.distributed is initialised already.
+    """Creates megatron's groups and seeds its random states; torch.distributed must be initialised already.
 
-    Of experts each rank has whole ones, also with tensor parallelism. Where groups of these sizes exist they are kept,
-    and groups of other sizes are destroyed first: megatron's own clean-up forgets groups without closing them, and
-    every one of them holds threads and connections.
+    Each rank has whole experts, also with tensor parallelism. Groups of these sizes that exist are kept. Groups of
+    other sizes are destroyed first: megatron's own clean-up forgets groups without closing them, and each holds threads
+    and connections.
     """
     if parallel_state.model_parallel_is_initialized():
         sizes = (
@@ -41,7 +41,7 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
         if group is not dist.group.WORLD:
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
     if pp > 1:
-        # NCCL lets some ranks of a group talk to each other only after all of them did once.
+        # In NCCL, some ranks of a group can exchange only after all of its ranks have exchanged once.
         here = torch.zeros(1, device=torch.cuda.current_device())
         dist.all_reduce(here, group=parallel_state.get_pipeline_model_parallel_group())
     model_parallel_cuda_manual_seed(seed + pipeline_seed())
@@ -56,8 +56,8 @@ _pools: dict[tuple[int, int], dist.ProcessGroup] = {}
 
 
 def server_pool_group() -> dist.ProcessGroup:
-    """All data-parallel × pipeline ranks that share this rank's tensor-parallel rank, numbered stage by stage; without
-    pipeline stages these are the data-parallel ranks. Every rank calls it together."""
+    """Returns the group of all data-parallel and pipeline ranks that share this rank's tensor-parallel rank, numbered
+    stage by stage. Without pipeline stages these are the data-parallel ranks. All ranks call it together."""
     tp, pp = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -75,7 +75,7 @@ def server_pool_group() -> dist.ProcessGroup:
 
 
 def destroy_model_parallel() -> None:
-    """Forget megatron's groups and close them; the default group stays."""
+    """Closes megatron's groups and forgets them; the default group stays."""
     quantization.forget_layers()
     parallel_state.destroy_model_parallel()
     _pools.clear()

@@ -1,4 +1,4 @@
-"""Megatron's models in one process on its CPU, for what needs no ranks."""
+"""Megatron's models in one process on its CPU, for tasks that need no ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megatron_patches.ranks.groups import destroy_model_parallel, initialize_mod
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Give Megatron groups of one rank while the context lasts. This process must have no torch.distributed yet."""
+    """Gives Megatron groups of one rank while the block runs; torch.distributed must not be initialised in this
+    process."""
     use_cpu()
     bind_gloo()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -40,9 +40,9 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
     """Refuse what nobody has shown to be right beside servers without a model.
 
     Args:
-        config: Megatron's.
+        config: Megatron's configuration.
         recurrent: whether layers are recurrent.
-        offload: of :class:`megatron_patches.api.CAD`.
+        offload: as in :class:`megatron_patches.api.CAD`.
 
     Raises:
         SupportError: the model has it.
@@ -68,7 +68,7 @@ class RemoteServers:
         servers: how many, of all tensor-parallel ranks together.
         tp: tensor-parallel ranks, each of which is served by equally many.
         transport: that was asked for.
-        device: of this rank.
+        device: this rank's device.
 
     Attributes:
         transport: to this rank's pool: homes, then servers.

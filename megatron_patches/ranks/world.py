@@ -18,14 +18,14 @@ __all__ = ["World", "join_world", "leave_world"]
 
 
 def join_world() -> World:
-    """Initialise torch.distributed from the launcher's variables: NCCL on GPUs, gloo without.
+    """Initialises torch.distributed from the launcher's variables: NCCL on GPUs, gloo without.
 
-    Without a launcher (``python pretrain_llama.py``) this process is a world of one rank. Ranks of torchrun are told to
-    end when it is killed.
+    Without a launcher (``python pretrain_llama.py``) this process is a world of one rank. Ranks of torchrun end when
+    torchrun is killed.
 
     Raises:
-        LaunchError: torch.distributed is initialised already, the launcher's variables cannot be meant so, or GPUs are
-            meant that torch cannot use.
+        LaunchError: torch.distributed is initialised already, the launcher's variables contradict each other, or torch
+            cannot use the GPUs that are asked for.
     """
     if dist.is_initialized():
         raise LaunchError(
@@ -49,7 +49,7 @@ def join_world() -> World:
 
 
 def leave_world() -> None:
-    """Undo :func:`join_world`."""
+    """Undoes :func:`join_world`."""
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
-"""Facts on a micro-batch beyond its tokens that a model's forward needs. They travel in place of the attention mask.
+"""What a model's forward needs to know of a micro-batch beside its tokens, handed over as the attention mask.
 
-megatron-core hands ``attention_mask`` through to every layer's core attention and to the block unread. So an object in
-its place reaches them without changing a signature.
+megatron-core passes ``attention_mask`` to the block and to every layer's core attention without reading it. So an
+object in its place reaches them, and no signature changes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class DisaggregatedMicroBatch:
     """A micro-batch whose core attention is disaggregated.
 
     Attributes:
-        routes: this rank's, by layer of its stage.
+        routes: this rank's routes, by layer of its stage.
         nano_rows: padded home rows of each nano-batch.
         chunks: tensor-parallel ranks that share the sequence; the micro-batch's rows are ordered so that each of their
-            contiguous shares holds its part of every nano-batch.
+            contiguous chunks holds its part of every nano-batch.
         document_lengths: [rows] int64 tokens of each row's document, where the model's positions need them.
         documents: [rows] int64 document of each row in the micro-batch; -1 in padding.
-        document_count: documents of the micro-batch, over all ranks.
-        balance: what routers count, in models with experts.
+        document_count: number of the micro-batch's documents, over all ranks.
+        balance: the counts of routers, in models with experts.
     """
 
     routes: Sequence[LayerRoutes]
@@ -54,10 +54,10 @@ class PackedMicroBatch:
 
     Attributes:
         batch: borders of this rank's tasks.
-        rows: rows that belong to documents; rows beyond them are padding.
-        recurrent: routes of recurrent layers by the rows that their convolution reads before a row, which move
-            nothing.
-        document_lengths, documents, document_count, balance: as of :class:`DisaggregatedMicroBatch`.
+        rows: number of rows that belong to documents; rows beyond them are padding.
+        recurrent: routes of recurrent layers, which move nothing, by the number of rows that their convolution reads
+            before a row.
+        document_lengths, documents, document_count, balance: as in :class:`DisaggregatedMicroBatch`.
     """
 
     batch: TaskBatch
@@ -70,7 +70,7 @@ class PackedMicroBatch:
 
     @property
     def nano_rows(self) -> Sequence[int]:
-        """All rows, which are computed together."""
+        """The number of all rows, which are computed together."""
         return [] if self.documents is None else [len(self.documents)]
 
     def attend(
@@ -86,13 +86,13 @@ class PackedMicroBatch:
         """o_NHD of this rank's rows, differentiable with respect to q, k, v and the sinks.
 
         Args:
-            kernel: computes a batch of tasks.
+            kernel: the kernel that computes a batch of tasks.
             q_NHD: [rows, heads, head_dim].
             k_NGD: [rows, kv_heads, head_dim].
             v_NGD: [rows, kv_heads, head_dim].
-            kind: of the layer.
+            kind: the layer's kind.
             timer: gives contexts in which the kernel runs, "forward" and "backward".
-            sink_H: [heads] of a layer with sinks.
+            sink_H: [heads] sinks of a layer that has some.
         """
         if not self.rows:
             return q_NHD * 0
@@ -111,8 +111,8 @@ class PackedMicroBatch:
         """o_NHV of a recurrent core of this rank's rows, zero in padding.
 
         Args:
-            pool: of the model.
-            layer: number of its unit, for the timeline.
+            pool: the model's server pool.
+            layer: number of the layer's unit, for the timeline.
             what: the recurrence.
             parameters: the core's weights.
             mixed_NC: rows before the convolution.
@@ -120,7 +120,7 @@ class PackedMicroBatch:
             beta_NH: factors of the additions.
 
         Raises:
-            SupportError: a way of holding documents for which no recurrent layers are there.
+            SupportError: this kind of micro-batch has no routes of recurrent layers.
         """
         if what.halo_rows not in self.recurrent:
             raise SupportError(
@@ -132,12 +132,15 @@ class PackedMicroBatch:
 
 
 def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> list[torch.Tensor]:
-    """Undo the interleaving over sequence-parallel shares.
+    """Returns the rows of each nano-batch, of which every chunk has a part.
+
+    Example: with 2 chunks and nano-batches of 2 and 4 rows, rows are in the order 0, 2, 3, 1, 4, 5: chunk 0 has row 0
+    of ping and rows 2 and 3 of pong.
 
     Args:
         x: [sum(nano_rows), ...] rows in micro-batch order.
         nano_rows: rows of each nano-batch, multiples of ``chunks``.
-        chunks: sequence-parallel shares.
+        chunks: tensor-parallel ranks that share the sequence.
 
     Returns:
         One [rows, ...] tensor per nano-batch.

@@ -1,4 +1,4 @@
-"""A step that the planner fails on is written into a file, with which its failure can be repeated anywhere."""
+"""Writes a step that the planner fails on into a file, with which the failure can be repeated anywhere."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator[None]:
-    """Write the step where planning it raises anything but a sentence.
+    """Writes the step to a file if planning it, in the block, raises any error but a refusal.
 
     Args:
-        inputs: what it is planned from.
-        number: of the step, for the message and the file's name.
-        folder: where the file goes; where it cannot be written, into the one for temporary files.
+        inputs: the inputs of the plan.
+        number: number of the step, for the message and the file's name.
+        folder: the folder of the file; if it cannot be written there, it goes into the one for temporary files.
 
     Raises:
-        FailedPlanError: it failed; names the step, the file and the command.
+        FailedPlanError: planning failed; the message names the step, the file and the command.
     """
     try:
         yield

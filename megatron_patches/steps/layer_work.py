@@ -17,14 +17,14 @@ from megatron_patches.model.recurrences import has_output_gate
 def layer_works(
     config: TransformerConfig, layer_kinds: LayerKinds, pattern: str, tp: int, recompute_segments: bool
 ) -> list[LayerWork]:
-    """Returns the work of all units of the model.
+    """Returns the work of each of the model's units.
 
     Args:
-        config: Megatron's.
-        layer_kinds: of its layers, whose recurrences are those of a tensor-parallel rank.
-        pattern: of a HybridModel's layers; empty for a GPTModel, whose MLPs count with their mean.
+        config: Megatron's configuration.
+        layer_kinds: the kinds of its layers, whose recurrences are those of a tensor-parallel rank.
+        pattern: the pattern of a HybridModel's layers; empty for a GPTModel, whose MLPs count with their mean.
         tp: tensor-parallel ranks.
-        recompute_segments: everything but cores is computed again, not MLPs alone.
+        recompute_segments: whether everything but cores is computed again, not MLPs alone.
     """
     units = units_of(config, pattern)
     recurrences = layer_kinds.recurrences or (None,) * len(units)
@@ -39,7 +39,7 @@ def layer_works(
 
 
 def _behind(config: TransformerConfig, symbol: str) -> int:
-    """Weights of what follows a mixer."""
+    """Weights of the layer behind a mixer, by its symbol."""
     return {MLP: weights_of_mlp, EXPERTS: expert_weights}[symbol](config) if symbol in (MLP, EXPERTS) else 0
 
 
@@ -54,6 +54,6 @@ def _attention(config: TransformerConfig) -> int:
 
 
 def _recurrent(config: TransformerConfig, what: Recurrence, tp: int) -> int:
-    """Weights of both projections: channels, the output's gate and the core's gates; and the output."""
+    """Weights of the input projection (channels, the output's gate, the core's gates) and of the output projection."""
     values, gates = what.heads * what.value_dim, what.heads * (2 if what.delta else 1)
     return int(config.hidden_size * tp * (what.channels + 2 * values + gates))

@@ -1,4 +1,5 @@
-"""Figures of every row by document, and back: what a rank has of a document is a part of it, in an order of its own."""
+"""Figures of rows, such as losses, by document; and figures of documents by row. A rank has only some rows of a
+document, in the order of its plan."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from megatron_patches.steps.step import Batch, Step
 
 
 def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Figures of all rows of a step, by micro-batch and document, on every data-parallel rank; every rank calls it.
+    """Returns figures of all rows of a step by micro-batch and document, on every data-parallel rank; all ranks call
+    it.
 
     Args:
-        step: that was run.
+        step: the step that was run.
         values: by micro-batch, [1, rows] of this rank; empty on pipeline stages without them.
 
     Returns:
@@ -38,13 +40,12 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
     """[1, rows] figures of a rank's rows; 0 in padding.
 
     Args:
-        batch: the rows.
-        documents: by document of the micro-batch of n tokens, [n] figures in the order of its tokens, all on one
-            device. Documents are in the order of ``step.documents``, in which a plan may have dealt them anew.
+        batch: the rank's rows.
+        documents: by document of the micro-batch, [n] figures for its n tokens, in their order, all on one device.
+            Documents are in the order of ``step.documents``, in which a plan may have dealt them anew.
 
     Raises:
-        PlanError: documents of other lengths are in the micro-batch, or something else was given than a row of figures
-            for each.
+        PlanError: there is not a row of figures for each document, or not a figure for each of its tokens.
     """
     try:
         figures = [torch.as_tensor(document) for document in documents]
@@ -71,7 +72,8 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 
 
 def _places(batch: Batch, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows] where each row is among all tokens of the micro-batch, document after document; and whether it is any."""
+    """[rows] the place of each row among all tokens of the micro-batch, document after document; and [rows] bool
+    whether the row is a token, not padding."""
     numbers, positions = batch.documents.flatten(), batch.positions.flatten()
     starts = torch.tensor([0, *lengths], device=numbers.device).cumsum(0)
     here = numbers >= 0

@@ -1,4 +1,4 @@
-"""How steps are planned, from Megatron's configuration, its process groups and what attention costs on this machine."""
+"""The options of plans, from Megatron's configuration, its process groups and the cost of attention on this machine."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def plan_options(
     how: How,
     remote: RemoteServers | None = None,
 ) -> PlanOptions:
-    """The same on every rank; every rank calls it together.
+    """Returns the options, which are the same on every rank; all ranks call it together.
 
     Args:
-        config: Megatron's.
-        layer_kinds: of its layers.
-        kernel: core attention's.
-        device: this rank's.
+        config: Megatron's configuration.
+        layer_kinds: the kinds of its layers.
+        kernel: the kernel of core attention.
+        device: this rank's device.
         given: how core attention is to be computed.
-        how: what backward does.
-        remote: servers without a model; None without.
+        how: the way in which backward gets its rows, keep or resend.
+        remote: the servers without a model; None for none.
 
     Raises:
-        PlanError: on an unusable cost table, one of other heads, a level that nothing was measured for, or nodes that
-            do not divide the servers.
+        PlanError: the cost table is unusable or for other heads, ``level`` needs figures that were not measured, or
+            nodes do not divide the servers.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -97,10 +97,10 @@ def plan_options(
 
 
 def check_speeds(speeds: Sequence[float], servers: int) -> None:
-    """Refuse speeds that are not one for each of the pool's ``servers``.
+    """Refuses speeds that are not one for each of the pool's ``servers``.
 
     Raises:
-        PlanError: on another number of speeds, or one that is not above 0.
+        PlanError: there is another number of speeds, or one is not above 0.
     """
     if len(speeds) != servers or not all(0 < speed < math.inf for speed in speeds):
         raise PlanError(
@@ -109,7 +109,7 @@ def check_speeds(speeds: Sequence[float], servers: int) -> None:
 
 
 def attention_shape(config: TransformerConfig) -> AttentionShape:
-    """Heads of one tensor-parallel rank."""
+    """The attention heads of one tensor-parallel rank."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     assert config.num_query_groups is not None and config.kv_channels is not None
     dtype: torch.dtype = config.params_dtype
@@ -122,11 +122,13 @@ def attention_shape(config: TransformerConfig) -> AttentionShape:
 def cost_model(
     config: TransformerConfig, kernel: Kernel, device: torch.device, cost_table: str | None = None
 ) -> CostModel:
-    """Seconds per CA-task for the planner, for the heads of one tensor-parallel rank: from the file, else from the
-    package's table of this device and kernel, else from a model.
+    """Returns seconds per CA-task for the planner, for the heads of one tensor-parallel rank.
+
+    They come from the file ``cost_table``, else from the package's table of this device and kernel, else from the
+    analytic model.
 
     Raises:
-        PlanError: the file is not usable, or measured other heads.
+        PlanError: the file is not usable, or was measured for other heads.
     """
     shape = attention_shape(config)
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
@@ -148,7 +150,8 @@ def _name(device: torch.device) -> str:
 
 
 def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
-    """The table that the first rank finds: all ranks must plan the same, whatever files or GPUs the others have."""
+    """Returns the table that the first rank finds, since all ranks must plan alike, whatever files or GPUs they
+    have."""
     found: list[TableCost | PlanError | None] = [None]
     try:
         found = [find()]
@@ -161,8 +164,8 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
 
 
 def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch.device) -> CostModel:
-    """Seconds per CA-task of a kind. Beside a measured table those of a window are measured too, where somebody did;
-    else a model counts them."""
+    """Returns seconds per CA-task of a kind: where ``cost`` is a measured table, from the table of its window, if there
+    is one; else from the analytic model."""
     if kind.window and isinstance(cost, TableCost):
         heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
         table = _first_ranks(lambda: find_table(_name(device), kernel.name, *heads, window=kind.window))
@@ -175,11 +178,18 @@ def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch
 def _non_attention(
     config: TransformerConfig, cost: CostModel, level: Level, usual: bool, works: Callable[[], Sequence[LayerWork]]
 ) -> NonAttention | None:
-    """Seconds per row of what a rank computes between two attentions; None where attention alone is levelled.
-    ``works``: of the model's layers.
+    """Returns seconds per row that a rank computes between two attention layers; None where plans level attention
+    alone.
 
-    By default this is for GPUs with ping-pong: ranks on CPUs may share cores, and where NVSHMEM alone may carry rows,
-    its memory was made for fewer than idle servers get at once.
+    By default plans level time on GPUs with ping-pong alone. Ranks on CPUs may share cores. And where no other
+    transport may take over from NVSHMEM, its memory is too small for the rows that idle servers get at once.
+
+    Args:
+        config: Megatron's configuration.
+        cost: seconds per CA-task.
+        level: the argument of CAD.
+        usual: whether time is levelled with ``level`` "auto".
+        works: returns the work of the model's layers.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()

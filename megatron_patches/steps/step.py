@@ -1,4 +1,4 @@
-"""A step ready to run: its plan, this rank's routes and rows on the device."""
+"""A step that is ready to run: its plan, and this rank's routes and rows on the device."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from megatron_patches.steps.step_documents import StepDocuments
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's rows of a micro-batch, on its device; in the order in which the model takes them.
+    """One rank's rows of a micro-batch on its device, in the order in which the model takes them.
 
     Attributes:
         tokens: [1, rows] int64.
         labels: [1, rows] int64 next token of the same document.
-        loss_mask: [1, rows] bool; false where there is no next token, where it is not to be learned, and in padding;
+        loss_mask: [1, rows] bool; false where there is no next token or it is not to be learned, and in padding. It is
             float32 weights where documents have some.
         positions: [1, rows] int64 position in the document.
         documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
-        attention: how core attention of these rows runs; goes to the model in place of the attention mask.
+        attention: how core attention of these rows runs; the model takes it in place of the attention mask.
         micro_batch_lengths: [documents] int64 tokens of every document of the micro-batch, wherever it lives; on the
             host.
     """
@@ -58,17 +58,18 @@ class Step:
     """One global batch, ready to run.
 
     Attributes:
-        documents: what it was made from; by micro-batch as in the plan, which may have dealt them anew.
-        plan: of all ranks.
-        balance: what the plan achieves.
-        routes: this rank's; None where attention stays at home.
+        documents: its documents, in the micro-batches into which the plan dealt them.
+        plan: the plan of all ranks.
+        balance: the balance that the plan achieves.
+        routes: this rank's routes; None where attention stays at home.
         batches: this rank's rows, by micro-batch.
         planning_ms: milliseconds of planning and routing.
-        waited_ms: milliseconds that the caller waited for it.
-        vocabulary: token ids that its documents were checked for; None where they were not.
-        announced: the number by which servers without a model know it; 0 without, and on ranks that do not tell them.
-        generation: of the pool that it was planned for.
-    queued: called when the step's work is queued on the device, so that the next one is planned from then on.
+        waited_ms: milliseconds that the caller waited for the step.
+        vocabulary: number of token ids that its documents were checked for; None where they were not.
+        announced: the number by which servers without a model know the step; 0 without servers, and on ranks that do
+            not tell them.
+        generation: number of the pool's generation that it was planned for.
+        queued: function to call when the step's work is queued on the device; from then on the next step is planned.
     """
 
     documents: StepDocuments
@@ -99,27 +100,26 @@ def make_step(
     folder: Path = Path(),
     remote: RemoteServers | None = None,
 ) -> Step:
-    """Plan a step and bring this rank's routes and rows to the device, in one transfer.
+    """Plans a step and brings this rank's routes and rows to the device, in one transfer.
 
     Args:
-        documents: of the step.
+        documents: the step's documents.
         options: how to plan.
         stage: this rank's pipeline stage.
         rank: this rank's data-parallel rank.
-        device: where the rows go.
-        lengths: the model's positions need the lengths of the rows' documents.
-        room: most tokens of a micro-batch, into which documents without homes are dealt anew; 0 leaves them where they
-            are.
-        vocabulary: token ids that the model has; None checks none.
-        recurrences: by layer, what its core computes, None for attention; empty where all layers have attention.
-        number: of the step, for messages.
-        folder: where it is written if the planner fails on it.
-        remote: servers without a model, which plan it too; None without.
+        device: the device of the rows.
+        lengths: whether the model's positions need the lengths of the rows' documents.
+        room: most tokens of a micro-batch; documents without homes are then dealt anew. 0 leaves them where they are.
+        vocabulary: number of the model's token ids; None checks none.
+        recurrences: by layer, the recurrence of its core, None for attention; empty where all layers have attention.
+        number: number of the step, for messages.
+        folder: the folder in which the step is written if the planner fails on it.
+        remote: the servers without a model, which plan it too; None for none.
 
     Raises:
         FailedPlanError: the planner failed.
-        PlanError: on documents that cannot be laid out, or that span ranks where attention stays at home.
-        DataError: on the rank that has a token which the model does not know, or is no whole number.
+        PlanError: documents cannot be laid out, or span ranks where attention stays at home.
+        DataError: a token of this rank is no whole number, or the model does not know it.
     """
     began = time.perf_counter()
     document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
@@ -192,7 +192,8 @@ def _with_pieces(
     rank: int,
     upload: Upload,
 ) -> StepRoutes:
-    """Routes of all layers of this stage, from those of layers with attention."""
+    """Returns the routes of all layers of this stage: those of layers with attention, and new ones for recurrent
+    layers."""
     options = plan.options
     here, me = recurrences[: len(recurrences) // options.stages], options.pool_rank(stage, rank)
 
@@ -230,13 +231,18 @@ def _with_pieces(
 
 
 def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
-    """Rows before a row that convolutions read."""
+    """The numbers of rows before a row that the layers' convolutions read, each once."""
     return {each.halo_rows for each in recurrences if each is not None}
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
-    """Ranks that share an embedding take a token that none of them has for zeros, and say nothing. ``drawn`` says where
-    documents were before they were dealt anew."""
+    """Refuses token ids that the model does not know, which a split embedding would silently take for zeros.
+
+    ``drawn`` has where documents were before they were dealt anew, for the message.
+
+    Raises:
+        DataError: a document has such a token.
+    """
     for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
         if len(wrong):
@@ -248,7 +254,7 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
 
 
 def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:
-    """Documents, with what belongs to them, in the micro-batches into which a plan dealt them."""
+    """Returns documents, with their homes and weights, in the micro-batches into which a plan dealt them."""
     given, weights = documents.micro_batches, documents.weights
     return replace(
         documents,
@@ -264,8 +270,8 @@ def batch_on_device(
     *,
     lengths: bool = False,
 ) -> Batch:
-    """A rank's rows of a micro-batch, which are there once ``upload`` was sent; with ``lengths`` those of their
-    documents too."""
+    """Returns a rank's rows of a micro-batch, which are on the device once ``upload`` is sent; with ``lengths`` they
+    have the lengths of their documents."""
     columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions, rows.documents)
     tokens, labels, loss_mask, positions, numbers = (upload.add(column)[None] for column in columns)
     if lengths:
@@ -282,16 +288,16 @@ def packed_batches(
     *,
     lengths: bool = False,
 ) -> tuple[Batch, ...]:
-    """Micro-batches whose attention stays at home, for Megatron's own schedules."""
+    """Returns micro-batches whose attention stays at home, for Megatron's own schedules."""
     columns = with_equal_rows(rows) if options.stages > 1 else rows
     return tuple(batch_on_device(upload, *each, lengths=lengths) for each in zip(columns, attention, strict=True))
 
 
 def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBatch:
-    """Attention of a rank's whole documents.
+    """Returns the attention of a rank's whole documents.
 
     Raises:
-        PlanError: on every rank, if a document spans any.
+        PlanError: a document spans ranks; every rank raises it.
     """
     everyone = layout.q
     cut = everyone.document[(everyone.start > 0) | (everyone.stop < layout.last[everyone.document])]
@@ -307,10 +313,10 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
 
 
 def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
-    """Pad a rank's micro-batches of a step to the rows of the largest one: token 0, no loss, part of no document.
+    """Pads a rank's micro-batches of a step to the rows of the largest one: token 0, no loss, part of no document.
 
-    Megatron's 1F1B moves activations of one size between stages; of sizes that differ it would first send each size
-    ahead and wait for it on the host, at every stage and micro-batch.
+    Megatron's 1F1B moves activations of one size between stages. If sizes differed, it would first send each size and
+    wait for it on the host, at every stage and micro-batch.
     """
     assert all(len(batch.nano_rows) == 1 for batch in batches), "only rows of one nano-batch end where padding begins"
     rows = max(batch.nano_rows[0] for batch in batches)

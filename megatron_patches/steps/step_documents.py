@@ -1,4 +1,4 @@
-"""The documents of a step, as a caller gives them, and whether they can be such."""
+"""The documents of a step as a caller gives them, and checks that they are documents."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class StepDocuments:
         micro_batches: by micro-batch, its documents; a document is anything with a length and slices of token ids.
         homes: by micro-batch, [documents] the data-parallel rank on which each stays whole; None lets documents span
             ranks.
-        note: anything the caller wants to find again at the step.
-        weights: by micro-batch, [documents] what each target of a document weighs in the loss; None weighs 1.
+        note: anything that the caller wants to find again at the step.
+        weights: by micro-batch, [documents] weight of each target of a document in the loss; None weighs all by 1.
     """
 
     micro_batches: Sequence[Sequence[Document]]
@@ -34,7 +34,7 @@ class StepDocuments:
 
 
 def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments:
-    """The same in lists, of which every rank can read all again.
+    """Returns the same documents as lists, which can be read several times.
 
     Raises:
         PlanError: something is no micro-batch or no document; homes or weights are not one for each document; a weight
@@ -62,13 +62,13 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
 
 
 def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> None:
-    """Refuse documents that have no place.
+    """Refuses documents that have no place.
 
     These are documents without tokens, micro-batches of more tokens than data-parallel ranks hold, and homes of more
-    tokens than one of them holds. A home that is no such rank is refused, too.
+    tokens than one of them holds. A home that is no data-parallel rank is refused, too.
 
     Raises:
-        PlanError: naming the first.
+        PlanError: a document has no place; it names the first.
     """
     most = ranks * tokens_per_rank
     for number, micro_batch in enumerate(documents.micro_batches):
@@ -112,8 +112,10 @@ def _check_row(name: str, document: Any) -> None:
 
 
 def checksum(documents: StepDocuments) -> int:
-    """CRC-32 of the weights and of some token ids of some documents: ranks that read other documents, of lengths that
-    happen to be the same, rarely have it alike. To read all would be to read every rank's rows on every rank.
+    """Returns a CRC-32 of all weights and of some token ids of some documents.
+
+    Ranks that read other documents, of lengths that happen to be the same, rarely have the same number. Reading all
+    tokens would mean reading every rank's rows on every rank.
 
     Args:
         documents: from :func:`listed`.
@@ -126,7 +128,7 @@ def checksum(documents: StepDocuments) -> int:
         document = everyone[number]
         first = max(0, (len(document) - _SAMPLE_IDS) // 2)
         ids = np.asarray(document[first : min(first + _SAMPLE_IDS, len(document))])
-        if ids.dtype.kind in "iu":  # others are refused by the rank that has their rows
+        if ids.dtype.kind in "iu":  # the rank that has the rows refuses other types
             value = zlib.crc32(ids.astype(np.int64).tobytes(), value)
     return value
 

@@ -1,7 +1,7 @@
-"""Steps made one ahead in a background thread, and compared between ranks.
+"""Steps that are made one ahead in a background thread, and compared between ranks.
 
-Every rank knows the lengths of all documents, so every rank plans the same without talking, while the step before runs.
-The training loop only waits if planning takes longer than a step; ``Step.waited_ms`` says so.
+Every rank knows the lengths of all documents, so all ranks plan alike without messages, while the step before runs. The
+training loop waits only if planning takes longer than a step; ``Step.waited_ms`` has that time.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from megatron_patches.steps.step_documents import checksum
 
 
 class AgreedSteps:
-    """Makes the steps of loops of this rank, by turns in one thread, each compared with the other ranks'. All ranks
+    """Makes the steps of this rank's loops in one thread, and compares each with the other ranks' step. All ranks
     create it together.
 
     Args:
-        device: which the thread copies to.
+        device: the device to which the thread copies.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._agreement, self._thread = Agreement(), planning_thread(device)
 
     def ahead(self, steps: Iterable[Step], first: int) -> Generator[Step, None, None]:
-        """The steps, made one ahead; every rank calls it in the same order.
+        """Yields the steps, made one ahead; all ranks call it in the same order.
 
         Args:
-            steps: each is made when it is asked for.
-            first: number of the first one, for messages; the same on every rank.
+            steps: an iterable that makes each step when it is asked for it.
+            first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError: also if another rank planned a step differently, or could not plan it.
+            PlanError: making a step raised it, or another rank planned a step differently, or could not plan it.
         """
         return iter(StepsAhead(self._agreement.on(steps, _fingerprint, first), self._thread))
 
@@ -63,18 +63,18 @@ def _begin(device: torch.device) -> None:
 
 
 def _is_planning() -> bool:
-    """Whether this is a thread that makes steps, which would wait for itself."""
+    """Whether this is a thread that makes steps, in which waiting for a step would never end."""
     return getattr(_here, "plans", False)
 
 
 class StepsAhead:
     """Makes steps in a background thread, one ahead.
 
-    Several of them may share a thread, which makes their steps in the order in which they were begun: the same one on
-    every rank, whichever rank leaves a loop first.
+    Several of these objects may share a thread. It makes their steps in the order in which they were begun, which is
+    the same on every rank, whichever rank leaves a loop first.
 
     Args:
-        steps: each is made when it is asked for; asked only by the thread, in order.
+        steps: an iterable that makes each step when it is asked for it; only the thread asks, in order.
         thread: from :func:`planning_thread`.
     """
 
@@ -84,7 +84,7 @@ class StepsAhead:
         self._closed = False
 
     def __iter__(self) -> Generator[Step, None, None]:
-        """All steps."""
+        """Yields all steps."""
         try:
             while (step := self._take()) is not None:
                 yield step
@@ -92,19 +92,19 @@ class StepsAhead:
             self.close()
 
     def start(self) -> None:
-        """Begin with the next step, unless it is being made already or nobody will take it."""
+        """Begins the next step, unless it is being made already, or nobody will take it."""
         if self._next is None and not self._closed:
             stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
             self._next = self._thread.submit(self._make, stream)
 
     def _make(self, stream: torch.cuda.Stream | None) -> Step | None:
-        with torch.cuda.stream(stream):  # that of the caller, who reads what is copied
+        with torch.cuda.stream(stream):  # the caller's stream, on which copied rows are read
             return next(self._steps, None)
 
     def close(self) -> None:
-        """Wait for what was begun, because other ranks may compare theirs with it, and forget it."""
+        """Waits for a step that was begun, as other ranks may compare theirs with it, and drops it."""
         self._closed, begun, self._next = True, self._next, None
-        if begun is not None and not _is_planning():  # which collects garbage too
+        if begun is not None and not _is_planning():  # garbage collection in the thread may call this
             wait([begun])
 
     def _take(self) -> Step | None:
@@ -122,5 +122,5 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # While the caller queues the step, Python's lock should not be shared with the thread that plans.
+        # The next step is begun once the caller has queued this one: until then the caller needs Python's lock alone.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)

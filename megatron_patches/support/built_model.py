@@ -94,7 +94,7 @@ def check_model(
     Args:
         model: a GPTModel as built: nothing of it replaced yet.
         layer: class of its layers; Megatron's own where core attention stays at home and they know the options.
-        options: of the model.
+        options: the model's options.
 
     Raises:
         SupportError: the first argument or module that is not served.

@@ -67,7 +67,7 @@ def refuse_experts(config: TransformerConfig, what: str) -> None:
     """Refuse what is not known to be right with experts yet.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         what: is refused; goes on after "but".
 
     Raises:

@@ -40,10 +40,10 @@ def check_hybrid(
     """Refuse to run recurrent layers, or gates on attention's output, where nothing holds them against Megatron-Core.
 
     Args:
-        config: Megatron's.
-        pattern: of a HybridModel's layers; empty for a GPTModel.
-        options: of the model.
-        disaggregate, offload: of :class:`megatron_patches.api.CAD`.
+        config: Megatron's configuration.
+        pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
+        options: the model's options.
+        disaggregate, offload: as in :class:`megatron_patches.api.CAD`.
 
     Raises:
         SupportError: what is not served with them.

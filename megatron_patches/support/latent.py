@@ -18,7 +18,7 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
     """Refuse to run latent attention where nothing holds it against Megatron-Core.
 
     Args:
-        config: Megatron's.
+        config: Megatron's configuration.
         given: the arguments of CAD.
 
     Raises:

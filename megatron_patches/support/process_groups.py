@@ -14,7 +14,7 @@ def check_groups(config: TransformerConfig) -> None:
     """Refuse groups that a model of this configuration would not train with.
 
     Args:
-        config: Megatron's.
+        config: Megatron's configuration.
 
     Raises:
         SupportError: there are none yet, their sizes are not the configuration's, or ranks are numbered otherwise than

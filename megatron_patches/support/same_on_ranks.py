@@ -15,7 +15,7 @@ def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) ->
     """Refuse a configuration or arguments that ranks were not given alike; every rank calls it.
 
     Args:
-        config: Megatron's.
+        config: Megatron's configuration.
         arguments: of :class:`megatron_patches.api.CAD`, by name.
 
     Raises:

@@ -27,8 +27,8 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
 
     Args:
         linears: "auto": where they can be used. "local": Megatron's own. "te": Transformer Engine's.
-        config: the model's.
-        device: this rank's.
+        config: the model's configuration.
+        device: this rank's device.
 
     Raises:
         SupportError: they are asked for, or FP8 is, which needs them, and they cannot be used.

@@ -1,4 +1,4 @@
-"""AdamW with warm-up and decay, by megatron's optimizer and schedule."""
+"""AdamW with warm-up and decay of its learning rate, by megatron's optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class OptimizerAndSchedule:
     schedule: OptimizerParamScheduler
 
     def step(self) -> tuple[float, float]:
-        """Clip, update and advance the schedule; returns (gradient norm before clipping, learning rate used)."""
+        """Clips gradients, updates weights and advances the schedule; returns the gradient norm before clipping and the
+        learning rate that was used."""
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         done, grad_norm, _ = self.optimizer.step()
         assert done, "without a loss scale no update is ever skipped"
@@ -71,20 +72,20 @@ def build_optimizer(
     decay_steps: int = 1,
     moments: torch.dtype = torch.float32,
 ) -> OptimizerAndSchedule:
-    """Build the optimizer of a wrapped model.
+    """Builds the optimizer of a wrapped model.
 
     Args:
         model: from wrap_for_data_parallel.
         settings: learning rates, decays, clipping.
-        steps: length of the whole run, for the decay.
-        warmup_steps: steps of the linear warm-up before it.
-        dtype: of the parameters; float32 master weights are kept with bfloat16.
-        decay_steps: of the schedule wsd, at the end.
-        moments: type in which Adam's are kept; torch.bfloat16 needs Transformer Engine's Adam, which then keeps of each
-            float32 weight the 16 bits that the bfloat16 one lacks, unless some weights are FP8 numbers.
+        steps: steps of the whole run, for the decay.
+        warmup_steps: steps of the linear warm-up.
+        dtype: dtype of the parameters; with bfloat16, float32 master weights are kept.
+        decay_steps: steps of the decay at the end, with the schedule wsd.
+        moments: type of Adam's moments. torch.bfloat16 needs Transformer Engine's Adam. For each float32 weight it
+            keeps only the 16 bits that the bfloat16 weight lacks, unless some weights are FP8 numbers.
 
     Raises:
-        SupportError: there is no such Adam here.
+        SupportError: Transformer Engine's Adam is needed and not there.
     """
     check_moments(moments, next(model.parameters()).device)
     # The schedule constant never reads it, but megatron refuses one above the rate itself.
@@ -129,9 +130,9 @@ def build_optimizer(
 
 
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
-    """Fields of megatron's configuration for moments that are not float32, and for FP8 weights."""
-    # Of FP8 weights Megatron shall hold the main weights itself, however they are scaled: Transformer Engine's Adam,
-    # which it would leave those of delayed scaling to, would take them for bfloat16 ones and keep 16 bits of each.
+    """Returns fields of megatron's configuration for moments that are not float32, and for FP8 weights."""
+    # Megatron itself must hold the main weights of FP8 weights. With delayed scaling it would leave that to Transformer
+    # Engine's Adam, which would take the weights for bfloat16 ones and keep only 16 bits more of each.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held
@@ -145,7 +146,8 @@ def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[s
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """torch's Adam optimizers inside megatron's, which takes those of Apex or Transformer Engine where installed."""
+    """Yields torch's Adam optimizers inside megatron's; there are none where Apex or Transformer Engine is installed,
+    whose Adam it takes."""
     for adam in inner_adams(optimizer):
         if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
             yield adam

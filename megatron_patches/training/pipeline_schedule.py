@@ -1,11 +1,11 @@
 """The same-phase pipeline schedule: in a tick all stages run a forward phase, then all run a backward phase.
 
-With p stages, stage s runs the forward of micro-batch m in tick m + s. It runs its backward in tick m + 2(p − 1) − s. M
-micro-batches take M + p − 1 phases of each kind, as 1F1B does; a stage holds 2(p − 1 − s) + 1 micro-batches in flight,
-where 1F1B holds p − s. A stage that has no micro-batch in a phase serves the attention of the others.
+With p stages, stage s runs the forward of micro-batch m in tick m + s, and its backward in tick m + 2(p − 1) − s. M
+micro-batches take M + p − 1 phases of each kind, as with 1F1B. A stage holds 2(p − 1 − s) + 1 micro-batches in flight,
+where with 1F1B it holds p − s. A stage that has no micro-batch in a phase serves the attention of the others.
 
-Activations that a forward phase ends with travel to the next stage while the backward phase computes, gradients while
-the next forward phase does: each is started where it is ready and waited for where it is used. All ranks start their
+Activations of a forward phase travel to the next stage while the backward phase computes, and gradients while the next
+forward phase computes. Each transfer is started when it is ready and waited for when it is used. All ranks start their
 exchanges of attention rows and their stage transfers in the same order, so that neither can wait for the other.
 """
 
@@ -42,7 +42,7 @@ from megatron_patches.steps.plan_options import attention_shape
 from megatron_patches.steps.step import Batch
 from megatron_patches.training.training_step import ForwardStep
 
-# Earlier versions of Megatron ask for the type of the model.
+# Earlier versions of Megatron need the model's type as an argument.
 _MODEL_TYPE = (ModelType.encoder_or_decoder,) if "model_type" in signature(backward_step).parameters else ()
 
 
@@ -56,7 +56,7 @@ def run_ticks(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Forward and, unless told otherwise, backward of a global batch over all stages; gradients end up reduced and
+    """Runs forward and, unless told otherwise, backward of a global batch over all stages. Gradients end up reduced and
     averaged over its tokens.
 
     Args:
@@ -69,7 +69,7 @@ def run_ticks(
         forward_only: compute losses only.
 
     Returns:
-        What the loss function reported, by micro-batch; empty on stages without the loss.
+        The reports of the loss function, by micro-batch; empty on stages without the loss.
     """
     model.set_is_first_microbatch()  # weights have changed: Transformer Engine's linear layers quantise them anew
     stage = _Stage(model, batches, forward_step, routes, pool)
@@ -104,7 +104,7 @@ class _Stage:
         self._last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         self._inputs: dict[int, torch.Tensor | None] = {}
         self._outputs: dict[int, torch.Tensor] = {}
-        # Under way: activations to the next forward phase, gradients to the next backward phase.
+        # Transfers under way: activations for the next forward phase, gradients for the next backward phase.
         self._activations, self._gradients = StageTransfer(None, None, []), StageTransfer(None, None, [])
         device = batches[0].tokens.device
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -117,7 +117,7 @@ class _Stage:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the block run, which refuses other schedules."""
+        """Lets the model's block run in this schedule; outside of it, the block refuses to."""
         block = self._gpt.decoder
         block.in_phases = True
         try:
@@ -128,7 +128,7 @@ class _Stage:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Time what lies around the layers too (embedding, output layer, loss), while the timeline records."""
+        """Times embedding, output layer and loss too, while the timeline records."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
             yield
@@ -140,7 +140,7 @@ class _Stage:
             hook.remove()
 
     def forward_phase(self, number: int, plan: StepPlan, forward_only: bool) -> None:
-        """Run or serve forward phase ``number``, then start passing activations to the next stage."""
+        """Runs or serves forward phase ``number``, then starts passing activations to the next stage."""
         running = plan.forward[number].micro_batches
         received, output = self._activations.wait(), None
         micro_batch = running[self._number]
@@ -158,7 +158,7 @@ class _Stage:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
 
     def backward_phase(self, number: int, plan: StepPlan) -> None:
-        """Run or serve backward phase ``number``, then start passing gradients to the previous stage."""
+        """Runs or serves backward phase ``number``, then starts passing gradients to the previous stage."""
         running = plan.backward[number].micro_batches
         micro_batch = running[self._number]
         received, sent = self._gradients.wait(), None
@@ -179,7 +179,7 @@ class _Stage:
         self._pool.timeline.open("embed", 0, 0, "forward")
         with torch.set_grad_enabled(not forward_only):
             output, loss_function = self._forward_step(iter((batch,)), self._model)
-        self._gpt.set_input_tensor(None)  # which would keep it, and its gradient, until the next micro-batch
+        self._gpt.set_input_tensor(None)  # else the model keeps it, and its gradient, until the next micro-batch
         if self._number == self._last:
             output, tokens, report = loss_function(output)
             self.tokens += tokens
@@ -190,7 +190,7 @@ class _Stage:
         return output
 
     def _backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Gradient of the stage's input; None on the first stage."""
+        """Runs backward; returns the gradient of the stage's input, None on the first stage."""
         self._pool.timeline.open("head", self._layers - 1, 0, "backward", past_launches=True)
         gradient = backward_step(
             self._inputs.pop(micro_batch),
@@ -227,8 +227,8 @@ class Neighbours:
 
     Attributes:
         group: the stages' ranks of one data- and tensor-parallel place, in order.
-        dtype: of what travels.
-        device: where it lives.
+        dtype: dtype of activations and gradients.
+        device: their device.
     """
 
     group: dist.ProcessGroup
@@ -236,20 +236,21 @@ class Neighbours:
     device: torch.device
 
     def start(self, step: int, sent: torch.Tensor | None, received_shape: tuple[int, ...] | None) -> StageTransfer:
-        """Start passing a tensor on to stage + ``step`` and taking one from stage - ``step``.
+        """Starts sending a tensor to stage + ``step`` and receiving one from stage - ``step``.
 
-        Every stage of the group calls it in the same order, also one that neither sends nor receives. All stages'
-        sends and receives of one call are one batch, so that no pair waits for another.
+        Every stage of the group calls it in the same order, also one that neither sends nor receives. The sends and
+        receives of one call are one batch on each stage, so that no pair waits for another.
 
         Args:
             step: 1 for activations, -1 for gradients.
-            sent: what this stage passes on, contiguous; held until the transfer was waited for.
-            received_shape: of what this stage takes; None takes nothing.
+            sent: the tensor that this stage sends, contiguous; it is held until the transfer was waited for. None sends
+                nothing.
+            received_shape: shape of the tensor that this stage receives; None receives nothing.
         """
         me = dist.get_rank(self.group)
         operations, received = [], None
         if sent is not None:
-            sent = sent.detach()  # a handle of its own: the caller may free the tensor's memory for autograd
+            sent = sent.detach()  # keeps the memory, though the caller may free the tensor for autograd
             operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=me + step))
         if received_shape is not None:
             received = torch.empty(received_shape, dtype=self.dtype, device=self.device)
@@ -259,14 +260,14 @@ class Neighbours:
 
 @dataclass
 class StageTransfer:
-    """A transfer under way; what is sent stays alive with it."""
+    """A transfer under way; it keeps the tensor that is sent alive."""
 
     sent: torch.Tensor | None
     received: torch.Tensor | None
     works: list[Any]
 
     def wait(self) -> torch.Tensor | None:
-        """Join it and return what was received; on a GPU only the stream waits, not the host."""
+        """Joins the transfer; returns the tensor that was received. On a GPU only the stream waits, not the host."""
         for work in self.works:
             work.wait()
         self.sent, self.works = None, []

@@ -1,4 +1,4 @@
-"""Whether a model and a step can run together; what is made ready before, and put right after a step that failed."""
+"""Checks that a model and a step can run together, and what is made ready before, and put right after a failed step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from megatron_patches.te.fp8_weights import is_fp8
 from megatron_patches.training.training_step import ForwardStep, no_sync_of, with_counted_tokens
 from megatron_patches.training.unread_gradients import note_gradients
 
-# Options of plans that say which rows are where, and who sends which of them when, by what CAD calls them.
+# The options of plans that must be those of the model's CAD, with their names there: they say which rows are where, and
+# which rank sends which rows when.
 _RUN_BY = {
     "disaggregate": "disaggregate",
     "resend": "backward",
@@ -45,21 +46,21 @@ def made_ready(
     *,
     forward_only: bool,
 ) -> ForwardStep:
-    """Check model and step, and make the model's configuration and gradients ready for it; every rank calls it.
+    """Checks model and step, and makes the model's configuration and gradients ready; all ranks call it together.
 
     Args:
-        model: from wrap_for_data_parallel; with ``forward_only`` it may be without.
-        step: that is to be run.
-        forward_step: as Megatron's schedules take it.
-        pool: the CAD's.
-        options: the CAD's, by which it plans steps.
-        forward_only: no gradients are computed.
+        model: from wrap_for_data_parallel; with ``forward_only`` it need not be wrapped.
+        step: the step to run.
+        forward_step: a function as Megatron's schedules take it.
+        pool: the CAD's server pool.
+        options: the options by which the CAD plans steps.
+        forward_only: whether no gradients are computed.
 
     Returns:
         The forward step, whose results are checked.
 
     Raises:
-        SupportError: they cannot run.
+        SupportError: model and step cannot run together.
     """
     if not forward_only:
         check_wrapped(model)
@@ -93,7 +94,7 @@ def _check_step(step: Step, options: PlanOptions, gpt: Any) -> None:
 
 
 def known_ids(model: Any) -> int:
-    """Token ids of a GPTModel, without rows that pad its embedding."""
+    """The number of a GPTModel's token ids, without rows that pad its embedding."""
     return int(getattr(model, "vocabulary", None) or model.vocab_size)
 
 
@@ -107,7 +108,7 @@ def _zero_gradients(model: DistributedDataParallel) -> None:
 
 
 def _forget_step(model: DistributedDataParallel) -> None:
-    """Forget how often Megatron saw which gradient in a step that failed, and what it began to reduce."""
+    """Resets Megatron's counts of gradients, and the reductions that it began, after a step that failed."""
     for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
@@ -116,16 +117,16 @@ def _forget_step(model: DistributedDataParallel) -> None:
 
 
 def note_trained(model: DistributedDataParallel) -> None:
-    """Note that a step with gradients is done."""
+    """Notes that a step with gradients is done."""
     model.unfinished = False
     note_gradients(model)
 
 
 def _check_replicas(model: Any) -> None:
-    """Refuse to go on where an optimizer updated weights that ranks hold shards of the gradients of, and gathered none.
+    """Refuses to go on where ranks hold shards of gradients, but an optimizer updated all weights and gathered none.
 
     Raises:
-        SupportError: on all data-parallel ranks.
+        SupportError: weights differ between data-parallel ranks; all of them raise it.
     """
     if getattr(model, "weights_gathered", True):
         return
@@ -144,7 +145,7 @@ def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     most = torch.stack((sums, -sums))
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     differ = most[0] != -most[1]
-    if (differ & most.isfinite().all(0)).any():  # of others nothing is known, and a loss says so
+    if (differ & most.isfinite().all(0)).any():  # weights that are not finite show in the loss
         raise SupportError(
             "Weights differ between data-parallel ranks: the optimizer updates all of them, but each rank has reduced "
             "gradients of its shard alone. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "
@@ -153,10 +154,10 @@ def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def check_wrapped(model: Any) -> None:
-    """Refuse to train a model that wrap_for_data_parallel did not make: nobody would reduce its gradients.
+    """Refuses to train a model that wrap_for_data_parallel did not make: its gradients would not be reduced.
 
     Raises:
-        SupportError: naming what was given.
+        SupportError: the model is another one; it names its class.
     """
     finalize = getattr(getattr(model, "config", None), "finalize_model_grads_func", None)
     if not isinstance(model, DistributedDataParallel) or finalize is None:

@@ -1,4 +1,5 @@
-"""One training step of megatron-core: forward and backward over the micro-batches, a token-weighted global loss."""
+"""One training step of megatron-core: forward and backward over the micro-batches, with a loss that all tokens of the
+global batch share in."""
 
 from __future__ import annotations
 
@@ -24,21 +25,22 @@ from megatron_patches.steps.step import Batch
 from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
 
-# Gradients of one reduction. The same for every number of ranks, so that the distributed optimizer's checkpoints, whose
-# shards are those of the buckets, are cut alike.
+# Gradients in one bucket, which is reduced at once. It is the same for every number of ranks, so that checkpoints of
+# the distributed optimizer, whose shards are parts of buckets, are cut alike.
 _BUCKET_PARAMETERS = 100_000_000
 
 
 def wrap_for_data_parallel(
     model: GPTModel, distributed_optimizer: bool, gradients: torch.dtype = torch.float32
 ) -> DistributedDataParallel:
-    """Cast to bfloat16 where the configuration says so, and add gradient reduction over data-parallel ranks.
+    """Casts a model to bfloat16 where the configuration says so, and adds gradient reduction over data-parallel ranks.
 
-    Gradients are added up and reduced in float32, or in the type of bfloat16 weights where ``gradients`` is that.
-    Without pipeline stages a bucket of gradients is reduced while backward goes on. Recomputed segments run in nested
-    backward passes, so a weight is touched once per nano-batch. Megatron counts the touches of the first global batch,
-    which it reduces after backward. From then on it starts a bucket's reduction at its last touch. So every micro-batch
-    must touch every weight equally often, also where this rank has no rows.
+    Gradients are added up and reduced in float32, or in bfloat16 where ``gradients`` says so. Without pipeline stages a
+    bucket of gradients is reduced while backward goes on.
+
+    A weight gets a gradient once per nano-batch. Megatron counts these in the first global batch, which it reduces
+    after backward. From then on it starts a bucket's reduction at its last gradient. So every micro-batch must give
+    every weight equally many gradients, also where this rank has no rows.
     """
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model
@@ -59,7 +61,7 @@ def wrap_for_data_parallel(
 
 
 def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
-    """Its ``no_sync`` by a weak reference, for a configuration, which may be in use for longer than the model."""
+    """Returns the model's ``no_sync`` by a weak reference, for a configuration that may live longer than the model."""
     here = weakref.ref(wrapped)
 
     def no_sync() -> Any:
@@ -71,7 +73,7 @@ def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Note in ``weights_gathered`` whether somebody gathered weights, as Megatron's distributed optimizer does."""
+    """Makes ``weights_gathered`` tell whether weights were gathered, as Megatron's distributed optimizer does."""
 
     def noting(gather: Callable[..., None]) -> Callable[..., None]:
         def noted(*args: Any, **options: Any) -> None:
@@ -81,21 +83,21 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
         return noted
 
     wrapped.weights_gathered = not wrapped.ddp_config.use_distributed_optimizer
-    # Newer Megatron-Core goes by these alone.
+    # Newer Megatron-Core gathers through these alone.
     for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         group.start_param_sync = noting(group.start_param_sync)
 
 
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
-    """Finish reducing a global batch's gradients and divide them by its tokens.
+    """Finishes reducing a global batch's gradients and divides them by its tokens.
 
-    megatron's own function would read the number of tokens before it divides. The host would wait there until the GPU
-    is done with the whole step, and only then plan the next one.
+    megatron's own function reads the number of tokens on the host before it divides. The host would wait there until
+    the GPU is done with the whole step, and only then plan the next one.
 
     Args:
         models: from :func:`wrap_for_data_parallel`.
-        tokens: int scalar on the device, the target tokens of this rank, known on the last pipeline stage.
-        options: of megatron's function.
+        tokens: int scalar on the device, the target tokens of this rank; it is known on the last pipeline stage.
+        options: further arguments of megatron's function.
 
     Raises:
         SupportError: weights were not used as often as in the first step.
@@ -112,8 +114,13 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 
 
 def _check_uses(model: DistributedDataParallel) -> None:
-    """Refuses gradients that come later than in the first step: they would be lost where gradients are reduced while
-    backward goes on."""
+    """Refuses a step in which weights got more or fewer gradients than in the first one.
+
+    Where gradients are reduced while backward goes on, later ones would be lost.
+
+    Raises:
+        SupportError: a weight was used more or less often.
+    """
     groups = model.bucket_groups + model.expert_parallel_bucket_groups
     for group in groups if model.ddp_config.overlap_grad_reduce else ():
         found = group.per_param_grad_ready_counts
@@ -132,21 +139,23 @@ def _check_uses(model: DistributedDataParallel) -> None:
 
 
 def _overlaps_reduction() -> bool:
-    """Whether gradients are reduced during backward. Pipeline stages would have to agree on their last micro-batch."""
+    """Whether gradients are reduced during backward. It is not so with pipeline stages, which would have to agree on
+    their last micro-batch."""
     return parallel_state.get_pipeline_model_parallel_world_size() == 1
 
 
 ForwardStep = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
-"""A function that takes the next micro-batch's rows and the model. It returns the model's output and a function of
-that. The latter returns the summed loss, the number of target tokens (an int scalar) and anything to be reported."""
+"""A forward step: it takes an iterator over micro-batches' rows and the model, and returns the model's output and a
+loss function. That takes the output and returns the summed loss, the number of target tokens (an int scalar) and
+anything to be reported."""
 
 
 def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
-    """The forward step, refused where it does not say by how many tokens gradients are to be divided: Megatron would
-    divide by micro-batches, and not over ranks.
+    """Returns the forward step with checks of its results. Without a number of tokens Megatron would divide gradients
+    by micro-batches, and not over all ranks.
 
     Raises:
-        SupportError: from the step or its loss function, if these return anything else.
+        SupportError: the step or its loss function, when it is called, returns anything else.
     """
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -164,8 +173,8 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
 
 class _OneBatch(Iterator[Batch]):
-    """The batches of a forward step: that of its micro-batch, and no other. A second one would be another
-    micro-batch's, which would then miss it."""
+    """The batches of a forward step: the one of its micro-batch. It refuses a second one, which would be that of
+    another micro-batch."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches, self.taken = batches, False
@@ -193,7 +202,7 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
             "The loss function's second value is no integer tensor; return how many target tokens there are, as "
             "(loss_mask > 0).sum().int()."
         )
-    # No views: Megatron's 1F1B frees what a stage returned.
+    # Results must be no views, as Megatron's 1F1B frees what a stage returned.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
 
 
@@ -204,7 +213,7 @@ def _is_no_count(tokens: torch.Tensor) -> bool:
 def run_schedule(
     model: DistributedDataParallel, batches: Sequence[Batch], forward_step: ForwardStep, *, forward_only: bool = False
 ) -> list[Any]:
-    """Forward and, unless told otherwise, backward of a global batch by Megatron's own schedule; gradients end up
+    """Runs forward and, unless told otherwise, backward of a global batch by Megatron's own schedule. Gradients end up
     reduced and averaged over its tokens.
 
     Args:
@@ -214,9 +223,9 @@ def run_schedule(
         forward_only: compute losses only.
 
     Returns:
-        What the loss function reported, by micro-batch; empty on stages without the loss.
+        The reports of the loss function, by micro-batch; empty on stages without the loss.
     """
-    # Megatron's schedules leave it to the caller to keep no activations where there is no backward.
+    # Megatron's schedules do not switch gradients off where there is no backward; activations would be kept.
     with torch.set_grad_enabled(not forward_only):
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -231,7 +240,8 @@ def run_schedule(
 
 
 def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """The forward step of language models with the fused loss; reports [summed loss, target tokens] in float64."""
+    """The forward step of language models with the fused loss, which reports [summed loss, target tokens] in
+    float64."""
     batch = next(batches)
     loss = model(
         batch.tokens,
@@ -245,30 +255,31 @@ def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor
 
 
 def log_probabilities_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """The forward step that reports the log-probability of every row's label, [1, rows]; for forward only."""
+    """The forward step that reports the log-probability of every row's label, [1, rows]; it is for forward alone."""
     batch = next(batches)
     output = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, log_probabilities=True)
     return output, lambda values: (values.sum(), batch.loss_mask.sum().int(), values.detach().clone())
 
 
 def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the results of a micro-batch that Megatron's schedules take: summed loss, number of tokens, and both for
-    the log.
+    """Returns the results of a micro-batch for Megatron's schedules: summed loss, number of tokens, and both as a
+    report.
 
-    The gradients of the global batch are divided at its end by the number of its tokens.
+    The gradients of the global batch are divided by its number of tokens at its end.
 
     Args:
-        loss_mask: [1, rows] bool, or weights, of which those above 0 count.
+        loss_mask: [1, rows] bool, or weights, of which those above 0 count as tokens.
         total: the last stage's output, the sum of the losses.
     """
     tokens = (loss_mask > 0).sum()
-    # A stored clone: Megatron may change the returned loss in place.
+    # The report is a copy, as Megatron may change the returned loss in place.
     return total, tokens.int(), torch.stack((total.detach().double(), tokens.double()))
 
 
 def sum_over_ranks(reports: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the token losses, number of tokens) over the whole global batch, two float64 scalars on the device, from
-    the reports of :func:`summed_loss_step`; every rank calls it."""
+    """Returns the sum of token losses and the number of tokens of the whole global batch, two float64 scalars.
+
+    They are added up from the ``reports`` of :func:`summed_loss_step`, on the device. All ranks call it together."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for report in reports:  # empty on stages without the loss
         total += report

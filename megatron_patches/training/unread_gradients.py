@@ -1,7 +1,7 @@
-"""Optimizers that would train nothing: they read a weight's ``grad``, and its gradient is in ``main_grad``.
+"""Finds optimizers that train nothing, as they read a weight's ``grad``, but its gradient is in ``main_grad``.
 
-torch calls back after every step of every optimizer. One that holds weights of a model which a training step was run
-on, none of them with a ``grad``, is looked at. Megatron's optimizers set it, or hold other tensors than the weights.
+torch calls a function here after every step of every optimizer. It looks at optimizers that hold weights of a trained
+model of which none has a ``grad``. Megatron's optimizers are none of these: they set ``grad``, or hold other tensors.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""Steps without any change of a weight after which an optimizer of unknown make is said to train nothing."""
+"""The steps without any change of a weight after which an unknown optimizer is reported to train nothing."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 _still: WeakKeyDictionary[Optimizer, tuple[int, torch.Tensor]] = WeakKeyDictionary()
-"""How many steps of an optimizer changed no weight, and the weights' sums since; none where no more is looked for."""
+"""The steps that changed no weight, by optimizer, and the weights' sums since then. An optimizer with ``STEPS`` or more
+is not looked at any more."""
 _listening: list[Any] = []
 
 
 def note_gradients(model: DistributedDataParallel) -> None:
-    """Note that gradients are in the model's ``main_grad``, so that an optimizer is expected to read them."""
+    """Notes that gradients are in the model's ``main_grad``, so that an optimizer is expected to read them."""
     if not _listening:
         _listening.append(register_optimizer_step_post_hook(_look_at))
     _trained.add(model)
 
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    """Called after a step.
+    """Looks at an optimizer after its step.
 
     Raises:
-        SupportError: one of torch's optimizers trained nothing.
+        SupportError: it is one of torch's optimizers and trained nothing.
     """
     held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     for model in list(_trained):
@@ -58,7 +59,7 @@ def _look_at(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _watch(optimizer: Optimizer, weights: list[Any]) -> None:
-    """Say it of an optimizer that may read ``main_grad`` if its steps change nothing."""
+    """Warns of an optimizer that may read ``main_grad`` once its steps have changed nothing for a while."""
     rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
     steps, before = _still.get(optimizer, (-1, torch.empty(0)))
     if steps >= STEPS or not any(rates):  # a warm-up may begin at 0

@@ -81,7 +81,7 @@ def passed_over(kind: str, **given: object) -> Iterator[str]:
     """Options of documents that a source would pass over, a sentence each: what is read would be other than asked for.
 
     Args:
-        kind: as of :func:`open_source`, or any other that has fields.
+        kind: as in :func:`open_source`, or any other that has fields.
         given: options such as ``field``, ``conversations`` and ``end_token``; what is false was not given.
     """
     ids, files = kind in ("indexed", "mix"), kind in ("stdlib", "text")

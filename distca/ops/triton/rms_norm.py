@@ -84,7 +84,7 @@ class _AddRMSNorm(torch.autograd.Function):
         total = x if branch is None else torch.empty_like(x)
         scale = _fill(x, None if branch is None else branch.contiguous(), total, weight, epsilon, out)
         ctx.has_branch = branch is not None
-        # A fresh view: what is kept for backward must not be a part of the graph.
+        # A new view: what is kept for backward must not be a part of the graph.
         ctx.save_for_backward(total.detach(), weight, scale)
         return total.view_as(total), out
 

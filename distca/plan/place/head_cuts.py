@@ -196,7 +196,7 @@ class _Documents(NamedTuple):
 
     Attributes:
         rank: [N] home rank.
-        rows, square, slope: as of :class:`_OnRank`.
+        rows, square, slope: as in :class:`_OnRank`.
         dense: [N] the square part of the work over the square of the rows.
     """
 

@@ -1,7 +1,7 @@
 """From documents on ranks to the rows of every nano-batch: what is computed in ping, what in pong, and what fills up.
 
 One placement serves both nano-batches: a document stays on its rank. Its first rows are computed in ping, the others in
-pong, whose queries find the keys of the first rows at home, so that nothing moves.
+pong. Queries of pong find the keys of the first rows at home, so that nothing moves.
 
 Every rank puts about the same part of its work into ping: whole documents, and one that is cut where they do not come
 out even. Ranks may be full of documents so long that half their rows are a head with little work. Then ping has less

@@ -161,8 +161,8 @@ def deal(
         nano_batches: 1, or 2 for ping and pong.
         lean: whether ping may have less work than pong, where that moves fewer bytes.
     """
-    # Documents longest first; those from ``count`` on are filler. "surplus" is their work over filler's, "wanted" the
-    # surplus of a rank at the mean, and "added" the work that every share adds to a document.
+    # Documents longest first; those from ``count`` on are filler. "surplus" is their work over filler's. "wanted" is
+    # the surplus of a rank with the mean work. "added" is the work that every share adds to a document.
     order = order_by(length.max() - length)
     rows, whole = length[order], work(np.zeros_like(length), length[order])
     from_here = np.append(np.cumsum(whole[::-1])[::-1], 0.0)
@@ -229,7 +229,7 @@ def _dealt_in_nodes(
         bounds: [nodes + 1] ranks; node n has those from bounds[n] up to bounds[n + 1].
         filler: work per token, and tokens, of the documents that come after the items.
         most: most work of shares on a rank, in parts of the mean, and most rows, in parts of its tokens.
-        in_turn: as of :func:`distca.plan.place.bins.deal_to_bins`.
+        in_turn: as in :func:`distca.plan.place.bins.deal_to_bins`.
     """
     # Parts sorted by node; for each node its parts are dealt as items of their own, numbered from "begin" on.
     order = order_by(by_node.bin)

@@ -133,8 +133,8 @@ def chain_routes(pieces: DocumentPieces, nano_batches: int, rank: int, backward:
 def _readers(first: np.ndarray, home: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """All pairs of a piece and a rank that reads its summary: [Q] each, the pieces of each rank in their order.
 
-    A rank reads all pieces of a document before the last one that it has. Example: of pieces on ranks 0, 1, 0 and 2,
-    rank 0 reads the first two, rank 1 the first one, and rank 2 the first three."""
+    A rank reads all pieces of a document before the last one that it has. Example: pieces lie on ranks 0, 1, 0 and 2.
+    Rank 0 reads the first two, rank 1 the first one, and rank 2 the first three."""
     # "which" numbers documents; a rank's last piece of one is the last of its equal keys, as pieces stand in order.
     begins = np.flatnonzero(first)
     which = np.cumsum(first) - 1

@@ -32,8 +32,8 @@ relieved otherwise; so it sets how short a range may be. What follows with small
 constants here, are in benchmarks/results/planner.md."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
-"""The places that are tried for the ranges, from the start of the piece to its end. 5 cost 0.1 % more bytes, 49 the
-same as 13."""
+"""The places that are tried for the ranges, from the start of the piece to its end. With 5 places plans move 0.1 % more
+bytes, with 49 as many as with 13."""
 _LEAST_BLOCKS = 8
 """The fewest kernel tiles that a sender hands over, even if it should lose less. With 32 bytes grow by 1.5 %."""
 _FEW = 8

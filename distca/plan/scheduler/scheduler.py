@@ -84,8 +84,8 @@ def schedule(
     Args:
         layout: where the rows live.
         cost: seconds per CA-task.
-        tolerance: how far above its fair share of the time a server may be, as a part of the mean, where the documents
-            and the shortest worthwhile ranges allow it.
+        tolerance: how far above its fair share of the time a server may be, as a part of the mean. A plan exceeds it
+            where documents and the shortest worthwhile ranges leave no other way.
         direction: which direction is balanced; "both" balances each of them with one common set of tasks.
         resend: whether backward resends q, k, v and o, which changes the price of a moved row.
         links: prices of bytes between ranks; None prices all pairs alike.

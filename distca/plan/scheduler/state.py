@@ -15,8 +15,9 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _MOST_KEPT, _FEW_KEPT = 1.5, 6
-"""The most k,v rows that a server should read: 1.5 times the mean of servers with everything at home, or 6 times a
-server's query rows, whichever is more. It limits memory of keys. Servers above it are asked last for further work."""
+"""The most k,v rows that a server should read, which limits memory of keys. It is 1.5 times the mean of servers with
+everything at home, or 6 times a server's query rows if that is more. Servers above it are asked last for further
+work."""
 
 
 class Pieces(NamedTuple):

@@ -145,9 +145,9 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
         other: [K, R] seconds of other work.
         slowness: [K, R] seconds of a server per second of work.
     """
-    # Directions without attention only take the longest other work. The others are tried alone first. If their times do
-    # not leave room for one set of tasks, forward's time is searched between the least it can have and that with which
-    # backward has its least.
+    # Directions without attention only take the longest other work. The others are tried alone first. Their times may
+    # be too short for one set of tasks. Then forward's time is searched, from its least up to the one at which backward
+    # has its least.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
     # Per direction with attention: when servers can begin, and the part of all attention that each does in a second.

@@ -42,7 +42,7 @@ def busy_pieces(ranks: int, spanned: float) -> tuple[int, int, float]:
 
 
 def state_memory(what: Recurrence, ranks: int, spanned: float) -> StateMemory:
-    """The memory of a layer; arguments as of :func:`busy_pieces`."""
+    """The memory of a layer; arguments as in :func:`busy_pieces`."""
     continuing, between, read = busy_pieces(ranks, spanned)
     kept = continuing * what.state_bytes + between * what.transition_bytes
     return StateMemory(kept, int(read * (what.state_bytes + what.transition_bytes)))

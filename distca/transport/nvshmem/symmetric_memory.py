@@ -1,8 +1,8 @@
 """NVSHMEM: symmetric memory that peers write into, by copy engine where they map it, else by NVSHMEM's puts.
 
 NVSHMEM gives every rank a block of memory, and the addresses under which it reaches its peers' blocks over NVLink. To
-these intra-node peers rows are copied by the GPUs' copy engines, and streams signal to each other by writing 64-bit
-slots and waiting for them. So a transfer takes no multiprocessor from matrix products beside it. Only rows that are too
+these intra-node peers rows are copied by the GPUs' copy engines. Streams signal to each other by writing 64-bit slots
+and waiting for them. So a transfer takes no multiprocessor from matrix products beside it. Only rows that are too
 few or too scattered for a copy engine are written by a kernel of a few blocks
 (:mod:`distca.transport.nvshmem.intranode`). Blocks of other nodes have no such address. To these inter-node peers
 NVSHMEM's own calls carry rows and signals (:mod:`distca.transport.nvshmem.internode`).
