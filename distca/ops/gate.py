@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gate:
-    """What becomes of a gate g and of the number u that it lets through: g · sigmoid(slope · g) · (u + offset).
+    """The function of a gate g and of the number u that it lets through: g · sigmoid(slope · g) · (u + offset).
 
     Attributes:
         slope: 1 for SwiGLU.

@@ -171,7 +171,7 @@ def _swiglu(draw: _Draw, ffn: int) -> Outputs:
 
 
 def _scaled_gate(draw: _Draw, widths: Widths) -> Outputs:
-    """As experts call it, with numbers on both sides of a limit."""
+    """The check of a clamped gate as experts call it, with numbers on both sides of its limit."""
     power = math.frexp(widths.gate.limit)[1]  # a power of two leaves numbers exact in every type
     x = (2.0**power * draw(_ROWS, 2 * widths.ffn)).requires_grad_()
     factors = draw.wide(_ROWS).requires_grad_()

@@ -1,4 +1,4 @@
-"""What a model's forward needs to know of a micro-batch beside its tokens, handed over as the attention mask.
+"""The facts on a micro-batch beside its tokens that a model's forward needs, handed over as the attention mask.
 
 megatron-core passes ``attention_mask`` to the block and to every layer's core attention without reading it. So an
 object in its place reaches them, and no signature changes.

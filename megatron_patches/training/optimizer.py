@@ -132,7 +132,7 @@ def build_optimizer(
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
     """Returns fields of megatron's configuration for moments that are not float32, and for FP8 weights."""
     # Megatron itself must hold the main weights of FP8 weights. With delayed scaling it would leave that to Transformer
-    # Engine's Adam, which would take the weights for bfloat16 ones and keep only 16 bits more of each.
+    # Engine's Adam. This one would take the weights for bfloat16 ones and keep only 16 bits more of each.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held

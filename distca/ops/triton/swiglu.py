@@ -51,7 +51,7 @@ def _block(width: int) -> int:
 
 
 def _constants(width: int, gate: Gate) -> dict[str, Any]:
-    """What kernels are compiled for."""
+    """The arguments that kernels are compiled for."""
     of_gate = {"SLOPE": gate.slope, "OFFSET": gate.offset, "LIMIT": gate.limit}
     return {**of_gate, "BLOCK": _block(width), "num_warps": 4}
 

@@ -176,8 +176,8 @@ def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
 def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
     """Cuts a stream of document ranges wherever a rank's rows end; returns shards and [R] rows per rank.
 
-    Example: ranges of 3 and 4 rows with borders 0, 5 and 7 become shards of 3 and 2 rows on rank 0, and one of 2 rows
-    on rank 1."""
+    Example: borders are 0, 5 and 7, and ranges have 3 and 4 rows. Rank 0 gets shards of 3 and 2 rows, rank 1 one of
+    2."""
     placed, rank = laid_end_to_end(stream, np.diff(bounds))
     own = placed.stop - placed.start
     row = np.cumsum(own) - own - bounds[rank]

@@ -47,8 +47,8 @@ _USUAL_TRIES = 4
 """Limits that are tried before cuts may add more work."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Additions to the tolerance, tried in turn where the limit cannot be kept. A block of the longest document may be a
-few percent of the mean load, so that every receiver is left a little short of its limit. A slightly higher limit for
-all is then better than one server that nobody can relieve."""
+few percent of the mean load. Every receiver is then left a little short of its limit. A slightly higher limit for all
+is better than one server that nobody can relieve."""
 _MORE_OVERHEAD = 1.0
 """The time that a cut may add, as a part of the time that it moves, in tries before the tolerance grows. Where budgets
 are small, ranges that pay for their cut are up to a quarter of a server's backward. Shorter ones add work, but a server

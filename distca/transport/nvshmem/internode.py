@@ -157,8 +157,8 @@ class InternodePeers:
         self._half = addresses.staging_bytes // 2
         self._stream = queue.create_stream(-1)
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # By peer: the newest exchange that this stream has waited for it to consume, and the newest exchange of which
-        # it was told that this rank consumed it.
+        # By peer, numbers of exchanges: the newest one that this stream has waited for the peer to consume; and the
+        # newest one that the peer was told that this rank has consumed.
         self._room: dict[int, int] = {}
         self._told: dict[int, int] = {}
 
