@@ -21,6 +21,7 @@ from distca.baselines.layouts import Pieces, layout_of, pieces_of
 from distca.baselines.mode import Mode
 from distca.device.host_to_device import Destination, Upload, uploading
 from distca.plan import AttentionShape, Layout
+from distca.runtime.recurrent_routes import RecurrentRoutes
 from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
@@ -74,8 +75,13 @@ def prepare(
         with uploading(device) as upload:
             routes, batch = routes_of(mine, halos, upload), TaskBatch.of(borders, borders, upload)
         return Prepared(layout, PackedMicroBatch(batch, int(borders[-1]), recurrent=routes), 0)
+    attention: PackedMicroBatch
     with uploading(device) as upload:
-        attention = _attention(mode, pieces, lengths, group_of, group, upload, windows, halos)
+        if mode.method == "ulysses":
+            recurrent = {size: RecurrentRoutes.of((layout,), rank, size, upload)[0] for size in halos}
+            attention = UlyssesMicroBatch.of(pieces, lengths, group_of, group, upload, recurrent)
+        else:
+            attention = _attention(mode, pieces, lengths, group, upload, windows, halos)
     moved = _bytes(mode, layout.q_rows, shape)
     if mode.method == "cp-halo":
         by_window = {w: 2 * shape.kv_bytes * halo_rows(layout, w) if w else moved for w in set(windows)}
@@ -87,7 +93,6 @@ def _attention(
     mode: Mode,
     pieces: Pieces,
     lengths: np.ndarray,
-    group_of: np.ndarray,
     group: CpGroup,
     upload: Upload,
     windows: Sequence[int],
@@ -95,8 +100,6 @@ def _attention(
 ) -> PackedMicroBatch:
     if mode.method == "ring":
         return RingMicroBatch.of(pieces, group, upload)
-    if mode.method == "ulysses":
-        return UlyssesMicroBatch.of(pieces, lengths, group_of, group, upload)
     if mode.method == "cp-halo":
         return HaloMicroBatch.with_halos(pieces, lengths, group, upload, windows)
     return GatheredMicroBatch.of(pieces, lengths, group, upload, mode.method == "cp-keep", halos)

@@ -1,6 +1,7 @@
 """Ulysses: the group's documents as one sequence, attention sharded by heads (arXiv 2309.14509).
 
 One all-to-all turns every rank's rows of all heads into all rows of its share of the heads; another turns o back.
+Recurrent layers run by fla's context parallelism, on CPUs by DistCA's exchange of summaries.
 
 Shape suffixes: N rows of the rank, T rows of the group, C ranks of the group, H query heads, G key/value heads, h and g
 this rank's share of them, D head dimension.
@@ -8,19 +9,24 @@ this rank's share of them, D head dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.baselines.fla_parts import FlaParts
 from benchmarks.baselines.groups import CpGroup
 from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer
 from distca.baselines.layouts import Pieces
 from distca.device.host_to_device import Destination
 from distca.plan import AttentionKind
+from distca.recurrent import Recurrence
+from distca.runtime import AttentionPool
+from distca.runtime.recurrent_routes import RecurrentRoutes
 from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
@@ -31,10 +37,17 @@ class UlyssesMicroBatch(PackedMicroBatch):
     Attributes:
         group: the context-parallel group.
         counts: [C] rows of each of its ranks.
+        parts: for recurrent layers on GPUs.
     """
 
     group: CpGroup
     counts: list[int]
+    parts: FlaParts | None = field(default=None, kw_only=True)
+
+    def recur(self, pool: AttentionPool, layer: int, what: Recurrence, *rest: Any) -> torch.Tensor:
+        if self.parts is None:
+            return super().recur(pool, layer, what, *rest)
+        return self.parts.recur(what, *rest)
 
     def attend(
         self,
@@ -53,14 +66,24 @@ class UlyssesMicroBatch(PackedMicroBatch):
 
     @staticmethod
     def of(
-        pieces: Pieces, lengths: np.ndarray, group_of: np.ndarray, group: CpGroup, device: Destination
+        pieces: Pieces,
+        lengths: np.ndarray,
+        group_of: np.ndarray,
+        group: CpGroup,
+        device: Destination,
+        recurrent: Mapping[int, RecurrentRoutes] | None = None,
     ) -> UlyssesMicroBatch:
-        """This rank's micro-batch. ``pieces``: contiguous parts of all groups' sequences."""
+        """This rank's micro-batch. ``pieces``: contiguous parts of all groups' sequences; ``recurrent``: routes of
+        recurrent layers on CPUs, where there are some."""
         first_rank = group.number * group.size
         rows = np.bincount(pieces.rank, weights=pieces.rows, minlength=first_rank + group.size).astype(np.int64)
         counts = rows[first_rank : first_rank + group.size].tolist()
-        borders = np.concatenate(([0], np.cumsum(np.asarray(lengths)[group_of == group.number])))
-        return UlyssesMicroBatch(TaskBatch.of(borders, borders, device), counts[group.rank], group, counts)
+        own = np.asarray(lengths)[group_of == group.number]
+        borders, mine, parts = np.concatenate(([0], np.cumsum(own))), counts[group.rank], None
+        batch = TaskBatch.of(borders, borders, device)
+        if recurrent and batch.cu_q.is_cuda:
+            parts = FlaParts.of(group, mine, own, batch.cu_q.device)
+        return UlyssesMicroBatch(batch, mine, group, counts, recurrent=recurrent or {}, parts=parts)
 
     def to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """All rows of this rank's share of the heads, from this rank's rows of all heads: T_hD for each N_HD."""

@@ -103,14 +103,11 @@ def _local_stack(shape: ModelShape) -> ModuleSpec:
 
 
 def _use_right_gradients(shape: ModelShape, config: TransformerConfig) -> None:
-    """Give fla the kernel that this project's modes choose, where fla refuses its own; every rank calls it together."""
-    from fla.ops.gated_delta_rule import chunk
-
+    """Let fla compute gradients as this project's modes do, where it refuses its own kernel; every rank calls it
+    together."""
     from distca.recurrent import choose_recurrent_kernel
-    from distca.recurrent.chunk_gradients import chunk_gradients
-    from distca.recurrent.fla_delta_rule import FlaDeltaRule
+    from distca.recurrent.fla_delta_rule import let_fla_differentiate
 
     what = shape.hybrid.recurrence(shape.recurrent_layers[0], config.tensor_model_parallel_size)
-    kernel = choose_recurrent_kernel(what, torch.device("cuda", torch.cuda.current_device()), config.params_dtype)
-    if isinstance(kernel, FlaDeltaRule) and kernel.own_gradients:
-        chunk.chunk_bwd_dqkwg = chunk_gradients
+    device = torch.device("cuda", torch.cuda.current_device())
+    let_fla_differentiate(choose_recurrent_kernel(what, device, config.params_dtype))

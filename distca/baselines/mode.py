@@ -47,7 +47,8 @@ class Mode:
         cp-halo: the same in layers without a window; in others, ranks exchange the rows before each piece that its
             queries see.
         ring: the group's documents as one sequence, cut zigzag; keys and values travel in a ring.
-        ulysses: the group's documents as one sequence; attention is sharded by heads through all-to-alls.
+        ulysses: the group's documents as one sequence; attention is sharded by heads through all-to-alls. Recurrent
+            layers run by fla's context parallelism, in groups of two.
         megatron-te: unmodified Megatron-Core with Transformer Engine's layers, whole documents.
         megatron-te-p2p: the same with its context parallelism, in which keys and values travel in a ring.
         megatron-te-a2a: the same with all-to-alls of heads.
@@ -109,12 +110,12 @@ class Mode:
                 f"{self.name} takes values as wide as keys, and this model's are narrower; choose packed, cp, cp-keep "
                 "or distca."
             )
-        if key_heads and self.method in ("ring", "ulysses", "cp-halo"):
+        if key_heads and self.method in ("ring", "cp-halo", "ulysses") and self.name != "ulysses2":
             raise BaselineError(
-                f"{self.name} takes models without recurrent layers, and this one has some; choose packed, cp, cp-keep "
-                "or distca."
+                f"{self.name} takes models without recurrent layers, and this one has some; choose packed, cp, "
+                "cp-keep, ulysses2 or distca."
             )
-        if key_heads % self.degree:
+        if key_heads % self.degree and self.method != "ulysses":
             raise BaselineError(
                 f"{self.name} shards {key_heads} key heads of recurrent layers over {self.degree} ranks, which does "
                 "not divide them; choose a degree that does."

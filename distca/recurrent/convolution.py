@@ -69,7 +69,12 @@ def core_rows(
         what: the recurrence.
     """
     activated = functional.silu(_convolved(mixed_NC, halo_UC, parameters, pieces))
-    of_name = dict(zip(what.columns, activated.split(what.widths, dim=1), strict=True))
+    return rows_of_heads(activated, g, beta_NH, what)
+
+
+def rows_of_heads(activated_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor, what: Recurrence) -> CoreRows:
+    """The core's rows from what the convolution puts out; other arguments as of :func:`core_rows`."""
+    of_name = dict(zip(what.columns, activated_NC.split(what.widths, dim=1), strict=True))
     q, k = (of_name[name].unflatten(1, (what.key_heads, what.key_dim)) for name in ("q", "k"))
     if what.normalise:
         q, k = _unit(q), _unit(k)

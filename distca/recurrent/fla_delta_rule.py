@@ -23,7 +23,7 @@ import torch
 from distca.device.host_to_device import to_device
 from distca.plan.recurrence import Recurrence
 from distca.recurrent.chunk_gradients import chunk_gradients
-from distca.recurrent.kernel import CoreRows, Span
+from distca.recurrent.kernel import CoreRows, RecurrentKernel, Span
 
 CHUNK_ROWS = 64
 
@@ -152,6 +152,14 @@ class FlaDeltaRule:
     def _states(self, rows: CoreRows, count: int, width: int | None = None) -> torch.Tensor:
         heads, key_dim, value_dim = self._what.state_shape
         return rows.v.new_empty(count, heads, key_dim, width or value_dim, dtype=torch.float32)
+
+
+def let_fla_differentiate(kernel: RecurrentKernel) -> None:
+    """Let fla's own functions compute gradients within chunks as a chosen kernel does, for whoever calls them."""
+    if isinstance(kernel, FlaDeltaRule) and kernel.own_gradients:
+        from fla.ops.gated_delta_rule import chunk
+
+        chunk.chunk_bwd_dqkwg = chunk_gradients
 
 
 def _named(rows: CoreRows, run: _Run) -> dict[str, torch.Tensor]:

@@ -1,7 +1,9 @@
 """Every baseline against unmodified megatron-core on one rank, and its layouts."""
 
+import sys
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -259,3 +261,39 @@ def test_ring_and_ulysses_refuse_other_layers_than_full_ones():
             with pytest.raises(BaselineError, match="full layers only"):
                 parse_mode(name).check(2, 2, [AttentionKind(1.0), kind])
     parse_mode("cp2-halo").check(2, 2, [AttentionKind(1.0, 8, sink=True)])
+
+
+@pytest.mark.parametrize("rank,own", [(0, 3), (1, 4)])
+def test_parts_for_fla_are_equal_and_begin_with_padding(monkeypatch, rank, own):
+    """With functions in fla's place that return what they get, a rank's rows are where they were."""
+    from benchmarks.baselines.fla_parts import FlaParts
+    from distca.recurrent import CoreParameters, Recurrence
+
+    calls = {}
+
+    def convolution(x, weight, bias, activation, cp_context):
+        calls["convolution"] = x.shape, cp_context
+        return x, None
+
+    def rule(q, k, v, g, beta, scale, cp_context):
+        calls["rule"] = q.shape, k.shape, g.shape, beta.shape, scale
+        return v, None
+
+    def context(borders, group, conv1d_kernel_size, cu_seqlens_cpu):
+        return borders.tolist(), group, conv1d_kernel_size, cu_seqlens_cpu.tolist()
+
+    made = {
+        "fla.modules.causal_conv1d": {"causal_conv1d": convolution},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": rule},
+        "fla.ops.cp": {"build_cp_context": context},
+    }
+    for name, functions in {"fla": {}, "fla.modules": {}, "fla.ops": {}, **made}.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
+    group = SimpleNamespace(size=2, rank=rank, group="its group")
+    parts = FlaParts.of(group, own, np.array([3, 4]), torch.device("cpu"))
+    what = Recurrence.gated_delta_net(2, 4, 8, 6)
+    mixed, g, beta = torch.randn(6, what.channels), torch.randn(6, 4), torch.rand(6, 4)
+    o = parts.recur(what, CoreParameters(torch.zeros(what.channels, 4)), mixed, g, beta)
+    assert calls["convolution"] == ((1, 4, what.channels), ([0, 1, 4, 8], "its group", 4, [0, 1, 4, 8]))
+    assert calls["rule"] == ((1, 4, 4, 8), (1, 4, 4, 8), (1, 4, 4), (1, 4, 4), 8**-0.5)
+    assert torch.equal(o[:own].flatten(1), mixed[:own, 32:]) and not o[own:].any() and o.shape == (6, 4, 6)

@@ -319,7 +319,7 @@ def test_recurrent_layers_leave_out_modes_that_are_not_built_for_them(tmp_path):
     command = ["--output", str(tmp_path), "--contexts", "128", "--", *MODEL, *stack]
     settings = parse(command, 4)
     names = [mode.name for mode in settings.modes]
-    assert names == ["distca", "packed", "cp2", "cp2-keep", "variable"]
+    assert names == ["distca", "packed", "cp2", "cp2-keep", "ulysses2", "variable"]
     assert "without recurrent layers" in settings.left_out["ring2"]
     assert "shards 2 key heads of recurrent layers over 4 ranks" in settings.left_out["cp4"]
 
