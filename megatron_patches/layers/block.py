@@ -28,7 +28,7 @@ from megatron_patches.experts.spec import with_experts
 from megatron_patches.layers.full_recompute import differentiable
 from megatron_patches.layers.hybrid_layers import GatedAttentionLayer
 from megatron_patches.layers.latent import LatentLayer
-from megatron_patches.layers.latent_attention import LatentAttention, ReplicatedLinear
+from megatron_patches.layers.latent_attention import LatentAttention, ReplicatedLinear, WholeRows
 from megatron_patches.layers.layer import SplitLayerParts, SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
@@ -235,7 +235,7 @@ def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOpt
     attention, mlp = parts.self_attention.submodules, mlp_submodules(parts.mlp)
     column, row = linear_classes(te)
     attention.core_attention = PackedAttention
-    attention.q_layernorm = attention.kv_layernorm = norm if config.qk_layernorm else IdentityOp
+    attention.q_layernorm = attention.kv_layernorm = norm if config.qk_layernorm else WholeRows
     attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
     attention.linear_q_proj = attention.linear_q_up_proj = attention.linear_kv_up_proj = column
     attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2 = row, column, row

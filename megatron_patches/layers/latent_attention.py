@@ -42,6 +42,17 @@ class ReplicatedLinear(torch.nn.Module):
         return linear(rows, self.weight, None, self._adds_up, allreduce_dgrad=False, sequence_parallel=False), None
 
 
+class WholeRows(torch.nn.Module):
+    """Stands where latent rows have no norm. They are columns of wider rows, which NCCL does not gather as they lie."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the rows by themselves."""
+        return rows.contiguous()
+
+
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with the linear layers and norms of the spec.
 

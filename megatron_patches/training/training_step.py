@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from distca.errors import SupportError
+from megatron_patches.patches.gradient_norm import norm_gradients_together
 from megatron_patches.steps.step import Batch
 from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
@@ -52,6 +53,7 @@ def wrap_for_data_parallel(
         check_for_nan_in_grad=False,
         fp8_param_gather=has_fp8_weights(model),
     )
+    norm_gradients_together()
     wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
     config.finalize_model_grads_func = finalize_gradients
     config.no_sync_func = no_sync_of(wrapped)

@@ -1,0 +1,38 @@
+"""The norm and clipping of gradients without a question to the device for each weight.
+
+Without Transformer Engine or Apex, and with a Transformer Engine that lacks one function of four, Megatron-Core takes
+functions of its own. They have one norm for each weight, and copy each to the host. A model with experts has hundreds
+of weights in a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads
+
+
+def norm_gradients_together() -> None:
+    """Replaces Megatron's own functions, in this process; those of Transformer Engine and Apex stay."""
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm
+    if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = _scale
+
+
+def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
+    """Returns the [1] float32 norm of all tensors of one list; arguments are Megatron's."""
+    (gradients,) = tensors
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)))[None], None
+
+
+def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
+    """Multiplies tensors by a factor, in place or into others; arguments are Megatron's."""
+    given, into = tensors
+    if all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True)):
+        torch._foreach_mul_(list(into), factor)
+    else:
+        utils.local_multi_tensor_scale(size, flag, tensors, factor)

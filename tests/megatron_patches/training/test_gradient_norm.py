@@ -1,0 +1,46 @@
+"""The norm and clipping of all gradients at once, held against Megatron's own functions."""
+
+import pytest
+import torch
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads
+
+from megatron_patches.patches.gradient_norm import norm_gradients_together
+
+SHAPES = ((3, 5), (0,), (1,), (700,))
+
+
+@pytest.fixture(autouse=True)
+def _own(monkeypatch):
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
+    norm_gradients_together()
+    assert clip_grads.l2_norm_impl is not utils.local_multi_tensor_l2_norm
+
+
+def _gradients(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_is_that_of_all_numbers(dtype):
+    gradients = _gradients(dtype)
+    exact = torch.cat([each.double().flatten() for each in gradients]).norm()
+    norm, _ = clip_grads.l2_norm_impl(1 << 16, torch.zeros(1), [gradients], False)
+    assert norm.shape == (1,) and norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_gradients_are_scaled_as_before(in_place):
+    given, expected = _gradients(), [each * 0.3 for each in _gradients()]
+    into = given if in_place else [torch.full_like(each, torch.nan) for each in given]
+    clip_grads.multi_tensor_scale_impl(1 << 16, torch.zeros(1), [given, into], 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(into, expected, strict=True))
+
+
+def test_what_transformer_engine_brings_stays(monkeypatch):
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", len)
+    norm_gradients_together()
+    assert clip_grads.l2_norm_impl is len
