@@ -202,10 +202,12 @@ def test_kernels_are_told_apart_by_their_names():
         Kernel("Memcpy PtoP (Device -> Device)", 2.5, 9.0),
         Kernel("vectorized_elementwise_kernel", 5.0, 6.0),
         Kernel("nvjet_tst_192x192_64x4", 6.0, 6.5),
+        Kernel("chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", 7.0, 7.25),
     ]
     traced = summary(kernels)
-    assert traced.busy_s == pytest.approx(4.5)
-    assert traced.kinds == pytest.approx({"attention": 2, "matrix products": 2.5, "communication": 6.5, "other": 1})
+    assert traced.busy_s == pytest.approx(4.75)
+    expected = {"attention": 2, "matrix products": 2.5, "communication": 6.5, "recurrent cores": 0.25, "other": 1}
+    assert traced.kinds == pytest.approx(expected)
     assert traced.largest["matrix products"] == pytest.approx({"nvjet_tst_192x192_64x4": 2.5})
     assert list(traced.largest["communication"]) == ["Memcpy PtoP (Device -> Device)"]
 
