@@ -239,7 +239,7 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
     image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto", vmin=0)
     who.set(title="who computes for whom", xlabel="server", ylabel="home rank")
     for axis in (before.xaxis, after.xaxis, who.xaxis, who.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))  # places of ranks, of which there are no halves
+        axis.set_major_locator(MaxNLocator(integer=True))  # ranks have whole numbers
     figure.colorbar(image, ax=who, label="forward ms")
     figure.savefig(path, dpi=120)
 

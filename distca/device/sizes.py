@@ -6,6 +6,6 @@ LOGITS_BYTES = 2 << 30
 """Bytes of one chunk of the output layer's logits on one rank. The weight's float32 gradient is read and written once
 per chunk, so chunks are not small."""
 PARKED_TENSORS = 5
-"""Tensors of a half of a micro-batch in every layer, where they wait for backward in host memory."""
+"""The tensors of each layer and nano-batch that wait for backward in host memory."""
 STAYING_HALVES = 2
-"""Halves of a layer whose tensors stay on the device after they were parked."""
+"""The number of nano-batches of layers whose tensors stay on the device after they were copied to host memory."""

@@ -81,7 +81,7 @@ class ExpertBytes:
 
         Args:
             ep: expert-parallel ranks, without others of which nothing is exchanged.
-            beside: the other half's rows travel meanwhile.
+            beside: the other nano-batch's rows travel meanwhile.
             again: rows travel once more, as experts are computed again.
         """
         hidden, ffn = self.hidden, self.experts.ffn

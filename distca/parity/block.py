@@ -164,7 +164,7 @@ def _share(
     assert hidden.grad is not None
     gradients, divisions = {}, divisions_of(model)
     for name, part in model.decoder.named_parameters():
-        # As in training: halves and ranks are added up in float32.
+        # As in training: nano-batches and ranks are added up in float32.
         gradient = torch.zeros_like(part, dtype=torch.promote_types(dtype, torch.float32))
         gradient += part.grad
         dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())

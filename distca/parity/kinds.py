@@ -54,7 +54,7 @@ def _documents(ranks: int) -> list[tuple[tuple[int, ...], ...]]:
     return [
         ((*around, 1, 2 * WINDOW, 3 * WINDOW + 1), (50, 2)),
         tuple((ranks * rows,) for rows in around),
-        tuple((2 * ranks * rows,) for rows in around),  # halves of a rank
+        tuple((2 * ranks * rows,) for rows in around),  # as many rows in each nano-batch of a rank
         ((13, 7, 1, 29, 3), (5, 6)),
         ((1, 1, 2, 1, 1),),
         ((2,), (1, 2)),  # most ranks have no tokens

@@ -34,7 +34,7 @@ class CoreParameters:
 
 @dataclass(frozen=True)
 class PieceRows:
-    """The rows of a half's pieces, and the rows that come before them.
+    """The rows of a nano-batch's pieces, and the rows that come before them.
 
     Attributes:
         spans: of all pieces, in the order of their rows.

@@ -49,7 +49,8 @@ class Hops:
 
 @dataclass(frozen=True)
 class Names:
-    """The names in a timeline: of a half's first exchange, the work behind it, its second exchange, and the rest."""
+    """The names in a timeline: of a nano-batch's first exchange, the work behind it, its second exchange, and the
+    rest."""
 
     there: str = "q,k,v"
     serve: str = "serve"
@@ -157,7 +158,7 @@ class Cad:
             passed[direction] = self._pass_on(phase, direction)
 
     def _by_layer(self, phase: Phase, direction: Direction) -> list[list[Half]]:
-        """Returns the halves of each layer."""
+        """Returns the nano-batches of each layer."""
         by_combination = self._halves(phase, direction)
         combinations = iter(self._kinds.layer_combinations)
         if self._recurrent is None:
@@ -172,7 +173,7 @@ class Cad:
         return Half(rows, np.zeros_like(core.rest), core.before, there, back, core.rest, _RECURRENT[direction])
 
     def _halves(self, phase: Phase, direction: Direction) -> list[list[Half]]:
-        """Returns the halves of a layer with attention, for each combination of the stages' kinds."""
+        """Returns the nano-batches of a layer with attention, for each combination of the stages' kinds."""
         found = []
         for number, kinds in enumerate(self._kinds.combinations):
             plans = phase.by_combination[number if self._plan.options.layer_kinds else 0]

@@ -48,11 +48,11 @@ class ExpertLayers:
         """Queue the experts of a layer.
 
         Args:
-            rows: [R] home rows of each half.
-            order: of the halves.
+            rows: [R] home rows of each nano-batch.
+            order: of the nano-batches.
             layer: of the stage.
             direction: forward or backward.
-            before: queues what a half computes before its rows are sent.
+            before: queues what a nano-batch computes before its rows are sent.
             behind: queues what it does when they are back.
 
         Returns:

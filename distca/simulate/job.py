@@ -43,7 +43,7 @@ class Job:
         tp: tensor-parallel ranks, with sequence parallelism; a server is ``tp`` GPUs.
         pp: pipeline stages.
         ep: expert-parallel GPUs, consecutive ones of a stage.
-        hide_experts: with DistCA, one half's rows travel to experts and back beside the other's computation.
+        hide_experts: with DistCA, one nano-batch's rows travel to experts and back beside the other's computation.
         once_per_node: rows for experts travel once to each node that has some of theirs.
         tokens_per_rank: rows of a micro-batch on a data-parallel rank at most.
         micro_batches: of a step.

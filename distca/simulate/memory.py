@@ -25,7 +25,7 @@ class StateBytes:
 
     Attributes:
         kept: [R] of a micro-batch until its backward: states before pieces, and transitions of those between others.
-        at_work: [R] summaries of both halves that arrive in one layer.
+        at_work: [R] summaries of both nano-batches that arrive in one layer.
     """
 
     kept: np.ndarray
@@ -33,7 +33,7 @@ class StateBytes:
 
     @staticmethod
     def of(job: Job, halves: Sequence[RecurrentNano]) -> StateBytes:
-        """Bytes of the halves of a micro-batch, over the ranks of one stage; stages are alike."""
+        """Bytes of the nano-batches of a micro-batch, over the ranks of one stage; stages are alike."""
         what = job.recurrence
         kept = sum(half.continuing * what.state_bytes + half.between * what.transition_bytes for half in halves)
         ways = [sum(getattr(half, way).read_bytes(what) for half in halves) for way in ("forward", "backward")]
@@ -128,7 +128,7 @@ def with_servers(
         rows: [R] home rows of a micro-batch.
         q_rows: [R] query rows that a server keeps of one (keep), or home rows (resend), in the mean over layers.
         kv_rows: [R] key/value rows, likewise.
-        received: [R] bytes of the rows at a server while it computes the backward of a half.
+        received: [R] bytes of the rows at a server while it computes the backward of a nano-batch.
         in_flight: [R] micro-batches.
         states: of recurrent layers.
     """
@@ -145,7 +145,7 @@ def with_servers(
         # Servers without a model keep o of all their rows.
         attention = attention + np.where(home, rows * widest.lse if job.model.sinks else 0, q_rows * shape.o_bytes)
     kept = rows * sum(layer.kept_beside_attention() for layer in layers) + _attending(job) * attention
-    # One half is at work in a layer, all of a micro-batch in the loss.
+    # One nano-batch is at work in a layer, all of a micro-batch in the loss.
     working = np.maximum(_layer_at_work(widest, rows / 2, rows), _loss_at_work(job, widest, rows, last))
     if states is not None:
         kept = kept + job.recurrent.count(True) * states.kept

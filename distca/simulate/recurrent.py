@@ -42,7 +42,7 @@ class Recurrent:
 
     Args:
         job: what runs.
-        layouts: by micro-batch, of its halves.
+        layouts: by micro-batch, of its nano-batches.
     """
 
     def __init__(self, job: Job, layouts: Sequence[tuple[Layout, ...]]) -> None:
@@ -50,7 +50,7 @@ class Recurrent:
         self._counted: dict[int, tuple[RecurrentNano, ...]] = {}
 
     def halves(self, micro_batches: Sequence[int | None], direction: str) -> list[CoreHalf]:
-        """The halves of a phase in which each stage runs a micro-batch, or nothing."""
+        """The nano-batches of a phase in which each stage runs a micro-batch, or nothing."""
         of_stages = [None if m is None else self.counted(m) for m in micro_batches]
         return [
             self._half([None if each is None else each[nano] for each in of_stages], direction)
@@ -58,7 +58,7 @@ class Recurrent:
         ]
 
     def counted(self, micro_batch: int) -> tuple[RecurrentNano, ...]:
-        """The rows and summaries of a micro-batch's halves, over the ranks of one stage."""
+        """The rows and summaries of a micro-batch's nano-batches, over the ranks of one stage."""
         if micro_batch not in self._counted:
             layouts = self._layouts[micro_batch]
             self._counted[micro_batch] = recurrent_nanos(layouts, self._job.recurrence.halo_rows)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 _WHOLE = "master_param"
-"""Transformer Engine's name of the float32 weight, where its Adam holds it."""
+"""The name of the float32 weight in Transformer Engine's Adam, where it holds that."""
 
 
 def inner_adams(optimizer: Any) -> Iterator[Any]:
-    """The Adam optimizers inside megatron's: torch's, or those of Apex or Transformer Engine where installed."""
+    """Yields the Adam optimizers inside megatron's: torch's, or those of Apex or Transformer Engine where installed."""
     if hasattr(optimizer, "chained_optimizers"):
         for part in optimizer.chained_optimizers:
             yield from inner_adams(part)
@@ -26,7 +26,7 @@ def inner_adams(optimizer: Any) -> Iterator[Any]:
 
 
 def set_step(adam: Any, step: int) -> None:
-    """Set the number of steps done, by which Adam corrects its moments.
+    """Sets the number of steps done, by which Adam corrects its moments.
 
     torch's keeps one for every weight, as a float32 scalar where the weight is; others keep one for every group.
     """
@@ -82,8 +82,9 @@ def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) 
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 numbers as bfloat16 ones, rounded half up, and int16 remainders, their lower 16 bits. A remainder that is
-    negative as an int16 says that the number was rounded up."""
+    """Splits float32 numbers into bfloat16 numbers, rounded half up, and int16 remainders, their lower 16 bits.
+
+    A negative remainder tells that the number was rounded up."""
     bits = values.float().contiguous().view(torch.int32)
     rest = bits.bitwise_and(0xFFFF).to(torch.int32)
     rest = torch.where(rest >= 0x8000, rest - 0x10000, rest).to(torch.int16)
@@ -92,11 +93,11 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(top: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`split`."""
+    """Joins the results of :func:`split` to float32 numbers."""
     upper = top.detach().contiguous().view(torch.int16).to(torch.int32) - (rest < 0).to(torch.int32)
     return ((upper << 16) | (rest.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
 def _scales(adam: Any) -> bool:
-    """Whether it holds scaled numbers of fewer bytes, as Transformer Engine's may."""
+    """Whether this Adam holds scaled numbers of fewer bytes, as Transformer Engine's may."""
     return hasattr(adam, "get_unscaled_state")

@@ -1,4 +1,4 @@
-"""The parameters of the layers of a hybrid stack, and what Megatron-Core's checkpoints call them."""
+"""The parameters of layers in a hybrid stack, and their names in Megatron-Core's checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
     """The parameters of a layer.
 
     Args:
-        symbol: of the layer.
+        symbol: the layer's symbol in the pattern.
         of_layer: those of a layer with attention and an MLP, as a GPTModel has it.
     """
     if symbol in _MIXERS:

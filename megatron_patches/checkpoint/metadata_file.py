@@ -1,5 +1,7 @@
-"""A checkpoint's ``.metadata``, read as data: a pickle is a program, and this runs only the part that makes numbers,
-text, lists and the classes that torch describes checkpoints with.
+"""Reads a checkpoint's ``.metadata`` as data.
+
+The file is a pickle, which is a program. Only its operations that make numbers, text, lists, and the classes by which
+torch describes checkpoints, are run.
 
 The standard library takes the pickle apart. What it names is never looked up: a class is a name with values beside it
 until all is read. Then each is built from checked values, so a file can neither call, import nor change anything.
@@ -29,13 +31,14 @@ from torch.distributed.checkpoint.metadata import (
 
 _TORCH = "torch.distributed.checkpoint.metadata."
 _PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
-"""Types of the path at which the checkpoint lay when it was saved, which nobody reads. Python 3.13 has the last one."""
+"""The types of the path at which the checkpoint lay when it was saved. It is not read; Python 3.13 has the last
+type."""
 _MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
 _MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
 _MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
 _CALLED = {*_PATHS, "torch.Size", "torch.serialization._get_layout", f"{_TORCH}_MEM_FORMAT_ENCODING"}
 _DIMENSIONS = 64
-"""A tensor's at most, as in torch."""
+"""The most dimensions of a tensor, as in torch; a file that has more is refused."""
 
 
 class _Name(NamedTuple):
@@ -45,7 +48,8 @@ class _Name(NamedTuple):
 
 
 class _Record:
-    """An object that a pickle makes of a name: its arguments and, once it is said, its state. It equals itself only."""
+    """An object that a pickle makes of a name, with its arguments and, once it is set, its state. It equals only
+    itself."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -54,10 +58,10 @@ class _Record:
 
 
 def read_metadata(file: BinaryIO) -> Metadata:
-    """A checkpoint's description.
+    """Returns a checkpoint's description.
 
     Args:
-        file: its ``.metadata``.
+        file: the checkpoint's ``.metadata``.
 
     Raises:
         UnpicklingError: it is no description of a checkpoint, or is more than data, of which nothing was run.
@@ -77,19 +81,20 @@ def _built(pickled: bytes) -> Metadata:
 
 
 def forget_metadata() -> None:
-    """Free what was read last, which is kept because loading a checkpoint reads its description several times."""
+    """Drops the description that was read last. It is kept, as loading a checkpoint reads its description several
+    times."""
     _built.cache_clear()
 
 
 def check_files(checkpoint: Path, metadata: Metadata) -> None:
-    """Refuse a description whose tensors are not whole, or whose values are not all in regular files of the folder.
+    """Refuses a description whose tensors are not whole, or whose values are not all in regular files of the folder.
 
     Args:
         checkpoint: the folder.
         metadata: its description.
 
     Raises:
-        UnpicklingError: naming the tensor or the file.
+        UnpicklingError: the description is refused; it names the tensor or the file.
     """
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
@@ -108,7 +113,7 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
 
 
 def _is_whole(tensor: TensorStorageMetadata) -> bool:
-    """Whether every part lies inside, at a place of its own, and all have the elements of the whole together."""
+    """Whether the parts of a tensor lie inside of it, do not overlap, and have all of its elements together."""
     parts = tensor.chunks
     if any(len(part.offsets) != len(tensor.size) or len(part.sizes) != len(tensor.size) for part in parts):
         return False
@@ -197,7 +202,7 @@ class _Machine:
 
     def _set(self, pairs: list[Any]) -> None:
         names = pairs[::2]
-        if not all(isinstance(name, str | _Record) for name in names):  # a deep tuple overflows the stack of C
+        if not all(isinstance(name, str | _Record) for name in names):  # hashing a deep tuple overflows C's stack
             raise UnpicklingError("it has a dict whose keys are no names")
         _of(dict, self._stack[-1]).update(zip(names, pairs[1::2], strict=True))
 
@@ -254,7 +259,7 @@ class _Builder:
         )
 
     def _of_tensor(self, made: Any) -> TensorProperties:
-        """dtype, layout, whether it takes gradients, memory format, whether it is pinned."""
+        """Returns dtype, layout, whether the tensor takes gradients, its memory format, and whether it is pinned."""
         if (known := self._properties.get(id(made))) is not None:
             return known
         dtype, layout, gradient, _, pinned = _of(tuple, _record(made, "TensorProperties").state)
@@ -294,7 +299,7 @@ def _info(made: Any) -> _StorageInfo:
 
 
 def _shape(made: Any) -> torch.Size:
-    """Sizes or offsets, none of them negative."""
+    """Returns sizes or offsets; refuses negative ones."""
     sizes = made
     if isinstance(made, _Record) and made.name == "torch.Size":
         (sizes,) = made.arguments
@@ -319,7 +324,7 @@ def _fields(made: Any, name: str) -> dict[str, Any]:
 
 
 def _of(kind: type, value: Any) -> Any:
-    """The value, which must be of exactly that type."""
+    """Returns the value; refuses one that is not of exactly this type."""
     if type(value) is not kind:
         raise UnpicklingError(f"it has a {type(value).__name__} in place of a {kind.__name__}")
     return value

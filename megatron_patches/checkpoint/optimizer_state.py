@@ -1,9 +1,11 @@
 """Saves and loads each rank's own part of the distributed optimizer's state, without gathering anything.
 
-megatron's distributed optimizer gives every data-parallel rank a range of all weights laid end to end, whose ends fall
-anywhere in a weight. To save that in the shapes of the weights, megatron (0.16.1) gathers the whole state on every
-rank, 12 bytes of host memory per weight. Here a rank describes its range as boxes, which megatron's checkpoints can
-hold side by side: the end of a row, whole rows, the beginning of a row. Names and shapes are megatron's.
+megatron's distributed optimizer lays all weights end to end and gives every data-parallel rank a range of them, whose
+ends fall anywhere in a weight. To save that in the shapes of the weights, megatron (0.16.1) gathers the whole state on
+every rank, 12 bytes of host memory per weight. Here a rank describes its range as boxes, which megatron's checkpoints
+can hold side by side: the end of a row, whole rows, the beginning of a row. Names and shapes are megatron's.
+
+Example: elements [2, 9) of a 3 x 4 weight are the boxes row 0 from 2 on, row 1, and row 2 up to 1.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from megatron_patches.checkpoint.adam_state import get_states, set_state
 from megatron_patches.te.fp8_weights import is_fp8
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
+"""The offsets and the sizes of a box in a weight, by dimension."""
 
 
 def keep_parts(optimizer: Any) -> None:
-    """Let ``sharded_state_dict`` and ``load_state_dict`` of megatron's optimizer, or of those that it chains, handle
+    """Makes ``sharded_state_dict`` and ``load_state_dict`` of megatron's optimizer, or of those that it chains, handle
     this rank's own part only."""
     for each in optimizer_parts(optimizer):
         if not holds_weights(each):
@@ -41,28 +43,30 @@ def keep_parts(optimizer: Any) -> None:
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """megatron's optimizer itself, or those that it chains: of experts, and of all other weights."""
+    """Returns megatron's optimizer itself, or the optimizers that it chains, for experts and for all other weights."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def holds_weights(part: Any) -> bool:
-    """Whether there are weights for it on this rank: of experts there are none on a stage of dense layers."""
+    """Whether this rank has weights for an optimizer; on a stage of dense layers there are no experts."""
     return any(group["params"] for group in part.param_groups)
 
 
 def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
-    """The distributed ones of :func:`optimizer_parts`."""
+    """Returns the distributed optimizers of :func:`optimizer_parts`."""
     return [each for each in optimizer_parts(optimizer) if isinstance(each, DistributedOptimizer)]
 
 
 def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """A model's state without its FP8 weights: in their place this rank's boxes of the main weights, in the type that
-    the weights would have. So a checkpoint is as without FP8. To be loaded are the main weights alone.
+    """Returns a model's state with this rank's boxes of main weights in place of FP8 weights.
+
+    They have the type that the weights would have without FP8, so that a checkpoint is the same as without. For
+    loading, FP8 weights are left out, as they follow from the loaded main weights.
 
     Args:
-        optimizer: of the model.
-        model_state: from ``sharded_state_dict`` of the model.
-        is_loading: whether it is to be loaded.
+        optimizer: the model's optimizer.
+        model_state: result of the model's ``sharded_state_dict``.
+        is_loading: whether the state is to be loaded.
     """
     quantised = {
         name: each
@@ -84,7 +88,7 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 
 
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that gives a weight of a model as it would be without FP8.
+    """Returns a function that returns a weight of the model as it would be without FP8.
 
     It takes FP8 weights from their main weights, and others as they are. All data-parallel ranks give their ranges of a
     main weight, so all of them call it for the same weights.
@@ -110,7 +114,7 @@ def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Boxes that together are elements [start, stop) of a row-major array of ``shape``, in that order."""
+    """Yields boxes that together are elements [start, stop) of a row-major array of ``shape``, in that order."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -118,7 +122,7 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
-    if first > last:  # inside of one row
+    if first > last:  # the range lies inside of one row
         yield from _in_row(start, stop, last, shape)
         return
     yield from _in_row(start, first * row, first - 1, shape)
@@ -134,7 +138,7 @@ def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator
 
 
 def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
-    """The state of an optimizer without weights, of which megatron would expect a number of steps."""
+    """Returns the state of an optimizer without weights: nothing, where megatron would ask for a number of steps."""
     return {}
 
 
@@ -172,7 +176,7 @@ def _sharded_weights(model_state: Any) -> dict[torch.Tensor, ShardedTensor | Sha
 
 
 def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Weights of which this rank has elements [start, stop)."""
+    """Yields (weight, start, stop) for the weights of which this rank has elements [start, stop)."""
     for buffers in optimizer.gbuf_ranges:
         for buckets in buffers.values():
             for bucket in buckets:
@@ -188,7 +192,7 @@ def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> t
 
 
 def _states(optimizer: DistributedOptimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Flat float32 weights and moments of this rank's range; steps are counted elsewhere."""
+    """Returns the float32 weights and moments of this rank's range of a weight, flat; steps are counted elsewhere."""
     return get_states(*_adam_and_weight(optimizer, weight))
 
 
@@ -200,8 +204,8 @@ def _boxes_of(
     prefix: str,
     values: torch.Tensor,
 ) -> Iterator[ShardedTensor]:
-    """Boxes of elements [start, stop) of a weight, whose values are given, by the weight's key after the prefix."""
-    if is_fp8(weight):  # which has no memory to look where a piece begins
+    """Yields boxes with the values of elements [start, stop) of a weight, under the prefix and the weight's key."""
+    if is_fp8(weight):  # addresses tell where a piece begins, and FP8 weights have none
         weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         described = replace(described, data=weight)
     for piece in _pieces(described):
@@ -222,7 +226,7 @@ def _boxes_of(
                 piece.global_shape,
                 tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(ahead)), *offsets), strict=True))),
                 None,
-                # No other data-parallel rank has it.
+                # No other data-parallel rank has this box.
                 (*piece.replica_id[:-1], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )
@@ -230,7 +234,8 @@ def _boxes_of(
 
 
 def _pieces(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """A weight is saved as one tensor, or, gate and up of an MLP that tensor-parallel ranks share, as several."""
+    """Returns the tensors as which a weight is saved: one, or several for gate and up of an MLP on tensor-parallel
+    ranks."""
     if isinstance(described, ShardedTensor):
         return [described]
     built = described.build_fn(described.key, described.data, described.replica_id, described.flattened_range)

@@ -1,4 +1,4 @@
-"""Sharded checkpoints by megatron's dist_checkpointing: model, optimizer, schedule, and what the loop adds.
+"""Sharded checkpoints by megatron's dist_checkpointing, of model, optimizer, schedule, and further values of the loop.
 
 Everything is saved in the shapes of the whole model's parameters. So a checkpoint loads with any numbers of
 tensor-parallel, pipeline and data-parallel ranks that can hold the model.
@@ -42,32 +42,34 @@ def save_checkpoint(
     extra: dict[str, Any],
     staging: HostStaging | None = None,
 ) -> Callable[[], None]:
-    """Write a checkpoint; every rank calls it.
+    """Writes a checkpoint; all ranks call it together.
 
     Args:
         path: an existing empty folder.
         model: the wrapped model.
         optimizer: its optimizer and schedule.
-        extra: anything else that every rank has alike; its "step" is the number of optimizer steps done.
-        staging: copies the tensors first; None, or where it has no room, all of it is written when this returns.
+        extra: further values that are the same on every rank; "step" is the number of optimizer steps done.
+        staging: host memory to which tensors are copied first. With None, or where it has no room, everything is
+            written when this returns.
 
     Returns:
-        What writes the copies. Every rank calls it once, before it saves again; training may go on meanwhile.
+        A function that writes the copies. Every rank calls it once, before it saves again; training may go on
+        meanwhile.
     """
     state = _sharded_state(model, optimizer, is_loading=False)
     state["extra"] = extra
     writer = TorchWriter(staging)
-    # Data-parallel ranks have much alike: each writes a part of it.
+    # Data-parallel ranks have many tensors alike, of which each rank writes a part.
     parallel = FullyParallelSaveStrategyWrapper(writer, parallel_state.get_data_parallel_group())
     dist_checkpointing.save(state, str(path), parallel, content_metadata=_metadata())
     return writer.write
 
 
 def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule) -> dict[str, Any]:
-    """Restore what :func:`save_checkpoint` wrote; returns its ``extra``.
+    """Restores the state that :func:`save_checkpoint` wrote; returns its ``extra``.
 
     Raises:
-        VersionError: it was written with a newer megatron-core, of a format that this one does not know.
+        VersionError: it was written by a newer megatron-core, in a format that this one does not know.
         UnreadableError: it is not what was saved, or holds more than data, of which nothing was run.
     """
     _check_readable(path)
@@ -81,7 +83,7 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
         if missing:
             quantise_main_weights(model, distributed_parts(optimizer.optimizer))
         elif any(getattr(adam, "store_param_remainders", False) for adam in inner_adams(optimizer.optimizer)):
-            # This rank rounded its range of the weights anew, and the other ranks' may be rounded otherwise.
+            # Each rank rounded its own range of the weights anew, so they are gathered again.
             model.start_param_sync(force_sync=True)
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
@@ -90,16 +92,16 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
 
 def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     with readable():
-        check_small_files(path)  # of a bad one torch logs two traces
+        check_small_files(path)  # before torch logs long traces of a bad one
         state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
         return state
 
 
 def _check_readable(path: Path) -> None:
-    """Refuse a checkpoint that this megatron cannot read.
+    """Refuses a checkpoint that this megatron cannot read.
 
-    Newer versions of megatron write what all ranks have alike among the tensors. Older ones look for a file of it; they
-    have a module more, by which they are told apart. The newer ones read both."""
+    Older versions of megatron need a file with the values that all ranks have alike. Newer ones write them among the
+    tensors, and read both forms. Older versions are recognised by a module that newer ones lack."""
     older = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
     if older and not (path / "common.pt").exists():
         raise VersionError(
@@ -109,11 +111,11 @@ def _check_readable(path: Path) -> None:
 
 
 def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
-    """Give an optimizer the numbers of a checkpoint, of each weight, and leave all else as it is.
+    """Loads the numbers of each weight into an optimizer, and leaves everything else as it is.
 
-    megatron saves parameter groups of the first rank only, which number its own parameters; another stage has others,
-    or experts where the first one has none. What they say besides is decided by the configuration and the schedule: a
-    resumed run follows its own, not the checkpoint's.
+    megatron saves parameter groups of the first rank only, with numbers of its own parameters; another stage has other
+    ones, or experts. Their other values follow from the configuration and the schedule: a resumed run uses its own, not
+    the checkpoint's.
     """
     parts = optimizer_parts(optimizer)
     states = [loaded] if len(parts) == 1 else [loaded.get(number, {}) for number in range(len(parts))]
@@ -134,7 +136,7 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
 
 
 def _allocate_state(optimizer: Any) -> None:
-    """Give every weight an Adam state to load into.
+    """Gives every weight an Adam state to load into.
 
     torch's Adam makes it at the first step, and megatron's distributed optimizer (0.16.1) cannot load without it: it
     reads the number of steps from the state.
@@ -148,11 +150,11 @@ def _allocate_state(optimizer: Any) -> None:
 
 
 def _restore_step(optimizer: Any, step: int) -> None:
-    """Set the number of steps that Adam corrects its moments by.
+    """Sets the number of steps by which Adam corrects its moments.
 
-    megatron's distributed optimizer (0.16.1) gives all weights of torch's Adam one common tensor for it. Every weight's
-    update would then count it up, and it has the value from before the load. Other Adams keep it in their parameter
-    groups, which the load leaves as they were.
+    megatron's distributed optimizer (0.16.1) loads one common tensor for all weights of torch's Adam, with the value
+    from before the load; every weight's update would count it up. Other Adams keep the number in their parameter
+    groups, which loading leaves as they were.
     """
     for adam in inner_adams(optimizer):
         set_step(adam, step)

@@ -1,7 +1,7 @@
-"""Copies of what a checkpoint holds, in host memory, so that training goes on while they are written.
+"""Copies of a checkpoint's tensors in host memory, so that training goes on while they are written.
 
-On a GPU the copies run on a stream of their own beside the next step's forward and backward pass, which change none of
-it; only the optimizer waits for them (:meth:`HostStaging.before_update`).
+On a GPU the copies run on a stream of their own, beside the next step's forward and backward, which do not change these
+tensors. Only the optimizer waits for the copies (:meth:`HostStaging.before_update`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 128
 _USABLE = 0.8
-"""Share of a node's free memory that copies may take: training takes some more as well."""
+"""The part of a node's free memory that copies may take; the rest is left for training. Beyond it training waits while
+checkpoints are written."""
 
 
 class HostStaging:
-    """Host memory of one rank for the tensors of a checkpoint; it is kept for the next one. All ranks make it together.
+    """Host memory of one rank for the tensors of a checkpoint, which is kept for the next one. All ranks make it
+    together.
 
     Args:
-        device: of the tensors.
+        device: the tensors' device.
 
     Attributes:
         group: gloo group of all ranks, for the thread that writes.
@@ -43,10 +45,10 @@ class HostStaging:
         self._warned = False
 
     def copy(self, tensors: Sequence[ShardedTensor]) -> bool:
-        """Begin to copy tensors and put the copies in their place; every rank calls it.
+        """Begins to copy tensors, and replaces them by the copies; all ranks call it together.
 
         Returns:
-            False on all ranks, with the tensors as they were, if a node has too little memory left.
+            Whether it does; False on all ranks, with the tensors as they were, if a node has too little memory.
         """
         places, size = [], 0
         for each in tensors:
@@ -67,19 +69,19 @@ class HostStaging:
         return True
 
     def before_update(self) -> None:
-        """Let this GPU's current stream wait for the copies, before it changes what is copied."""
+        """Makes this GPU's current stream wait for the copies, before it changes the tensors."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Let this thread wait until the copies are made, and use this rank's GPU from then on, where torch does."""
+        """Makes this thread wait until the copies are made, and makes this rank's GPU the thread's current one."""
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)
         if self._copied is not None:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Give the memory back, when nothing is copied or written any more."""
+        """Frees the memory; nothing may be copied or written any more."""
         if self._is_pinned:
             page_unlock(self._memory)
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
@@ -93,7 +95,7 @@ class HostStaging:
             each.data = there.copy_(values, non_blocking=True)
 
     def _has_room(self, more: int) -> bool:
-        """Whether every node has room for what its ranks need more."""
+        """Whether every node has room for the further bytes that its ranks need."""
         need, free = fullest_node(more, free_host_memory(), self.group)
         if need > _USABLE * free:
             self._warn(need, free)

@@ -1,7 +1,8 @@
-"""Nothing of a checkpoint is run: what torch would unpickle freely may only be the data that a checkpoint is made of.
+"""Reading of checkpoints without running code in them.
 
-torch's reader calls ``pickle.load`` on a checkpoint's ``.metadata`` and reads its objects with ``weights_only=False``;
-either runs any function that the file names. The first is :mod:`megatron_patches.checkpoint.metadata_file` instead.
+torch's reader calls ``pickle.load`` on a checkpoint's ``.metadata``, and reads its objects with ``weights_only=False``.
+Both run any function that the file names. Here :mod:`megatron_patches.checkpoint.metadata_file` reads the first, and
+objects are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ T = TypeVar("T")
 
 
 class UnreadableError(Exception):
-    """A checkpoint that cannot be read; says in a few words what is wrong."""
+    """Raised for a checkpoint that cannot be read; its message says in a few words what is wrong."""
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Read what describes a checkpoint and what all ranks have alike; garbage in it can raise nearly any exception.
+    """Reads the files of a checkpoint that describe it, or hold values that all ranks have alike.
 
     Raises:
-        pickle.UnpicklingError: it cannot be read, or is more than data.
+        pickle.UnpicklingError: a file cannot be read, or is more than data.
     """
     check_files(checkpoint, _read(checkpoint / ".metadata", read_metadata))
     for name, read in (("common.pt", _load_tensors), ("metadata.json", _load_format)):
-        if os.path.lexists(checkpoint / name):  # newer versions of megatron write less
+        if os.path.lexists(checkpoint / name):  # newer versions of megatron do not write all of them
             _read(checkpoint / name, read)
 
 
 def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:
     try:
-        if path.exists() and not path.is_file():  # opening a named pipe waits for who writes into it
+        if path.exists() and not path.is_file():  # opening a named pipe would wait for a writer
             raise pickle.UnpicklingError("it is no regular file")
         with path.open("rb") as file:
             return read(file)
@@ -60,7 +61,7 @@ def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Whatever torch reads of checkpoints inside is data, and what cannot be read is one error.
+    """Makes torch read only data of checkpoints inside the block, and makes all failures one error.
 
     Raises:
         UnreadableError: it is not what was saved, or holds more than data, of which nothing was run.
@@ -69,7 +70,7 @@ def readable() -> Iterator[None]:
         with only_data():
             yield
         return
-    except CheckpointException as error:  # no Exception, and hundreds of lines
+    except CheckpointException as error:  # it is no Exception, and its text has hundreds of lines
         cause: BaseException = next(iter(error.failures.values()))[0]
     except (pickle.UnpicklingError, OSError, EOFError, CheckpointingException) as error:
         cause = error
@@ -79,7 +80,7 @@ def readable() -> Iterator[None]:
 
 @contextmanager
 def only_data() -> Iterator[None]:
-    """Whatever torch reads of checkpoints inside is data."""
+    """Makes torch read only data of checkpoints inside the block."""
     restricted = SimpleNamespace(**{name: getattr(pickle, name) for name in ("dump", "dumps")}, load=read_metadata)
     before = filesystem.pickle, DefaultLoadPlanner.load_bytes
     filesystem.pickle, DefaultLoadPlanner.load_bytes = restricted, _load_bytes  # type: ignore[assignment,method-assign]

@@ -57,7 +57,7 @@ _SAVED_AS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""megatron's checkpoints name these as Transformer Engine does, but with latent attention."""
+"""The names in megatron's checkpoints that are Transformer Engine's; with latent attention they are megatron's own."""
 
 
 _EXPERTS = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.weight", "linear_fc2.weight"))
@@ -66,7 +66,7 @@ _EXPERT_BIASES = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.bi
 
 
 def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
-    """Whether a layer has a parameter of those of :data:`_LAYER`; ``mixture``: it has experts."""
+    """Whether a layer has the parameter ``part`` of :data:`_LAYER`; ``mixture`` is whether it has experts."""
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
     latent, low = model.latent.kv_rank > 0, model.latent.q_rank > 0
@@ -102,11 +102,11 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
 
 
 def save_weights(gpt: GPTModel, path: Path) -> None:
-    """Write a model's weights alone, as megatron's ``dist_checkpointing.load({"model": ...})`` reads them on any number
-    of ranks; every rank calls it.
+    """Writes a model's weights alone, for megatron's ``dist_checkpointing.load({"model": ...})`` on any number of
+    ranks; all ranks call it together.
 
     Args:
-        gpt: this rank's part.
+        gpt: this rank's part of the model.
         path: an existing empty folder.
     """
     from megatron.core import parallel_state
@@ -116,11 +116,11 @@ def save_weights(gpt: GPTModel, path: Path) -> None:
 
 
 class SavedWeights:
-    """The weights of a checkpoint, of which one parameter of one layer at a time is in memory.
+    """The weights of a checkpoint; one parameter of one layer at a time is in memory.
 
     Args:
         path: the checkpoint's folder.
-        model: what it is of.
+        model: the description of the checkpoint's model.
 
     Raises:
         UnreadableError: it is not what was saved, or holds more than data, of which nothing was run.
@@ -133,11 +133,11 @@ class SavedWeights:
             self._metadata = checkpoint.FileSystemReader(path).read_metadata()
 
     def names(self) -> list[str]:
-        """Names of the folder's tensors, in the order in which :meth:`tensors` gives them."""
+        """Returns the names of the folder's tensors, in the order of :meth:`tensors`."""
         return [name for _, _, slot in self._parts() for name in slot.names]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The folder's tensors, whole, in the checkpoint's type.
+        """Yields the folder's tensors with their names, whole, in the checkpoint's type.
 
         Raises:
             ModelError: one is missing.
@@ -149,7 +149,8 @@ class SavedWeights:
             yield from zip(slot.names, slot.tensors([parameter]), strict=True)
 
     def _parts(self) -> Iterator[tuple[tuple[str, ...], int | None, Slot]]:
-        """Keys in the checkpoint, layer or expert of what is stacked there, and what it is in the folder."""
+        """Yields for each parameter its keys in the checkpoint, the layer or expert if these are stacked there, and its
+        slot."""
         model, name = self._model, "embedding.word_embeddings.weight"
         yield (name,), None, slot_of(name, -1, model)
         hybrid = bool(model.hybrid.pattern)
@@ -173,7 +174,7 @@ class SavedWeights:
         model = self._model
         for layer, kind in enumerate(model.layer_kinds):
             mixture = kind.mlp.experts.count > 0
-            # Layers with experts are unlike those without, so that megatron stacks none of such a model.
+            # Layers with experts differ from those without, so megatron stacks no layers of such a model.
             stack, number = ("decoder.layers", layer) if not model.experts.count else (f"decoder.layers.{layer}", None)
             for part in _LAYER:
                 if _has(model, part, mixture):
@@ -205,7 +206,7 @@ class SavedWeights:
 
 
 class _PartReader(checkpoint.FileSystemReader):
-    """Reads of a checkpoint that was described before: reading its description for every part takes longest."""
+    """A reader of a checkpoint with a known description, which would take longest to read again for every part."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -233,4 +234,4 @@ class _PartPlanner(checkpoint.DefaultLoadPlanner):
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
-        """Nothing: it was written in place."""
+        """Does nothing, as the tensor was written in place."""

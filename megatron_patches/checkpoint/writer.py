@@ -26,26 +26,26 @@ from megatron_patches.checkpoint.staging import HostStaging
 class TorchWriter:
     """megatron's ``torch_dist`` format, version 1.
 
-    To be wrapped in a ``FullyParallelSaveStrategyWrapper``: in place of a strategy of any other class newer versions of
-    megatron silently take their own.
+    It must be wrapped in a ``FullyParallelSaveStrategyWrapper``: newer versions of megatron silently replace a strategy
+    of any other class by their own.
 
     Args:
-        staging: copies the tensors, so that they are written later; None writes them when they are saved.
+        staging: host memory to which tensors are copied, to be written later; None writes them when they are saved.
     """
 
     backend, version = "torch_dist", 1
     can_handle_sharded_objects = True
-    """Earlier versions of megatron ask for it; objects are written beside the tensors."""
+    """The answer to a question of earlier versions of megatron: objects are written beside the tensors."""
 
     def __init__(self, staging: HostStaging | None = None) -> None:
         self._staging = staging
         self._later: tuple[dict[str, Any], str | Path] | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Copy this rank's tensors and objects, or write them; every rank calls it.
+        """Copies this rank's tensors and objects, or writes them; all ranks call it together.
 
         Raises:
-            CheckpointException: on every rank, if one could not write.
+            CheckpointException: a rank could not write; all ranks raise it.
         """
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         staging = self._staging
@@ -58,7 +58,7 @@ class TorchWriter:
             self.write()
 
     def write(self) -> None:
-        """Write what was copied and is not written yet; every rank calls it, also in a thread of its own.
+        """Writes the copies that are not written yet; all ranks call it together, also in a thread of their own.
 
         Raises:
             CheckpointException: as :meth:`save`.

@@ -42,10 +42,10 @@ class MicroBatchBalance:
         config: the model's configuration.
         layers: numbers of this stage's layers with experts, from 1.
         documents_N: [rows] int64 document of each of this rank's rows in the micro-batch; -1 in padding.
-        nano_rows: rows of each half on this rank; they follow each other.
+        nano_rows: rows of each nano-batch on this rank; they follow each other.
         documents: of the micro-batch, over all ranks.
         training: backward follows.
-        peers: [ranks, halves] rows of all expert-parallel ranks; None where there are no others.
+        peers: [ranks, nano-batches] rows of all expert-parallel ranks; None where there are no others.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class MicroBatchBalance:
         return cls(config, layers, mine, rows, documents, torch.is_grad_enabled(), _rows_of_peers(rows, mine.device))
 
     def half(self, number: int) -> Half:
-        """The rows of half ``number``."""
+        """The rows of nano-batch ``number``."""
         return Half(self, number, self.document_of[number])
 
     def rows_of_peers(self, half: Half) -> list[int]:
-        """Rows of the half on every expert-parallel rank."""
+        """Rows of the nano-batch on every expert-parallel rank."""
         if self._peers is None:
             return [len(half.document_N)]
         rows: list[int] = self._peers.read()[:, half.number].tolist()
         return rows
 
     def way(self, layer: int, half: Half, find: Callable[[], Way]) -> Way:
-        """The way that the rows of a layer's half go. It is found in the first pass: a layer that is computed again
-        sends its rows the same way, and asks nobody."""
+        """The way that the rows of a layer's nano-batch go. It is found in the first pass: a layer that is computed
+        again sends its rows the same way, and asks nobody."""
         if not self.training:
             return find()
         if self._counting:
@@ -109,7 +109,7 @@ class MicroBatchBalance:
         return self._ways[layer, half.number]
 
     def count(self, layer: int, half: Half, best_NE: torch.Tensor, chosen_NE: torch.Tensor, entropy_N: Any) -> None:
-        """Count a half's rows; nothing while it is recomputed, or without backward.
+        """Count a nano-batch's rows; nothing while it is recomputed, or without backward.
 
         Args:
             layer: its number.
@@ -167,11 +167,11 @@ def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None
 
 @dataclass(frozen=True)
 class Half:
-    """One half's rows.
+    """One nano-batch's rows.
 
     Attributes:
         balance: of the micro-batch.
-        number: of the half, from 0.
+        number: of the nano-batch, from 0.
         document_N: [rows] int64; -1 in padding.
     """
 

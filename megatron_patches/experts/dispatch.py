@@ -5,8 +5,8 @@ one sum. Where almost every row has an expert on every rank, all rows go to all 
 beforehand, and hosts have to know only how many pairs of a row and an expert they compute. They ask their device for it
 as soon as rows are routed, and read the answer when the rows have arrived.
 
-Shape suffixes: N rows of this rank's half, G expert-parallel ranks, E experts, K experts of a row, S rows that are
-sent, R rows that arrive, P pairs of a row that arrived and an expert of this rank, H hidden.
+Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row, S rows that
+are sent, R rows that arrive, P pairs of a row that arrived and an expert of this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Pairs:
 
 
 class Dispatch:
-    """The way of one half's rows to experts.
+    """The way of one nano-batch's rows to experts.
 
     Args:
         expert_NK: int32 numbers of each row's experts.
@@ -84,7 +84,7 @@ class Dispatch:
             chosen_NE: bool, ``topk`` of each row true.
             topk: experts of a row.
             group: the expert-parallel ranks.
-            rows_G: rows of their halves.
+            rows_G: rows of their nano-batches.
         """
         ranks, (rows, experts) = group.size(), chosen_NE.shape
         assert rows_G[dist.get_rank(group)] == rows
@@ -165,7 +165,7 @@ class Dispatch:
 
 
 def asked(counts: torch.Tensor) -> Question:
-    """The one question that a host asks its device in a half's forward pass of a layer."""
+    """The one question that a host asks its device in a nano-batch's forward pass of a layer."""
     return Question(counts)
 
 

@@ -1,11 +1,11 @@
-"""One half's rows on their way to experts and back, as four autograd nodes.
+"""One nano-batch's rows on their way to experts and back, as four autograd nodes.
 
     launch rows → join rows → (experts) → launch outputs → join outputs
 
-Between a launch and its join, callers put the other half's compute (distca/runtime/ping_pong.py). Backward runs the
-nodes in reverse: it launches gradients where forward joined, and joins them where forward launched. Where experts are
-computed again in backward, what they read is not kept: it is sent once more beside the gradients of what they put out.
-Shape suffixes as in ``dispatch.py``.
+Between a launch and its join, callers put the other nano-batch's compute (distca/runtime/ping_pong.py). Backward runs
+the nodes in reverse: it launches gradients where forward joined, and joins them where forward launched. Where experts
+are computed again in backward, what they read is not kept: it is sent once more beside the gradients of what they put
+out. Shape suffixes as in ``dispatch.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 class Exchange:
-    """One half's exchanges, of which at most one is under way.
+    """One nano-batch's exchanges, of which at most one is under way.
 
     Args:
         dispatch: which rows go where.

@@ -1,4 +1,4 @@
-"""Megatron's router and layer with experts, for rows that come in halves."""
+"""Megatron's router and layer with experts, for the rows of one nano-batch at a time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BalancedRouter(TopKRouter):
 
         Args:
             hidden: [rows, 1, hidden].
-            half: the rows' half.
+            half: the rows' nano-batch.
         """
         self._maintain_float32_expert_bias()
         config = self.config
@@ -77,8 +77,8 @@ class BalancedRouter(TopKRouter):
 
 
 class HalvesLayer(MoELayer):
-    """Megatron's layer with experts; its router counts for a micro-batch's half, and rows go by :class:`Exchange`.
-    :func:`take_halves` turns built ones into it."""
+    """Megatron's layer with experts; its router counts for a micro-batch's nano-batch, and rows go by
+    :class:`Exchange`. :func:`take_halves` turns built ones into it."""
 
     def forward(self, hidden: torch.Tensor, half: Half) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         """[rows, 1, hidden] what the experts put out, shared ones too; and no bias."""
@@ -145,7 +145,7 @@ def add_biases(model: torch.nn.Module) -> None:
 
 
 def take_halves(model: torch.nn.Module) -> list[int]:
-    """Let the layers with experts of a built model take rows in halves.
+    """Let the layers with experts of a built model take rows in nano-batches.
 
     Returns:
         Their numbers in the whole model, from 1.

@@ -1,1 +1,1 @@
-"""Models in and out of Hugging Face folders."""
+"""Models from Hugging Face folders, and to them."""

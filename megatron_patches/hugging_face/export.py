@@ -29,17 +29,19 @@ def export_weights(
     folder: Path,
     values: Values = torch.Tensor.detach,
 ) -> None:
-    """Write the model's folder; every rank calls it. Each stage's first rank writes its stage's files, and holds one
-    file at a time in host memory, beside a layer's experts where they lie in one tensor.
+    """Writes the model's folder; all ranks call it together.
+
+    Each stage's first rank writes its stage's files. It holds one file at a time in host memory, and a layer's experts
+    where these are one tensor.
 
     Args:
-        model: with all weights of its share on this rank's device.
-        exported: what the folder is to be.
-        folder: an empty one, which all ranks see; made where it is missing.
-        values: what is written of a weight; every data-parallel rank calls it for every weight.
+        model: this rank's part of the model, on its device.
+        exported: the description of the folder.
+        folder: an empty folder that all ranks see; it is made where it is missing.
+        values: function from a weight to the values to write; every data-parallel rank calls it for every weight.
 
     Raises:
-        CheckpointError: on every rank, if one cannot write.
+        CheckpointError: a rank cannot write; all ranks raise it.
     """
     file_of: dict[str, str] = {}
     problem = _on_first_rank(lambda: begin(folder))
@@ -63,8 +65,7 @@ def export_weights(
 
 
 def _on_first_rank(work: Callable[[], None]) -> str | None:
-    """Runs work on rank 0 and returns what went wrong, or None, on all ranks. None of them goes on
-    before it is done."""
+    """Runs work on rank 0; returns on all ranks what went wrong, or None, once the work is done."""
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -78,7 +79,8 @@ def _on_first_rank(work: Callable[[], None]) -> str | None:
 def _write_stage(
     gpt: GPTModel, exported: ExportedModel, folder: Path, values: Values
 ) -> tuple[str | None, dict[str, str]]:
-    """Returns the problem, if there was one, and the file of every tensor that this rank wrote."""
+    """Writes this stage's files; returns the problem, if there was one, and the file of every tensor that was
+    written."""
     own = _own_slots(gpt, exported.model)
     biases = list(biases_of_choice(gpt, exported.model))
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -110,14 +112,14 @@ def _write_stage(
 
 
 def _has_shares(by_expert: bool) -> bool:
-    """Whether this rank has its share for the rank that writes, which is the stage's first one; others have copies."""
+    """Whether the rank that writes, the stage's first, needs this rank's part; other ranks have copies."""
     if by_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
     return parallel_state.get_data_parallel_rank() == 0
 
 
 def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.Tensor, Slot]]:
-    """This stage's parameters; of tied weights the first stage's only."""
+    """Returns this stage's parameters with their slots; tied weights belong to the first stage alone."""
     copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
     copy = gpt.output_layer.weight if copied and gpt.post_process else None
     return [(parameter, slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
@@ -126,7 +128,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """A parameter's tensors on the host of the rank that writes, one parameter after the other."""
+    """Yields each parameter's whole tensors, on the host of the rank that writes, one parameter after the other."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a checkpoint of weights, by one process on its CPU."""
+"""Conversion of a Hugging Face folder to a checkpoint of weights, in one process on its CPU."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def import_folder(
     target: Path,
     advance: Callable[[int], object],
 ) -> None:
-    """Write a folder's weights as a checkpoint of megatron, which is in this process's memory meanwhile.
+    """Writes a folder's weights as a checkpoint of megatron; all weights are in this process's memory meanwhile.
 
     Args:
         files: the folder's tensors, checked.
-        described: what it holds.
-        shape: the same as settings.
-        dtype: of the checkpoint's weights.
+        described: the description of the folder's model.
+        shape: the sizes of that model.
+        dtype: dtype of the checkpoint's weights.
         target: an existing empty folder.
-        advance: called with the bytes of each parameter.
+        advance: function that is called with the bytes of each parameter, for progress.
     """
     with one_process():
         config = transformer_config(shape, dtype, cpu_initialization=True)

@@ -16,8 +16,8 @@ class Slot(Protocol):
     """The link between a parameter and the tensors of a folder that it is made of.
 
     Attributes:
-        names: of the folder's tensors.
-        by_expert: its shares are those of expert-parallel ranks; else of tensor-parallel ones.
+        names: names of the folder's tensors.
+        by_expert: whether its shares are those of expert-parallel ranks; else they are those of tensor-parallel ones.
     """
 
     @property
@@ -27,17 +27,18 @@ class Slot(Protocol):
     def by_expert(self) -> bool: ...
 
     def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
-        """The parameter on one of ``ranks`` ranks, in the files' type."""
+        """Returns the share of the parameter on one of ``ranks`` ranks, in the files' type."""
         ...
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The folder's tensors, by ``names``, from all ranks' shares."""
+        """Returns the folder's tensors, in the order of ``names``, from all ranks' shares."""
         ...
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A norm's weight, a projection to latent rows, or a bias behind all ranks' sum, alike on all ranks."""
+    """A parameter that all ranks have alike: a norm's weight, a projection to latent rows, or a bias that is added to
+    the sum over ranks."""
 
     names: tuple[str, ...]
     by_expert = False
@@ -51,7 +52,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rows by token id, with rows of zeros up to a multiple of the ranks."""
+    """A parameter with a row for each token id, padded with rows of zeros to a multiple of the ranks."""
 
     names: tuple[str, ...]
     vocabulary: int
@@ -69,10 +70,10 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Rows:
-    """Parts that follow each other on each rank, which has its rows of every one: gate and up, a number for each head.
+    """A parameter of several parts, such as gate and up, of which each rank has its rows of every part.
 
     Attributes:
-        parts: by tensor of the folder the rows of the parts that it holds, one behind the other; of weights or biases.
+        parts: by tensor of the folder, the rows of the parts that it holds, one after the other.
     """
 
     names: tuple[str, ...]
@@ -95,11 +96,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The same parts as in :class:`Rows`, of which a folder has those of each head together.
+    """A parameter like :class:`Rows`, of which the folder has the parts of each head together.
 
     Attributes:
-        parts: by tensor of the folder the rows of its parts, of all heads.
-        heads: of all ranks.
+        parts: by tensor of the folder, the rows of its parts, of all heads together.
+        heads: number of heads of all ranks.
     """
 
     names: tuple[str, ...]
@@ -122,13 +123,13 @@ class HeadRows:
         )
 
     def _of_head(self) -> list[list[int]]:
-        """Rows of the parts of one head, by tensor."""
+        """Returns the rows of the parts of one head, by tensor."""
         return [[size // self.heads for size in sizes] for sizes in self.parts]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A projection whose input is cut."""
+    """The weight of a projection whose inputs are divided over ranks."""
 
     names: tuple[str, ...]
     columns: int
@@ -143,7 +144,7 @@ class Columns:
 
 
 def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: int, rows: slice) -> torch.Tensor:
-    """Rows of a part. It is a tensor of its own, or lies behind the parts before it in a single one."""
+    """Returns rows of a part, which is a tensor of its own, or lies behind other parts in a single tensor."""
     if len(names) == len(sizes):
         return files.read(names[part], rows)
     skipped = sum(sizes[:part])
@@ -151,19 +152,20 @@ def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: 
 
 
 def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors that hold these parts: one each, or a single one."""
+    """Returns the tensors that hold these parts: one for each, or a single one."""
     return tuple(parts) if len(names) == len(parts) else (torch.cat(list(parts)),)
 
 
 @dataclass(frozen=True)
 class QueryKeyValue:
-    """For each of the rank's groups its query heads, its key and its value; weights or biases.
+    """The weight or bias of the QKV projection. For each group it has the query heads, the key and the value.
 
     Attributes:
-        queries: heads of a group.
-        groups: of all ranks.
+        queries: query heads of a group.
+        groups: number of groups of all ranks.
         head_dim: rows of a head.
-        gated: each query head has an output gate, in the folder behind it, here behind all query heads of its group.
+        gated: whether each query head has an output gate. In the folder it follows its head; here the gates follow all
+            query heads of their group.
     """
 
     names: tuple[str, ...]
@@ -190,20 +192,21 @@ class QueryKeyValue:
         return _stored(self.names, [part.flatten(0, 1) for part in (q, k, v)])
 
     def _regrouped(self, rows: torch.Tensor, order: tuple[int, int]) -> torch.Tensor:
-        """[groups, rows, ...], with the other order of heads and of queries and gates."""
+        """Returns [groups, rows, ...] rows with query heads and gates in the other order."""
         return rows.unflatten(1, (*order, self.head_dim)).transpose(1, 2).flatten(1, 3)
 
     def _widths(self) -> list[int]:
-        """Rows of a group in q, in k and in v."""
+        """Returns the rows of a group in q, in k and in v."""
         return [heads * self.head_dim for heads in (self.queries * (1 + self.gated), 1, 1)]
 
 
 @dataclass(frozen=True)
 class InputFirst:
-    """A projection of an expert whose first dimension in the folder is its input's, or its bias.
+    """A projection of an expert, or its bias, whose first dimension in the folder is that of the inputs.
 
     Attributes:
-        in_turn: outputs are those of the gate and of the up projection in turn, which here follow each other.
+        in_turn: whether the folder has outputs of the gate and of the up projection in turn; here all of the gate come
+            first.
     """
 
     names: tuple[str, ...]
@@ -223,10 +226,10 @@ class InputFirst:
 
 @dataclass(frozen=True)
 class InPlace:
-    """A weight of the experts that have the same place on every expert-parallel rank, each of which has whole ones.
+    """A weight of the experts that have the same number on every expert-parallel rank; each rank has whole experts.
 
     Attributes:
-        each: by expert-parallel rank, the slot of its expert's weight.
+        each: the slot of its expert's weight, by expert-parallel rank.
     """
 
     each: tuple[Slot, ...]

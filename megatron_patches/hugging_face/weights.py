@@ -1,8 +1,7 @@
-"""The parameters of a GPTModel or a HybridModel and the tensors of a Hugging Face folder: which are which, and how they
-are cut.
+"""The tensors of a Hugging Face folder that each parameter of a GPTModel or a HybridModel is made of.
 
-Each kind of parameter is a class: it knows the tensors it is made of, this rank's share of them, and the way back from
-all ranks' shares. Shares are read where they are needed, so that no rank holds more than its own.
+Each kind of parameter is a class (``slots.py``). It knows the tensors that the parameter is made of, this rank's share
+of them, and the way back from all ranks' shares. Each rank reads its own shares alone.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from megatron_patches.hugging_face.slots import (
 from megatron_patches.te.fp8_weights import set_values
 
 _CHOICE_BIAS = "mlp.router.expert_bias"
-"""The end of the name of the only tensor of a folder that is no parameter: the optimizer does not know it."""
+"""The end of the name of the only tensor of a folder that is no parameter of the model; no optimizer updates it."""
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: int = 1) -> Slot:
@@ -43,8 +42,8 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
 
     Args:
         parameter: its name in a GPTModel, or in a HybridModel.
-        layer: number of its layer in the whole model, from 0; not read where it is in none.
-        model: what the folder holds.
+        layer: number of its layer in the whole model, from 0; it is not read for parameters outside of layers.
+        model: the description of the folder's model.
         expert_ranks: expert-parallel ranks, each of which numbers its own experts from 0.
     """
     if parameter == "embedding.word_embeddings.weight":
@@ -132,7 +131,7 @@ def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> S
 
 
 def _gate_up(names: tuple[str, ...], rows: int, gated: bool) -> Slot:
-    """The gate, where there is one, and the up projection; a single tensor may hold both."""
+    """Returns the slot of the gate, where there is one, and the up projection; a single tensor may hold both."""
     parts = (rows,) * (1 + gated)
     return Rows(names, (parts,) if len(names) == 1 else tuple((part,) for part in parts))
 
@@ -174,7 +173,7 @@ def _norms(stored: WeightMap) -> dict[str, str]:
 
 
 def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-    """Every parameter of this rank's part of a model, and what it is made of."""
+    """Yields every parameter of this rank's part of a model, and its slot."""
     for name, parameter in gpt.named_parameters():
         found = re.match(r"decoder\.layers\.(\d+)\.", name)
         layer = gpt.decoder.layers[int(found[1])].layer_number - 1 if found else -1
@@ -182,7 +181,7 @@ def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Paramete
 
 
 def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.Tensor, Slot]]:
-    """The biases that this rank's routers add to scores before the choice, and what each is made of."""
+    """Yields the biases that this rank's routers add to scores before they choose experts, and their slots."""
     for name, buffer in gpt.named_buffers():
         if name.endswith(_CHOICE_BIAS):
             layer = gpt.decoder.layers[int(name.split(".")[2])].layer_number - 1
@@ -190,7 +189,7 @@ def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.
 
 
 def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
-    """The ranks that have the shares of a parameter."""
+    """Returns the group of ranks that have the shares of a parameter."""
     if slot.by_expert:
         return parallel_state.get_expert_model_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -199,16 +198,16 @@ def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
 def load_weights(
     gpt: Any, model: ModelDescription, files: TensorFiles, advance: Callable[[int], object] = lambda size: None
 ) -> None:
-    """Copy this rank's shares of a folder's tensors into a built model, in the model's type.
+    """Copies this rank's shares of a folder's tensors into a built model, in the model's type.
 
     Args:
         gpt: this rank's part of a GPTModel or a HybridModel, on its device, not wrapped yet.
-        model: what the folder holds; ``files.check`` has passed.
-        files: its tensors.
-        advance: called with the bytes of each parameter.
+        model: the description of the folder's model; ``files.check`` must have passed.
+        files: the folder's tensors.
+        advance: function that is called with the bytes of each parameter, for progress.
 
     Raises:
-        ModelError: a file cannot be read any more.
+        ModelError: a file can no longer be read.
     """
     for parameter, slot in slots(gpt, model):
         group = group_of(slot)

@@ -1,5 +1,5 @@
 """The parts of megatron-core that core attention disaggregation serves, and the refusal of everything else.
 
-Layers, block, norms and loss are replaced. Whatever would have changed what the replaced parts compute, and is not
-honoured by their replacements, is refused before work starts; nothing is dropped silently.
+Layers, block, norms and loss are replaced. A setting that changes what Megatron's parts compute, but not what their
+replacements compute, is refused before work starts. Nothing is dropped silently.
 """

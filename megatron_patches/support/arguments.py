@@ -9,10 +9,10 @@ from distca.errors import SupportError
 
 
 def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
-    """Refuse types in which gradients are not added up.
+    """Refuses types in which gradients cannot be added up.
 
     Raises:
-        SupportError: so it is.
+        SupportError: the arguments do not go together.
     """
     if gradients != torch.float32 and not gradients == weights == torch.bfloat16:
         raise SupportError(
@@ -22,10 +22,10 @@ def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
 
 
 def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) -> None:
-    """Refuse FP8 weights without the optimizer that has main weights for them.
+    """Refuses FP8 weights without the optimizer that has main weights for them.
 
     Raises:
-        SupportError: so it is.
+        SupportError: the arguments do not go together.
     """
     if config.fp8_param and not distributed_optimizer:
         raise SupportError(

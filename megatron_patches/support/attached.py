@@ -1,5 +1,5 @@
-"""The state of a model when it was attached. Much of it is read only once, or on some ranks alone, so
-it must stay so."""
+"""The state of a model when it was attached, and checks that it has not changed. Much of it is read only once, or on
+some ranks alone, so a later change would be lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from distca.runtime import AttentionPool
 
-# Fields that CAD itself sets, or that schedules read anew in every step.
+# These fields may change: CAD itself sets them, or schedules read them anew in every step.
 _MAY_CHANGE = {
     "gradient_accumulation_fusion",
     "deallocate_pipeline_outputs",
@@ -25,18 +25,18 @@ _MAY_CHANGE = {
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""Parts of a disaggregated layer whose own parts are called one by one."""
+"""The modules of a disaggregated layer that are not called themselves, as their parts are called one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attached:
-    """How a model was when :meth:`megatron_patches.api.CAD.attach` was done with it.
+    """The state of a model at the end of :meth:`megatron_patches.api.CAD.attach`.
 
     Attributes:
         pool: the server pool of the CAD that attached it.
-        fields: values of its configuration by field.
-        modules: all modules by name.
-        disaggregated: whether core attention is.
+        fields: values of its configuration, by field.
+        modules: all modules, by name.
+        disaggregated: whether core attention is disaggregated.
     """
 
     pool: AttentionPool
@@ -46,15 +46,15 @@ class Attached:
 
 
 def note_attached(model: GPTModel, pool: AttentionPool, disaggregated: bool) -> None:
-    """Note in the model how it is."""
+    """Notes the state of a model in the model itself."""
     model.attached = Attached(pool, fields_of(model.config), dict(model.named_modules()), disaggregated)
 
 
 def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
-    """Refuse a model that was built with another configuration than its CAD's.
+    """Refuses a model that was built with another configuration than its CAD's.
 
     Raises:
-        SupportError: naming the first field that differs.
+        SupportError: a field differs; it names the first one.
     """
     for name, ours, theirs in _differences(fields_of(config), fields_of(model.config)):
         raise SupportError(
@@ -64,14 +64,14 @@ def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
 
 
 def check_as_attached(model: Any, pool: AttentionPool) -> None:
-    """Refuse a model that is another one's, or is not what it was when it was attached.
+    """Refuses a model that another CAD attached, or that has changed since it was attached.
 
     Args:
-        model: the GPTModel, attached.
+        model: the attached model.
         pool: the server pool of the CAD that runs it.
 
     Raises:
-        SupportError: naming what is different.
+        SupportError: the model is refused; it names the difference.
     """
     then: Attached = model.attached
     if then.pool is not pool:
@@ -104,7 +104,7 @@ def _check_hooks(model: Any) -> None:
 
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
-    """Values by field of what a configuration says; functions, and what may change, are left out."""
+    """Returns the values of a configuration by field, without functions and fields that may change."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_CHANGE)
     values = {name: getattr(config, name) for name in names}
     return {

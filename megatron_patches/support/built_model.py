@@ -1,4 +1,4 @@
-"""Checks of a model beyond its configuration: arguments of GPTModel, groups, and every module."""
+"""Checks of a built model beyond its configuration: its arguments, process groups, and every module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatron_patches.support.config_fields import LIMITS, check_config
 from megatron_patches.support.layer_spec import name_of
 from megatron_patches.support.limits import Limit, check_limit
 
-# Arguments of GPTModel that its configuration does not hold.
+# The arguments of GPTModel that its configuration does not hold, by the parts that honour them.
 
 SERVED_ARGUMENTS_BY = {
     "checks of their own": "config transformer_layer_spec pg_collection",
@@ -59,14 +59,14 @@ ARGUMENTS = {
 
 
 def check_bare(model: Any, pattern: str = "") -> None:
-    """Refuse what is no GPTModel as it was built, or no HybridModel.
+    """Refuses anything but a GPTModel or a HybridModel as it was built.
 
     Args:
-        model: that was given.
-        pattern: that its CAD was made with, for a HybridModel; empty for a GPTModel.
+        model: the model that was given.
+        pattern: the pattern that its CAD was made with, for a HybridModel; empty for a GPTModel.
 
     Raises:
-        SupportError: naming what was given.
+        SupportError: something else was given; it names its class.
     """
     if pattern:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -89,11 +89,12 @@ def check_bare(model: Any, pattern: str = "") -> None:
 def check_model(
     model: GPTModel, layer: type[TransformerLayer] = SplitTransformerLayer, options: ModelOptions = MEGATRONS
 ) -> None:
-    """Refuse what a model was built with, beyond its configuration, and would not get.
+    """Refuses a model that was built with arguments or modules, beyond its configuration, that would have no effect.
 
     Args:
-        model: a GPTModel as built: nothing of it replaced yet.
-        layer: class of its layers; Megatron's own where core attention stays at home and they know the options.
+        model: a GPTModel as it was built, with no part replaced yet.
+        layer: class of its layers; it is Megatron's own where core attention stays at home, unless it cannot compute
+            the options.
         options: the model's options.
 
     Raises:
@@ -123,12 +124,12 @@ def argument_of(model: Any, name: str) -> Any:
     if name == "scatter_embedding_sequence_parallel":
         return embedding is None or embedding.scatter_to_sequence_parallel
     if name == "position_embedding_type" and embedding is not None and embedding.add_position_embedding:
-        return "learned_absolute"  # where the configuration has another type, the embedding does not read it
+        return "learned_absolute"  # only then has the embedding positions of its own
     return getattr(model, name)
 
 
 def check_model_groups(model: Any) -> None:
-    """Refuse a model with process groups of its own.
+    """Refuses a model with process groups of its own.
 
     Raises:
         SupportError: so it is.
@@ -193,7 +194,7 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
 
 
 def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, Any]:
-    """The classes of the parts of latent attention, by name."""
+    """Returns the classes of the parts of latent attention, by name."""
     norm = norm if config.qk_layernorm else IdentityOp
     parts = {
         "linear_kv_down_proj": ReplicatedLinear,
@@ -209,7 +210,7 @@ def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, An
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Refuse norms of queries and keys that are not those of the configuration.
+    """Refuses norms of queries and keys that are not those of the configuration.
 
     Raises:
         SupportError: so it is.
@@ -226,7 +227,8 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
 
 
 def linears_like(linear: Any) -> tuple[type, type]:
-    """A layer has linear layers of one kind, Megatron's own or Transformer Engine's: split by outputs, by inputs."""
+    """Returns the classes of linear layers, split by outputs and by inputs, of the same kind as ``linear``: Megatron's
+    own or Transformer Engine's."""
     if type(linear).__module__ == "megatron_patches.te.linears":
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 
@@ -235,7 +237,7 @@ def linears_like(linear: Any) -> tuple[type, type]:
 
 
 def expect(path: str, found: Any, served: type | Callable[..., Any]) -> None:
-    """Refuse a module of another class.
+    """Refuses a module of another class.
 
     Raises:
         SupportError: so it is.

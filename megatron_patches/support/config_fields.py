@@ -1,6 +1,6 @@
 """The fields of megatron's configuration that are served, and their values.
 
-Every field that is set away from its default has to be in a table here.
+A field that is not at its default is refused unless it is in a table here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SERVED_BY = {
     "megatron's embedding, initialization and configuration, and our loss": """
         use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
         mup_attn_scale_power""",
-    # They choose among implementations, precisions and fusions of what is replaced, never what it computes.
+    # These choose implementations, precisions and fusions of replaced parts, never the function that they compute.
     "a replacement, which has its own way of computing the same": """
         attention_backend flash_attention_version attention_softmax_in_fp32 masked_softmax_fusion apply_rope_fusion
         fused_single_qkv_rope persist_layer_norm memory_efficient_layer_norm cross_entropy_loss_fusion
@@ -206,7 +206,7 @@ LIMITS = {
     "delay_wgrad_compute": Limit("weight gradients are computed in backward", (False,)),
 }
 
-# Named beside LIMITS because values of two fields count.
+# These are checked by functions, and not by LIMITS, as the values of two fields count.
 _CHECKED_TOGETHER = {"recompute_modules"}
 
 SERVED = {
@@ -218,14 +218,13 @@ SERVED = {
 
 
 def check_config(config: TransformerConfig) -> None:
-    """Refuse what a configuration asks for and would not get.
+    """Refuses a configuration with a setting that would have no effect, or that is not known here.
 
     Args:
-        config: the configuration that a model is built with, or was.
+        config: the configuration of a model.
 
     Raises:
-        SupportError: the first field with a value that is not served, or that is not known here and not at its
-            default.
+        SupportError: a field's value is not served, or the field is unknown and not at its default; it names the first.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -247,10 +246,10 @@ def check_config(config: TransformerConfig) -> None:
 
 
 def check_types(config: TransformerConfig) -> None:
-    """Refuse weights, activations and what stages pass on in several types.
+    """Refuses different types for weights, activations and the tensors that stages pass on.
 
     Raises:
-        SupportError: naming two fields.
+        SupportError: two types differ; it names their fields.
     """
     if config.bf16 != (config.params_dtype == torch.bfloat16):
         raise SupportError(
@@ -265,14 +264,14 @@ def check_types(config: TransformerConfig) -> None:
 
 
 def check_recomputation(config: TransformerConfig, recompute_segments: bool = False) -> None:
-    """Refuse to recompute core attention, or MLPs twice.
+    """Refuses to recompute core attention, or MLPs twice.
 
     Args:
         config: the configuration of a model.
-        recompute_segments: everything but core attention is recomputed as a whole.
+        recompute_segments: whether everything but core attention is recomputed as a whole.
 
     Raises:
-        SupportError: something but MLPs is recomputed, or these a second time.
+        SupportError: something other than MLPs is recomputed by itself, or MLPs are recomputed twice.
     """
     if config.recompute_granularity is None:
         return

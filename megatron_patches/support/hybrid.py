@@ -1,4 +1,4 @@
-"""Refusals of what recurrent layers and gates on attention's output are not served with."""
+"""Refusals of settings with which recurrent layers, and gates on attention's output, are not served."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 logger = logging.getLogger(__name__)
 
 _OF_SYMBOL = {"plain_recurrent_norm": DELTA_NET, "step_min": MAMBA}
-"""Options of recurrent layers, by the symbol of those that have them."""
+"""The options of recurrent layers, with the symbol of the layers that have each."""
 _SERVED = ("rotations", *_OF_SYMBOL)
-"""Options of a HybridModel."""
+"""The options that a HybridModel may have."""
 
 
 def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: torch.device) -> None:
-    """Say that hybrid models and gates are not proved on GPUs, where a model is one or has some; rank 0 speaks."""
+    """Warns, on rank 0, that hybrid models and gates were not compared with Megatron-Core's on GPUs."""
     unproved = bool(pattern) or has_recurrent_layers(config) or has_output_gate(config)
     if unproved and device.type == "cuda" and dist.get_rank() == 0:
         logger.warning(
@@ -37,7 +37,8 @@ def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: to
 def check_hybrid(
     config: TransformerConfig, pattern: str, options: ModelOptions, disaggregate: bool, offload: bool
 ) -> None:
-    """Refuse to run recurrent layers, or gates on attention's output, where nothing holds them against Megatron-Core.
+    """Refuses to run recurrent layers, or gates on attention's output, in ways that no test compares with
+    Megatron-Core.
 
     Args:
         config: Megatron's configuration.
@@ -46,7 +47,7 @@ def check_hybrid(
         disaggregate, offload: as in :class:`megatron_patches.api.CAD`.
 
     Raises:
-        SupportError: what is not served with them.
+        SupportError: a setting is not served with them.
     """
     delta_nets = has_recurrent_layers(config)
     _check_options(pattern, options)

@@ -1,4 +1,4 @@
-"""Checks of a HybridModel beyond its configuration: its arguments, groups, and every module."""
+"""Checks of a built HybridModel beyond its configuration: its arguments, process groups, and every module."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_b
 
 
 def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
-    """Refuse what a HybridModel was built with, beyond its configuration, and would not get.
+    """Refuses a HybridModel that was built with arguments or modules, beyond its configuration, that would have no
+    effect.
 
     Args:
-        model: as built: nothing of it replaced yet.
-        pattern: that its CAD was made with.
-        options: that its CAD was made with.
+        model: the model as it was built, with no part replaced yet.
+        pattern: the pattern that its CAD was made with.
+        options: the options that its CAD was made with.
 
     Raises:
         SupportError: the first argument or module that is not served.

@@ -1,4 +1,4 @@
-"""Refusals of what multi-head latent attention is not served with."""
+"""Refusals of settings with which multi-head latent attention is not served."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
 def check_latent(config: TransformerConfig, given: CadArguments) -> None:
-    """Refuse to run latent attention where nothing holds it against Megatron-Core.
+    """Refuses to run latent attention in ways that no test compares with Megatron-Core.
 
     Args:
         config: Megatron's configuration.
         given: the arguments of CAD.
 
     Raises:
-        SupportError: the first of what is not served with it.
+        SupportError: a setting is not served with it; it names the first.
     """
     epsilon = given.model_options.latent_norm_epsilon
     if not is_latent(config):
@@ -39,7 +39,7 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
 
 
 def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
-    """Returns what to say of each value that is not served, with what to set, and whether it is there."""
+    """Returns for each setting that is not served a phrase with its value and what to set, and whether it is so."""
     heads, tp = config.num_attention_heads, config.tensor_model_parallel_size
     if not hasattr(config, "v_head_dim"):
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}

@@ -1,4 +1,4 @@
-"""The modules that a layer spec may name."""
+"""The modules that a layer spec may name, and the refusal of others."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _LOCAL = ": give the spec of megatron's get_gpt_layer_local_spec(normalization='
 
 
 def check_layer_spec(spec: ModuleSpec) -> None:
-    """Refuse a layer spec whose modules our layers would not run as they are meant.
+    """Refuses a layer spec with modules that our layers would not run as these are meant.
 
     Args:
-        spec: a transformer layer's, as megatron's get_gpt_layer_local_spec gives it, or its
+        spec: spec of a transformer layer, from megatron's get_gpt_layer_local_spec, or from its
             get_gpt_layer_with_transformer_engine_spec, whose linear layers hold norms that our layers run themselves.
 
     Raises:
@@ -78,12 +78,13 @@ def has_te_linears(spec: ModuleSpec) -> bool:
 
 
 def mlp_submodules(spec: Any) -> Any:
-    """The linear layers in the spec of an MLP, in which they may be replaced."""
+    """Returns the part of an MLP's spec that names its linear layers, which may be replaced there."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> None:
-    """Each norm once: by itself or in the linear layer behind it. Ours are by themselves."""
+    """Refuses a norm that is in the spec twice, or not at all: it is a module, or a part of the linear layer behind
+    it."""
     found = getattr(parts, norm)
     if linear is TELayerNormColumnParallelLinear and found is IdentityOp:
         return
@@ -92,7 +93,7 @@ def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> No
 
 
 def _module(spec: Any) -> Any:
-    """The class that a spec builds: of a ModuleSpec, or of the partial of a class method that later versions have."""
+    """Returns the class that a spec builds, from a ModuleSpec or, in later versions, a partial of a class method."""
     if isinstance(spec, functools.partial):
         return getattr(spec.func, "__self__", spec.func)
     return spec.module if isinstance(spec, ModuleSpec) else spec
@@ -108,5 +109,5 @@ def _expect_in_spec(path: str, found: Any, *served: Any) -> None:
 
 
 def name_of(found: Any) -> str:
-    """The name of a class, a function or what a spec builds."""
+    """Returns the name of a class, of a function, or of the class that a spec builds."""
     return str(getattr(_module(found), "__name__", found))

@@ -13,9 +13,9 @@ class Limit:
     """A field or argument that is served for some values only.
 
     Attributes:
-        because: why not for others; goes on after "is ..., but".
-        served: the values; the first one is proposed.
-        inert: fields that nobody reads while this one has a served value.
+        because: the reason why other values are refused, as the end of a sentence: "is ..., but ...".
+        served: the values that are served; the first one is proposed.
+        inert: names of fields that are not read while this one has a served value.
     """
 
     because: str

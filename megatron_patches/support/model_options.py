@@ -20,17 +20,17 @@ _FROM_ZERO = ("score_softcap", "final_softcap", "step_min", "latent_norm_epsilon
 
 
 def check_model_options(options: ModelOptions, config: TransformerConfig) -> None:
-    """Refuse options that mean nothing beside each other or beside Megatron's configuration.
+    """Refuses options that mean nothing together, or with Megatron's configuration.
 
     Raises:
-        SupportError: the first of them.
+        SupportError: options mean nothing; it names the first.
     """
     for sentence in (*_values(options), *_norms(options, config), *_rotations(options, config)):
         raise SupportError(sentence)
 
 
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
-    """Refuse a model that was built with rotary positions that no layer has.
+    """Refuses a model that was built with rotary positions that no layer would have.
 
     Raises:
         SupportError: so it is.
@@ -115,7 +115,7 @@ def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str
 
 
 def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
-    """Returns a sentence for each setting that cannot work, beginning with a field's name."""
+    """Returns a sentence for each field that cannot work, which begins with its name."""
     assert config.kv_channels is not None
     found = [f"scaling.{problem}" for problem in rotary.scaling.problems()]
     if not rotary.base > 0:

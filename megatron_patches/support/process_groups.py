@@ -1,4 +1,5 @@
-"""Megatron's process groups: there, of the configuration's sizes, and of ranks numbered as server pools number them."""
+"""Checks of Megatron's process groups: that they exist, have the configuration's sizes, and number ranks as pools
+do."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from distca.errors import SupportError
 
 
 def check_groups(config: TransformerConfig) -> None:
-    """Refuse groups that a model of this configuration would not train with.
+    """Refuses groups with which a model of this configuration cannot be trained.
 
     Args:
         config: Megatron's configuration.
 
     Raises:
-        SupportError: there are none yet, their sizes are not the configuration's, or ranks are numbered otherwise than
+        SupportError: there are no groups yet, their sizes are not the configuration's, or ranks have other numbers than
             tensor-parallel ranks first, then data-parallel ones, then stages.
     """
     if not parallel_state.model_parallel_is_initialized():
@@ -41,7 +42,7 @@ def check_groups(config: TransformerConfig) -> None:
                 f"{name} is {getattr(config, name)} in the configuration, but Megatron's process groups were made with "
                 f"{size}: give the configuration and parallel_state.initialize_model_parallel the same {name}."
             )
-    strides = {  # where two are the same, the groups of the first have one rank each
+    strides = {  # two strides are the same only where the groups of the first have one rank each
         1: parallel_state.get_tensor_model_parallel_group(),
         tp: parallel_state.get_data_parallel_group(),
         tp * parallel_state.get_data_parallel_world_size(): parallel_state.get_pipeline_model_parallel_group(),

@@ -1,4 +1,4 @@
-"""Checks that all ranks were given the same: one rank's attention is computed on others, by their configuration."""
+"""A check that all ranks have the same configuration, as one rank's attention is computed on others, by theirs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_patches.support.attached import fields_of
 
 
 def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) -> None:
-    """Refuse a configuration or arguments that ranks were not given alike; every rank calls it.
+    """Refuses a configuration or arguments that differ between ranks; all ranks call it together.
 
     Args:
         config: Megatron's configuration.
-        arguments: of :class:`megatron_patches.api.CAD`, by name.
+        arguments: arguments of :class:`megatron_patches.api.CAD`, by name.
 
     Raises:
-        SupportError: on every rank, naming the first that differs.
+        SupportError: a value differs; all ranks raise it and name the first.
     """
     plain = (bool, int, float, str, type(None))
     mine = {name: value for name, value in (fields_of(config) | arguments).items() if isinstance(value, plain)}
@@ -27,7 +27,7 @@ def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) ->
     dist.all_gather_object(everyone, mine)
     for name, first in everyone[0].items():
         for rank, theirs in enumerate(everyone):
-            if repr(theirs.get(name)) != repr(first):  # nan is unlike itself
+            if repr(theirs.get(name)) != repr(first):  # nan is not equal to itself, but its text is
                 raise SupportError(
                     f"{name} is {theirs.get(name)!r} on rank {rank} and {first!r} on rank 0: give every rank the same."
                 )

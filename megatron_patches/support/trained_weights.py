@@ -1,4 +1,4 @@
-"""Weights of a model that is trained: those whose gradients are reduced, where the optimizer reaches them."""
+"""Checks of a trained model's weights: that their gradients are reduced, and that the optimizer reaches them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from distca.errors import SupportError
 from megatron_patches.te.fp8_weights import is_fp8
 
 _FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
-"""The names of fused gradients in Megatron's and Transformer Engine's linear layers."""
+"""The fields of Megatron's and Transformer Engine's linear layers that tell whether a product adds up gradients."""
 
 
 def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse weights of another type or device than what a CAD was made for, before they are wrapped.
+    """Refuses weights of another type, or on another device, than those that CAD was made for, before they are wrapped.
 
     Args:
-        model: the GPTModel; where the configuration says bf16, Megatron casts it.
-        params_dtype: of the configuration.
-        device: the CAD's.
+        model: the model; where the configuration says bf16, Megatron casts it later.
+        params_dtype: the configuration's ``params_dtype``.
+        device: the CAD's device.
 
     Raises:
-        SupportError: naming the first weight.
+        SupportError: a weight is refused; it names the first.
     """
     for name, weight in model.named_parameters():
         if weight.device.type != device.type:
@@ -40,11 +40,11 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
 
 
 def check_trained_weights(model: DistributedDataParallel) -> None:
-    """Refuse weights that were frozen, freed, replaced or moved after CAD.data_parallel, and hooks on gradients that
-    are nowhere but in ``main_grad``.
+    """Refuses weights that were frozen, set free to learn, replaced or moved after CAD.data_parallel, and hooks on
+    gradients that are only in ``main_grad``.
 
     Raises:
-        SupportError: naming the first weight.
+        SupportError: a weight is refused; it names the first.
     """
     reduced = model.param_to_bucket_group
     for name, weight in model.named_parameters():
@@ -59,7 +59,7 @@ def check_trained_weights(model: DistributedDataParallel) -> None:
 
 
 def _check_places(model: DistributedDataParallel) -> None:
-    """Megatron's distributed optimizer updates the memory of its buffers, which weights are views of."""
+    """Refuses weights in other memory than Megatron's buffers, which alone its distributed optimizer updates."""
     for buffer in model.buffers + model.expert_parallel_buffers:
         if buffer.param_data is None:
             continue
@@ -98,7 +98,7 @@ def _name_of(model: DistributedDataParallel, weight: torch.nn.Parameter) -> str:
 
 
 def _bare(name: str) -> str:
-    """The name that a weight has in the GPTModel."""
+    """Returns the name that a weight has in the GPTModel."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

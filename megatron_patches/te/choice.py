@@ -1,4 +1,4 @@
-"""Whether layers get Transformer Engine's linear layers, and the refusal of FP8 that would not run."""
+"""The choice between Megatron's and Transformer Engine's linear layers, and the refusal of FP8 that cannot run here."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
 
 
 def use_te(linears: Linears, config: TransformerConfig, device: torch.device) -> bool:
-    """Whether the layers of a model get Transformer Engine's linear layers.
+    """Returns whether the layers of a model get Transformer Engine's linear layers.
 
     Args:
-        linears: "auto": where they can be used. "local": Megatron's own. "te": Transformer Engine's.
+        linears: "te" for Transformer Engine's, "local" for Megatron's own, "auto" for the former where they can be
+            used.
         config: the model's configuration.
         device: this rank's device.
 
     Raises:
-        SupportError: they are asked for, or FP8 is, which needs them, and they cannot be used.
+        SupportError: they cannot be used, but are asked for, or FP8 is, which needs them.
     """
     fp8 = fp8_of(config)
     if config.num_moe_experts or is_latent(config):
@@ -56,7 +57,7 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
 
 
 def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
-    """Say why a layer spec with Transformer Engine's linear layers is refused where Megatron's own were chosen.
+    """Refuses a layer spec with Transformer Engine's linear layers where Megatron's own were chosen.
 
     Raises:
         SupportError: always.
@@ -69,10 +70,10 @@ def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
 
 
 def check_moments(moments: torch.dtype, device: torch.device) -> None:
-    """Refuse a type of Adam's moments that only Transformer Engine's Adam knows, where that cannot be used.
+    """Refuses a type of Adam's moments that needs Transformer Engine's Adam, where that cannot be used.
 
     Raises:
-        SupportError: so it is.
+        SupportError: this type cannot be used here.
     """
     if moments == torch.float32:
         return
@@ -84,7 +85,7 @@ def check_moments(moments: torch.dtype, device: torch.device) -> None:
 
 
 def why_not_te(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Transformer Engine's linear layers cannot be used; None if they can."""
+    """Returns why Transformer Engine's linear layers cannot be used; None if they can."""
     if device.type != "cuda":
         return _NO_GPU
     if dtype != torch.bfloat16:
@@ -93,7 +94,7 @@ def why_not_te(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def why_not_fp8(device: torch.device, blockwise: bool) -> str | None:
-    """Why this GPU cannot compute in FP8; None if it can."""
+    """Returns why this GPU cannot compute in FP8; None if it can."""
     capability, least = torch.cuda.get_device_capability(device), _BLOCKWISE_CAPABILITY if blockwise else _CAPABILITY
     if capability < least:
         return (

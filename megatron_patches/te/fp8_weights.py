@@ -1,9 +1,9 @@
 """Weights of Transformer Engine's linear layers that are FP8 numbers and their scales, without a bfloat16 copy.
 
-Megatron-Core builds them where its configuration says ``fp8_param``. It makes float32 main weights of the numbers that
-were drawn, before they are quantised. After an update it gathers FP8 numbers. On Hopper a product in backward reads a
-weight by its columns, for which Transformer Engine makes a transposed copy and keeps it. Here it is made for each of
-these products and dropped after it, so that a weight takes one byte a parameter.
+Megatron-Core builds them where its configuration says ``fp8_param``. It makes float32 main weights from the numbers
+that were drawn, before these are quantised. After an update it gathers FP8 numbers. On Hopper a product in backward
+reads a weight by its columns. For that Transformer Engine makes a transposed copy and keeps it. Here each of these
+products makes the copy and drops it, so that a weight takes one byte a parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 def is_fp8(weight: torch.Tensor) -> bool:
-    """Whether a weight is FP8 numbers and their scales; its dtype says bfloat16 in any case."""
+    """Whether a weight is FP8 numbers and their scales; its dtype is bfloat16 in either case."""
     return bool(fp8_utils.is_float8tensor(weight))
 
 
@@ -29,31 +29,34 @@ def has_fp8_weights(model: torch.nn.Module) -> bool:
 
 
 def keep_rows_only(weight: Any) -> None:
-    """Let a weight be held by rows only, and be held so after it is quantised anew."""
+    """Makes a weight hold its rows alone, also after it is quantised anew."""
     weight._quantizer.set_usage(rowwise=True, columnwise=False)
     forget_columns(weight)
     _cast_parts_by_rows()
-    # Megatron would make the columns of all weights after every update.
+    # Else Megatron would make the transposed copies of all weights after every update.
     fp8_utils.te_post_all_gather_processing = forget_columns
 
 
 def break_reference_cycle(weight: Any) -> None:
-    """Let a weight, and the main weight that it refers to, be freed with their last user. Transformer Engine gives a
-    weight two methods that are bound to it, and a tensor in such a cycle is freed late or never."""
+    """Makes a weight, and the main weight that it refers to, be freed with their last user.
+
+    Transformer Engine gives a weight two methods that are bound to it, and a tensor in such a cycle is freed late or
+    never."""
     here = weakref.ref(weight)
 
     def bound(method: Any) -> Callable[[], Any]:
         return lambda: method(here())
 
     for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
-        if hasattr(weight, name):  # not of a model that is built without gradients
+        if hasattr(weight, name):  # models that are built without gradients have none
             setattr(weight, name, bound(getattr(weight, name).__func__))
 
 
 @cache
 def _cast_parts_by_rows() -> None:
-    """Cast main weights to a part of a weight, which is one long row, without a transposed copy of that row: with
-    current scaling Transformer Engine asks for one, by a kernel that takes 70 ms for a billion weights."""
+    """Makes the cast of main weights to a part of a weight, which is one long row, leave out its transposed copy.
+
+    With current scaling Transformer Engine makes one, by a kernel that takes 70 ms for a billion weights."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     cast = Float8Quantizer.update_quantized
@@ -67,28 +70,28 @@ def _cast_parts_by_rows() -> None:
 
 
 def forget_columns(weights: Any) -> None:
-    """Drop the transposed copy of a weight, or of each of a list."""
+    """Drops the transposed copy of a weight, or of each weight in a list."""
     for weight in weights if isinstance(weights, list) else [weights]:
         if is_fp8(weight):
             weight.update_usage(rowwise_usage=True, columnwise_usage=False)
 
 
 def set_values(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Set a weight before the optimizer is built, and what its main weight will be made of.
+    """Sets a weight, and the numbers that its main weight will be made of, before the optimizer is built.
 
     Args:
-        weight: of any kind.
-        values: of its shape, of any type and anywhere.
+        weight: a weight of any kind.
+        values: numbers in its shape, of any type and on any device.
     """
     with torch.no_grad():
         if is_fp8(weight):
-            values = values.to(weight.device, weight.dtype)  # rounded as a bfloat16 weight is, before it is quantised
+            values = values.to(weight.device, weight.dtype)  # to bfloat16 first, as without FP8
             weight._high_precision_init_val.copy_(values)  # type: ignore[attr-defined]
         weight.copy_(values)
 
 
 def broadcast_weights(model: DistributedDataParallel) -> None:
-    """Give all data-parallel ranks the first one's weights, before the optimizer is built."""
+    """Copies the weights of the first data-parallel rank to all others, before the optimizer is built."""
     if not has_fp8_weights(model):
         model.broadcast_params()
         return
@@ -104,11 +107,11 @@ def broadcast_weights(model: DistributedDataParallel) -> None:
 
 
 def quantise_main_weights(model: DistributedDataParallel, optimizers: Iterable[Any]) -> None:
-    """Set all weights from the main weights, which were loaded, as after an update.
+    """Sets all weights from main weights that were loaded, as an update does.
 
     Args:
         model: the wrapped model.
-        optimizers: megatron's distributed ones of its weights.
+        optimizers: megatron's distributed optimizers of its weights.
     """
     for optimizer in optimizers:
         optimizer._copy_main_params_to_model_params()

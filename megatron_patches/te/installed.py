@@ -1,6 +1,6 @@
-"""The Transformer Engine that is installed, found without importing it, and objections to its use.
+"""The Transformer Engine that is installed, found without importing it, and the reasons against its use.
 
-Megatron-Core imports it by itself wherever it is installed, and takes its Adam. Without a GPU that fails, so it is
+Megatron-Core imports Transformer Engine wherever it is installed, and uses its Adam. Without a GPU that fails, so it is
 hidden there.
 """
 
@@ -19,7 +19,7 @@ _FIRST, _BEYOND = (2, 11), (2, 21)
 
 
 def installed_version() -> str | None:
-    """Version of the Transformer Engine that an import would take, "2.11.0"; None without one."""
+    """Returns the version of the Transformer Engine that an import would take, such as "2.11.0"; None without one."""
     try:
         return metadata.version(NAME)
     except metadata.PackageNotFoundError:
@@ -41,14 +41,15 @@ def why_not_supported() -> str | None:
 
 
 def hide_without_gpu() -> None:
-    """Let imports of Transformer Engine fail as if it were not installed, where torch has no GPU when it is asked for;
-    to be called before Megatron-Core is imported, and harmless to call again."""
+    """Makes imports of Transformer Engine fail, as if it were not installed, while torch has no GPU.
+
+    It must be called before Megatron-Core is imported, and may be called again."""
     if NAME not in sys.modules and not any(isinstance(finder, _NotWithoutGpu) for finder in sys.meta_path):
         sys.meta_path.insert(0, _NotWithoutGpu())
 
 
 class _NotWithoutGpu:
-    """Finds Transformer Engine before others do, and cannot load it."""
+    """A finder of modules that finds Transformer Engine before others do, and refuses to load it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

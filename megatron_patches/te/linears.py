@@ -1,6 +1,6 @@
-"""Transformer Engine's linear layers, as Megatron wraps them, in layers that run twice per micro-batch.
+"""Transformer Engine's linear layers, as Megatron wraps them, in layers that run once per nano-batch.
 
-Importing this imports Transformer Engine.
+Importing this module imports Transformer Engine.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ class _Linear:
             break_reference_cycle(self.weight)  # type: ignore[attr-defined]
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        """FP8 weights are on their GPU, as bfloat16 ones by their dtype; a conversion would quantise them once more."""
+        """Leaves FP8 weights as they are: they are on their GPU, and a conversion would quantise them once more."""
         return self if self._is_fp8 else super()._apply(function, recurse)  # type: ignore[misc]
 
     @property
     def is_first_microbatch(self) -> bool:
-        """Never true. The first micro-batch's product with a weight overwrites its gradient in place of adding to it.
-        But in backward the first half of a micro-batch comes after the second one."""
+        """It is always False. Else the product of a step's first rows would overwrite the weight's gradient. But in
+        backward ping, which is first in forward, comes after pong."""
         return False
 
     @is_first_microbatch.setter
     def is_first_microbatch(self, first: bool) -> None:
-        """Megatron sets it before a step's first forward: the weights have changed and are quantised anew."""
+        """Notes that weights have changed and must be quantised anew; Megatron sets it before a step's first
+        forward."""
         if first:
             self.__dict__.get("_fp8_workspaces", {}).clear()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output, and the bias where its user adds it."""
+        """Returns the output, and the bias where the caller adds it."""
         with in_fp8(self._recipe, self.config):  # type: ignore[attr-defined]
             output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(x)  # type: ignore[misc]
         if self._is_fp8 and (product := output[0].grad_fn) is not None:
@@ -61,10 +62,10 @@ class _Linear:
     def _recipe(self) -> Any:
         return make_recipe(self.config)  # type: ignore[attr-defined]
 
-    # Checkpoints hold tensors only: Transformer Engine's own state is a pickle, which would be run when it is loaded.
+    # Checkpoints hold tensors only. Transformer Engine's own state is a pickle, and loading it would run code.
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
-        """Scales and largest values of delayed scaling; None where there are none."""
+        """Returns scales and largest values of delayed scaling; None where there are none."""
         meta = self.fp8_meta  # type: ignore[attr-defined]
         if self._recipe is None or not self._recipe.delayed() or "scaling_fwd" not in meta:
             return None
@@ -75,7 +76,7 @@ class _Linear:
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Take what :meth:`get_extra_state` returned; of a checkpoint of other layers nothing is taken."""
+        """Sets the state that :meth:`get_extra_state` returned; the state of other kinds of layers is not read."""
         if self._recipe is None or not self._recipe.delayed() or not isinstance(state, dict):
             return
         meta = self.fp8_meta  # type: ignore[attr-defined]
@@ -96,8 +97,8 @@ class _Linear:
 
 
 class ColumnLinear(_Linear, TEColumnParallelLinear):  # type: ignore[misc]
-    """Split over tensor-parallel ranks by outputs: linear_qkv and linear_fc1."""
+    """A linear layer that is split over tensor-parallel ranks by outputs: linear_qkv and linear_fc1."""
 
 
 class RowLinear(_Linear, TERowParallelLinear):  # type: ignore[misc]
-    """Split over tensor-parallel ranks by inputs: linear_proj and linear_fc2."""
+    """A linear layer that is split over tensor-parallel ranks by inputs: linear_proj and linear_fc2."""

@@ -1,9 +1,9 @@
-"""When Transformer Engine's linear layers compute in FP8, and when the scales of delayed scaling move on.
+"""FP8 in Transformer Engine's linear layers: the context in which they compute, and the scales of delayed scaling.
 
-Megatron's own blocks open an FP8 context around each layer, or around all of them. In disaggregated layers linear
-layers run twice per micro-batch and again where they are recomputed, so each opens one itself. Scales of delayed
-scaling are the same in all of a step, and so where it is recomputed: the largest values of all its micro-batches are
-reduced over ranks at its end.
+Megatron's own blocks open an FP8 context around each layer, or around all of them. In disaggregated layers, linear
+layers run once per nano-batch, and again where they are recomputed; so each opens a context itself. Scales of delayed
+scaling stay the same during a step, so that recomputation uses the same ones. At its end the largest values of all its
+micro-batches are reduced over ranks, and set the next scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _FIELDS: dict[Fp8, dict[str, Any]] = {
     "delayed": {
         "fp8": "hybrid",
         "fp8_recipe": "delayed",
-        # Of steps; where Megatron's own layers run, of micro-batches, and of every product where they are recomputed.
+        # The history has a value for each step. With Megatron's own layers it has one for each micro-batch, and a
+        # further one for each recomputed product.
         "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
     },
@@ -37,12 +38,13 @@ _unreduced = False
 
 
 def config_fields(fp8: Fp8, weights: bool = False) -> dict[str, Any]:
-    """Fields of megatron's configuration that ask for it; ``weights``: and for weights that are FP8 numbers alone."""
+    """Returns the fields of megatron's configuration for a scaling to FP8; ``weights`` adds those for weights that are
+    FP8 numbers alone."""
     return _FIELDS[fp8] | ({"fp8_param": True} if weights else {})
 
 
 def fp8_of(config: TransformerConfig) -> Fp8:
-    """How a served configuration scales tensors to FP8."""
+    """Returns how a served configuration scales tensors to FP8."""
     if config.fp8 is None:
         return "none"
     names: dict[str, Fp8] = {"tensorwise": "current", "delayed": "delayed", "blockwise": "blockwise"}
@@ -50,12 +52,12 @@ def fp8_of(config: TransformerConfig) -> Fp8:
 
 
 def keeps_inputs(linear: Any) -> bool:
-    """Whether a linear layer keeps its input for backward as it is given, and no FP8 copy of it."""
+    """Whether a linear layer keeps its input itself for backward, and not an FP8 copy of it."""
     return linear.config.fp8 is None or getattr(linear, "save_original_input", False)
 
 
 def make_recipe(config: TransformerConfig) -> Any:
-    """Transformer Engine's recipe of a configuration; None without FP8."""
+    """Returns Transformer Engine's recipe for a configuration; None without FP8."""
     from megatron.core.fp8_utils import get_fp8_recipe
 
     return get_fp8_recipe(config) if config.fp8 is not None else None
@@ -63,11 +65,11 @@ def make_recipe(config: TransformerConfig) -> Any:
 
 @contextmanager
 def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
-    """Let one of Transformer Engine's layers compute in FP8, unless it does already.
+    """Makes one of Transformer Engine's layers compute in FP8 inside the block, unless it does already.
 
     Args:
         recipe: from :func:`make_recipe`.
-        config: of the layer.
+        config: the layer's configuration.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 
@@ -82,8 +84,8 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
         _unreduced = True
         autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
-    # Its own context would reduce and update scales when it is left; and here no layer counts as the first one, whose
-    # backward would do so.
+    # Transformer Engine's own context would reduce and update scales when it is left, and so would the backward of the
+    # layer that counts as the first; here none does.
     State.set_autocast_state((True, False, recipe, group, False, False))
     try:
         yield
@@ -92,8 +94,8 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
 
 
 def end_step() -> None:
-    """Reduce the largest values of a step, of delayed scaling, over the ranks of its group, and scale by them from now
-    on; every rank calls it after the step's last backward."""
+    """Reduces the largest values of a step over the ranks of their group, and sets scales of delayed scaling from them;
+    all ranks call it after the step's last backward."""
     global _unreduced
     if not _unreduced:
         return
@@ -106,7 +108,7 @@ def end_step() -> None:
 
 
 def forget_layers() -> None:
-    """Forget the largest values of layers that are gone, and the groups that they were reduced over."""
+    """Drops the largest values of layers that are gone, and the groups that they were reduced over."""
     global _unreduced
     _unreduced = False
     if "transformer_engine.pytorch.quantization" in sys.modules:

@@ -1,6 +1,6 @@
-"""Whether Transformer Engine's linear layers compute on this machine what float64 does, in bfloat16 or FP8.
+"""A check of Transformer Engine's linear layers on this machine, in bfloat16 or FP8, against float64.
 
-FP8 products have no plain version: where they are wrong, they are refused.
+Where bfloat16 products are wrong, Megatron's own layers can compute them. Wrong FP8 products are refused.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ logger = logging.getLogger(__name__)
 
 _WIDTH, _OUT, _ROWS = 256, 384, 512
 _MOST = {"none": 0.0078, "current": 0.10, "delayed": 0.10, "blockwise": 0.10}
-"""How far off a product may be, norm over norm, by how tensors are scaled to FP8. bfloat16 rounds once, 0.2 %. Numbers
-of 3 bits behind the point are 2.6 % off, of 2 bits, as of gradients, 5.2 %: a product of both 5.8 %."""
+"""The largest relative error of a product, norm over norm, by scaling to FP8; more is wrong. bfloat16 rounds once,
+which gives 0.2 %. FP8 numbers with 3 bits of fraction are 2.6 % off, those of gradients with 2 bits 5.2 %. A product of
+both is 5.8 % off."""
 _MOST_FACTOR = 0.02
-"""How far from 1 a product's factor over the exact one may be: rounding cancels out in it."""
+"""The largest distance from 1 of the factor between a product and the exact one; more is wrong. Rounding cancels out in
+this factor, so it finds wrong scales."""
 
 
 def check_products(config: TransformerConfig, device: torch.device) -> str | None:
-    """Check forward and both gradients of a linear layer. Every rank calls it together.
+    """Checks forward and both gradients of a linear layer; all ranks call it together.
 
     Args:
-        config: the model's, which says how tensors are scaled.
+        config: the model's configuration, which says how tensors are scaled.
         device: a GPU.
 
     Returns:
-        What speaks against these layers in bfloat16, the same on every rank; None if nothing does.
+        The objection to these layers in bfloat16, the same on every rank; None if they are right.
 
     Raises:
-        SupportError: on every rank, if products in FP8 are wrong on one.
+        SupportError: products in FP8 are wrong on some rank; all ranks raise it.
     """
     fp8 = fp8_of(config)
     plain = first_objection(_why_wrong("none", config, device))
@@ -54,7 +56,7 @@ def check_products(config: TransformerConfig, device: torch.device) -> str | Non
 def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str | None:
     try:
         actual, exact = _products(fp8, config, device)
-    except Exception as error:  # of its libraries, which raise anything
+    except Exception as error:  # its libraries raise errors of any kind
         logger.debug("The self-check of products failed.", exc_info=True)
         return f"a linear layer fails: {(str(error).splitlines() or [''])[0] or type(error).__name__}"
     return objection(actual, exact, fp8)
@@ -64,8 +66,8 @@ def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], f
     """Returns an objection to products, as part of a sentence; None if they are as right as their numbers allow.
 
     Args:
-        actual: by name.
-        exact: the same in float64.
+        actual: products by name.
+        exact: the same products in float64.
         fp8: how tensors are scaled.
     """
     for name, expected in exact.items():
@@ -82,7 +84,7 @@ def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], f
 def _products(
     fp8: Fp8, config: TransformerConfig, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Output and gradients of one of Transformer Engine's layers, and of float64."""
+    """Returns output and gradients of one of Transformer Engine's layers, and those of float64."""
     import transformer_engine.pytorch as te
 
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +100,7 @@ def _products(
         params_dtype=torch.bfloat16,
         device=device,
         fuse_wgrad_accumulation=True,
-        init_method=torch.nn.init.zeros_,  # or the model's weights would be others than without the check
+        init_method=torch.nn.init.zeros_,  # draws no random numbers, so the model's weights stay the same
     )
     with torch.no_grad():
         linear.weight.copy_(weight)
@@ -115,8 +117,8 @@ def _products(
 
 
 def _recipe(fp8: Fp8) -> Any:
-    """Delayed scaling runs the same products with scales that it keeps for the layer's lifetime; in their place are
-    those of the current tensor, which leave nothing behind."""
+    """Returns the recipe of the check: for delayed scaling that of current scaling. It runs the same products, but
+    keeps no scales for the layer's lifetime."""
     from transformer_engine.common import recipe
 
     if fp8 == "none":

@@ -1,5 +1,5 @@
-"""The differences between the versions of Transformer Engine that are served, read from its sources of
-2.11 and 2.20."""
+"""The differences between the versions of Transformer Engine that are served, as its sources of 2.11 and 2.20 have
+them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def autocast_arguments(manager: Any) -> dict[str, tuple[Any, Any]]:
-    """Recipe and group by key, from which scales of delayed scaling are updated.
+    """Returns by key the recipe and the group with which scales of delayed scaling are updated.
 
     Args:
-        manager: FP8GlobalStateManager. 2.11 holds them itself; 2.20 holds them in a state that a reset replaces.
+        manager: FP8GlobalStateManager. In 2.11 it holds them itself; in 2.20 they are in a state that a reset replaces.
     """
     held: dict[str, tuple[Any, Any]] = getattr(manager, "quantization_state", manager).autocast_arguments
     return held

@@ -46,7 +46,7 @@ _REPEATED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     ("The argument order of load has been changed", UserWarning),
     # One hardware queue would start kernels in the order of their calls, so that megatron-core's tensor-parallel
     # collectives in backward begin before the matrix product they should hide behind. It would also put the streams of
-    # attention's transfers, the server and the other half into that one queue, where each waits for the others.
+    # attention's transfers, the server and the other nano-batch into that one queue, where each waits for the others.
     ("To guarantee overlapping TP and SP collectives", UserWarning),
     (r"When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", UserWarning),
 )

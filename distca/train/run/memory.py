@@ -24,22 +24,23 @@ from distca.words import format_bytes
 
 GIB = 2**30
 BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.33, 2.16, 0.17
-"""Rows of queries (of one half), of keys, each once, and of queries that live elsewhere at a busy server, over its home
-rows. Plans level seconds, not rows, and a task brings its whole context: the mean of what
-tests/train/run/test_stage_memory.py finds in six steps of 128K tokens per rank and as long contexts. Long runs on many
-ranks meet busier servers."""
+"""Rows at a busy server, over its home rows: query rows of one nano-batch; key rows, each once; and query rows that
+live elsewhere. Plans level seconds, not rows, and a task brings its whole context. These are means of six steps of 128K
+tokens per rank with contexts as long (tests/train/run/test_stage_memory.py). Long runs on many ranks meet busier
+servers."""
 LONG_DOCUMENT_KV = 1.0
-"""Rows of keys that the busiest server of a document that spans ranks keeps, over a half's home rows, per half and rank
-spanned: all keys, once."""
+"""Key rows that the busiest server of a document over several ranks keeps, for each nano-batch and each rank that the
+document spans, over a nano-batch's home rows. It is 1, as that server keeps all keys once."""
 REGIONS_KV = 2.3, {1: 1.05, 2: 1.75}
-"""At a busy server, and by halves at the busiest of a long document, the same of keys that a half's tasks compute with:
-the server of its end has all keys, of two halves all in the second; the first half's end, half of them, is computed
-elsewhere. A second range of the same document has a copy of its keys. Plans have up to 2.2, and more where a shorter
-document shares the pool."""
+"""Key rows that a nano-batch's tasks compute with, over a nano-batch's home rows. The first is that of a busy server.
+The second, by number of nano-batches, is that of the busiest server of a long document, for each rank that it spans.
+Its tasks read all keys, and a second range of the document has a copy of its keys. With two nano-batches that is so in
+pong, as ping's last rows are elsewhere. Plans have up to 2.2, and more where a shorter document shares the pool."""
 
 
 HALOS = 2.0
-"""Windows of keys that live elsewhere, at a busy home rank and per half: shards whose document began before them."""
+"""Windows of keys that live elsewhere, at a busy home rank and for each nano-batch; each shard whose document began
+before it has one."""
 
 
 @dataclass(frozen=True)
@@ -217,12 +218,12 @@ class _Stage:
         return self._value * int(self._q + o * self._o + contexts * self._kv) + lse
 
     def _keys_at_home(self, window: int) -> float:
-        """Rows of keys of a layer with a window over a half's home rows: these, and those before a few shards."""
+        """Rows of keys of a layer with a window over a nano-batch's home rows: these, and those before a few shards."""
         return min(1.0 + HALOS * (window - 1) / self._half, max(self._contexts, 1.5))
 
     def _rotation(self) -> int:
         """Bytes of one token's float32 cosines and sines, for all layers together; twice as many where layers turn in
-        two ways. Layers with latent attention have their own, and only the angles of halves in common."""
+        two ways. Layers with latent attention have their own, and only the angles of nano-batches in common."""
         model = self._config.model
         ways = self._halves - 1 if model.latent.kv_rank else 1 if model.variant.turns_alike else 2
         return 4 * self._turned * ways
@@ -257,15 +258,15 @@ class _Stage:
         return needed
 
     def _second_mlp_at_work(self) -> int:
-        """The same of the half that comes second. The first one's attention is already on its way, with dO and the
-        gradient of the residual stream. Its MLP's kept rows are free."""
+        """Bytes when SwiGLU of the second nano-batch computes its gradient. The first one's attention is already on its
+        way, with dO and the gradient of the residual stream, and its MLP's kept rows are free."""
         first = self._value * (self._o + self._hidden) - self._layer.freed_by_mlp()
         return self._half * (self._mlp_at_work() + first) + self._sent_to_server()
 
     def _server_at_work(self) -> int:
-        """The kernel's backward of one half; what it needs of the other is already there. It adds gradients up in
-        float32 and rounds them. With keep all o rows of the half are put together for it, and the keys of every task
-        of a long document."""
+        """Bytes in the kernel's backward of one nano-batch, when the rows of the other are already there. It adds
+        gradients up in float32 and rounds them. With keep it needs all o rows of the nano-batch together, and the keys
+        of every task of a long document."""
         gradients = self._server_q * self._q + self._server_kv * self._kv
         home = (
             self._value * (self._half * self._q + self._rows * self._hidden) - self._rows * self._layer.freed_by_mlp()
@@ -275,7 +276,8 @@ class _Stage:
         return self._halves * self._sent_to_server() + int((4 + self._value) * gradients + o) + home
 
     def _sent_to_server(self) -> int:
-        """A server's rows of one half: dO, with sinks log-sum-exp; with resend also q, k, v, o and log-sum-exp."""
+        """Bytes of a server's rows of one nano-batch in backward: dO, and with sinks log-sum-exp; with resend also q,
+        k, v, o and log-sum-exp."""
         if self._config.resolved_backward == "keep":
             lse = self._lse if self._config.model.sinks else 0
             return int(self._server_q * (self._value * self._o + lse))

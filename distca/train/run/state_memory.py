@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from distca.plan.recurrence import Recurrence
 
 _CONTINUING, _BETWEEN = 14, 10
-"""Pieces of a rank, in both halves, that begin with a state, and of these those with others behind them."""
+"""Pieces of a rank, in both nano-batches, that begin with a state; and those of them that others follow."""
 _READ_BY_RANKS, _READ, _READ_OF_LONG = 3.3, 36, 31
-"""Summaries that a rank reads, in both halves: for each rank of a small pool; on many ranks; and there beside for each
-further rank that the longest document spans."""
+"""Summaries that a rank reads in both nano-batches. In a small pool it is the first number for each rank. In a large
+pool it is the second number, and the third for each further rank that the longest document spans."""
 
 
 @dataclass(frozen=True)

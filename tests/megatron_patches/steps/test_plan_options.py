@@ -56,7 +56,7 @@ def test_table_or_analytic_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     from megatron_patches.steps import plan_options
 
     folder = tmp_path / "tables"
-    monkeypatch.setattr(plan_options, "find_table", lambda *key: find_table(*key, folder=folder))
+    monkeypatch.setattr(plan_options, "find_table", lambda *key, **named: find_table(*key, folder=folder, **named))
     heads = (32, 8, 128)
     assert _cost(heads, "flash4", torch.bfloat16, GPU) == analytic_cost(16, 4, 128)
     write(folder, factor=2.0)
