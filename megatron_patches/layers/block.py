@@ -172,11 +172,8 @@ def block_spec(
     if has_recurrent_layers(config):
         from megatron_patches.layers.gated_delta_net import recurrent_layer_spec
 
-        recurrent, first = (
-            recurrent_layer_spec(layer, *linear_classes(te), norm),
-            get_transformer_layer_offset(config) + 1,
-        )
-        numbers = range(first, first + get_num_layers_to_build(config))
+        recurrent, before = recurrent_layer_spec(layer, *linear_classes(te), norm), get_transformer_layer_offset(config)
+        numbers = range(before + 1, before + get_num_layers_to_build(config) + 1)
         layers = [recurrent if is_recurrent(config, number) else layer for number in numbers]
         return TransformerBlockSubmodules(layers, norm)
     return TransformerBlockSubmodules(with_experts(layer, config), norm)

@@ -87,7 +87,7 @@ def _on_two_ranks(path: Path) -> tuple[list[float], float]:
 
 def test_blocks_and_stages_in_float64_and_whole_models_in_float32() -> None:
     results = run_ranks(4, _on_four_ranks)[0]
-    assert len(results) == 21
+    assert len(results) == 20
     _check(results)
 
 
