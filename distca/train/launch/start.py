@@ -110,9 +110,8 @@ class _Step(NamedTuple):
 
 def _srun(step: _Step, machines: Machines, environment: Mapping[str, str]) -> list[str]:
     words = ["srun", f"--nodes={step.nodes}", f"--ntasks={step.nodes * step.tasks}"]
-    # Servers on CPUs may go one by one (distca.cluster.server_processes).
-    ends_all = int(bool(machines.gpus) or step.first == 0)
-    words += [f"--ntasks-per-node={step.tasks}", f"--kill-on-bad-exit={ends_all}"]
+    # Servers may go one by one (distca.cluster.server_processes).
+    words += [f"--ntasks-per-node={step.tasks}", f"--kill-on-bad-exit={int(step.first == 0)}"]
     tasks = step.tasks
     if machines.servers and machines.nodes == 1:
         words.append("--overlap")  # homes and servers are two steps, and share the node

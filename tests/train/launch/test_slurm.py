@@ -152,7 +152,7 @@ def test_servers_take_the_last_gpus_of_one_node(machine: Machine) -> None:
     machine.slurm(1, 8)
     homes, servers = map(shlex.split, machine.run(SERVERS="2", DRY_RUN="1").stdout.splitlines())
     assert {"--ntasks=6", "--overlap"} <= set(homes)
-    assert {"--ntasks=2", "--overlap"} <= set(servers)
+    assert {"--ntasks=2", "--overlap", "--kill-on-bad-exit=0"} <= set(servers) and "--kill-on-bad-exit=1" in homes
     task = servers[servers.index("bash") : servers.index("python")]
     variables = machine.variables | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
     shown = subprocess.run(
