@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 
@@ -42,15 +43,12 @@ class ReplicatedLinear(torch.nn.Module):
         return linear(rows, self.weight, None, self._adds_up, allreduce_dgrad=False, sequence_parallel=False), None
 
 
-class WholeRows(torch.nn.Module):
+class WholeRows(IdentityOp):
     """Stands where latent rows have no norm. They are columns of wider rows, which NCCL does not gather as they lie."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Returns the rows by themselves."""
-        return rows.contiguous()
+        return x.contiguous()
 
 
 class LatentAttention(MLASelfAttention):

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from distca.errors import SupportError
 from megatron_patches.experts.spec import DrawnExperts, has_experts
 from megatron_patches.layers.hybrid_layers import SplitRecurrentLayer, layer_class
-from megatron_patches.layers.latent_attention import LatentAttention, ReplicatedLinear
+from megatron_patches.layers.latent_attention import LatentAttention, ReplicatedLinear, WholeRows
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
@@ -195,7 +195,7 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
 
 def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, Any]:
     """Returns the classes of the parts of latent attention, by name."""
-    norm = norm if config.qk_layernorm else IdentityOp
+    norm = norm if config.qk_layernorm else WholeRows
     parts = {
         "linear_kv_down_proj": ReplicatedLinear,
         "kv_layernorm": norm,
