@@ -27,10 +27,12 @@ class Groups:
     Attributes:
         rows: of each expert, on the host.
         ends_E: [experts] int32 where its rows end, on the rows' device.
+        last_first: the experts are in the reverse of their order.
     """
 
     rows: list[int]
     ends_E: torch.Tensor
+    last_first: bool = False
 
 
 def grouped_linear(
@@ -144,7 +146,7 @@ def _products(x_PI: torch.Tensor, weights: Sequence[torch.Tensor], groups: Group
     if not len(x_PI):
         return x_PI.new_zeros(0, columns)
     if is_grouped(x_PI, weights[0]):
-        weight_EOI = torch.stack(tuple(weights))
+        weight_EOI = _together(weights)
         operand = weight_EOI.transpose(1, 2) if transposed else weight_EOI
         grouped: torch.Tensor = torch.nn.functional.grouped_mm(x_PI, operand, offs=groups.ends_E)
         return grouped
@@ -152,6 +154,29 @@ def _products(x_PI: torch.Tensor, weights: Sequence[torch.Tensor], groups: Group
     for weight, rows, into in zip(weights, x_PI.split(groups.rows), out.split(groups.rows), strict=True):
         torch.mm(rows, weight.t() if transposed else weight, out=into)
     return out
+
+
+def lie_evenly(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether weights lie at equal distances in one memory, one after the other: all are one operand as they lie."""
+    first, places = weights[0], [each.data_ptr() for each in weights]
+    distance = places[1] - places[0] if len(places) > 1 else first.nbytes
+    even = places == [places[0] + number * distance for number in range(len(places))]
+    alike = all(each.is_contiguous() and _memory(each) == _memory(first) for each in weights)
+    return even and alike and distance >= first.nbytes and distance % (_ALIGNED * first.element_size()) == 0
+
+
+def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns [E, O, I]: a view where weights lie evenly, else a copy. That takes the time in which a GPU reads and
+    writes all of a layer's experts, for each product."""
+    if not lie_evenly(weights):
+        return torch.stack(tuple(weights))
+    first = weights[0].detach()
+    distance = weights[1].data_ptr() - first.data_ptr() if len(weights) > 1 else first.nbytes
+    return first.as_strided((len(weights), *first.shape), (distance // first.element_size(), *first.stride()))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def is_grouped(x_PI: torch.Tensor, weight_OI: torch.Tensor) -> bool:

@@ -52,6 +52,7 @@ class Dispatch:
         counts_GE: the same on the device.
         rows_G: rows of every rank, where they go everywhere.
         goes_NG: bool, which rows go to which rank; None for all to all.
+        last_first: this rank's experts are computed in the reverse of their order.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Dispatch:
         counts_GE: torch.Tensor,
         rows_G: Sequence[int],
         goes_NG: torch.Tensor | None,
+        last_first: bool,
     ) -> None:
+        self._last_first = last_first
         self.group, self.expert_NK, self._question, self._counts_GE = group, expert_NK, question, counts_GE
         self._ranks, self._me = group.size(), dist.get_rank(group)
         self._here = experts // self._ranks
@@ -77,7 +80,14 @@ class Dispatch:
         self._sent_row_S, self._place_NG = _places(goes_NG, sum(self.sent))
 
     @classmethod
-    def of(cls, chosen_NE: torch.Tensor, topk: int, group: dist.ProcessGroup, rows_G: Sequence[int]) -> Dispatch:
+    def of(
+        cls,
+        chosen_NE: torch.Tensor,
+        topk: int,
+        group: dist.ProcessGroup,
+        rows_G: Sequence[int],
+        last_first: bool = False,
+    ) -> Dispatch:
         """Every rank of the group calls it together.
 
         Args:
@@ -96,7 +106,8 @@ class Dispatch:
         dist.all_gather_into_tensor(gathered, counts, group=group)
         counts_G = gathered.view(ranks, -1)
         question = asked(counts_G)
-        return cls(_experts_of(chosen_NE, topk), experts, group, question, counts_G[:, :experts], rows_G, goes_NG)
+        numbers = _experts_of(chosen_NE, topk)
+        return cls(numbers, experts, group, question, counts_G[:, :experts], rows_G, goes_NG, last_first)
 
     # What leaves this rank, and comes back.
 
@@ -126,11 +137,14 @@ class Dispatch:
     def arrive(self, expert_RK: torch.Tensor) -> None:
         """Take note of the experts of the rows that arrived."""
         own_GE = slice(self._me * self._here, (self._me + 1) * self._here)
-        rows = self._question.read()[:, own_GE].sum(0).tolist()
-        groups = Groups(rows, self._counts_GE[:, own_GE].sum(0).cumsum(0).int())
+        rows, counts_E = self._question.read()[:, own_GE].sum(0).tolist(), self._counts_GE[:, own_GE].sum(0)
         number = expert_RK.flatten() - own_GE.start
+        is_own = (number >= 0) & (number < self._here)
+        if self._last_first:
+            rows, counts_E, number = rows[::-1], counts_E.flip(0), self._here - 1 - number
+        groups = Groups(rows, counts_E.cumsum(0).int(), self._last_first)
         # Pairs of other ranks come last.
-        number = torch.where((number >= 0) & (number < self._here), number, self._here)
+        number = torch.where(is_own, number, self._here)
         slot_P = number.sort(stable=True).indices[: sum(rows)]
         pair = torch.full_like(number, len(slot_P), dtype=torch.int64)
         pair.scatter_(0, slot_P, torch.arange(len(slot_P), device=pair.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from distca.ops.grouped_linear import Groups, add_biases, grouped_linear
+from distca.ops.grouped_linear import Groups, add_biases, grouped_linear, lie_evenly
 from distca.ops.swiglu import swiglu
 from megatron_patches.patches.fused_ops import gate_of
 
@@ -27,11 +28,12 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
         rows_PH: by expert.
         probs_P: the rows' probabilities.
     """
-    pairs = [(expert.linear_fc1, expert.linear_fc2) for expert in experts.local_experts]
-    bare = all(map(_is_bare, (linear for pair in pairs for linear in pair)))
-    if not bare or experts.config.activation_func_fp8_input_store:
+    pairs = _linears(experts)
+    if not _come_at_once(experts, pairs):
+        assert not groups.last_first, "something began to listen to an expert between its rows' routing and computing"
         output: torch.Tensor = experts(rows_PH, torch.tensor(groups.rows), probs_P)[0]
         return output
+    pairs = pairs[::-1] if groups.last_first else pairs
     fused = bool(experts.config.gradient_accumulation_fusion)
     inner = grouped_linear(rows_PH, [first.weight for first, _ in pairs], groups, fused)
     if pairs[0][0].bias is not None:
@@ -41,6 +43,24 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
     if pairs[0][1].bias is not None:
         output = add_biases(output, [second.bias for _, second in pairs], groups, probs_P)
     return output
+
+
+def lie_last_first(experts: SequentialMLP) -> bool:
+    """Whether a rank's experts are computed in the reverse of their order. Megatron's DDP lays their weights out so,
+    with a distributed optimizer; in that order the weights of all are one operand as they lie."""
+    pairs = _linears(experts)
+    if not _come_at_once(experts, pairs):
+        return False
+    return all(lie_evenly([linear.weight for linear in reversed(each)]) for each in zip(*pairs, strict=True))
+
+
+def _linears(experts: SequentialMLP) -> list[tuple[Any, Any]]:
+    return [(expert.linear_fc1, expert.linear_fc2) for expert in experts.local_experts]
+
+
+def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> bool:
+    bare = all(map(_is_bare, (linear for pair in pairs for linear in pair)))
+    return bare and not experts.config.activation_func_fp8_input_store
 
 
 def _is_bare(linear: Any) -> bool:

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron_patches.experts.balance import Half, balanced, coefficient, with_loss
 from megatron_patches.experts.dispatch import Dispatch
 from megatron_patches.experts.exchange import Exchange
-from megatron_patches.experts.grouped import computed
+from megatron_patches.experts.grouped import computed, lie_last_first
 
 Parts = Generator[None, None, torch.Tensor]
 """A function that pauses while rows are on their way, and returns a tensor."""
@@ -110,10 +110,12 @@ class HalvesLayer(MoELayer):
 
         probs = _perhaps_again(again, route, hidden)
         assert self.layer_number is not None
-        rows_G = half.balance.rows_of_peers(half)
-        way = half.balance.way(
-            self.layer_number, half, lambda: Dispatch.of(chosen[0], self.router.topk, self.ep_group, rows_G)
-        )
+        rows_G, last_first = half.balance.rows_of_peers(half), lie_last_first(self.experts)
+
+        def find() -> Dispatch:
+            return Dispatch.of(chosen[0], self.router.topk, self.ep_group, rows_G, last_first)
+
+        way = half.balance.way(self.layer_number, half, find)
         chosen.clear()
         return probs, way
 

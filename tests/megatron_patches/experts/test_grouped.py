@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
@@ -55,6 +56,46 @@ def _differences():
     experts.local_experts[3].linear_fc2.register_forward_hook(lambda *_: calls.append(1))
     _both(experts, ROWS[0])
     return worst, len(calls)
+
+
+def _as_ddp_lays_them_out(experts):
+    """Moves weights to one memory, the last expert's first."""
+    weights = [linear.weight for each in experts.local_experts for linear in (each.linear_fc1, each.linear_fc2)]
+    memory = torch.empty(sum(each.numel() for each in weights), dtype=weights[0].dtype)
+    places = memory.split([each.numel() for each in reversed(weights)])
+    for weight, place in zip(reversed(weights), places, strict=True):
+        place.copy_(weight.detach().flatten())
+        weight.data = place.view_as(weight)
+
+
+def _last_first():
+    """Outputs and gradients of experts in their order and in the reverse; copies of weights that were made."""
+    from megatron_patches.experts.grouped import Groups, computed, lie_last_first
+
+    on_cpu()
+    experts, rows, copied = _experts(torch.float32), ROWS[0], []
+    stack = torch.stack
+
+    def found(last_first):
+        order = rows[::-1] if last_first else rows
+        groups = Groups(order, torch.tensor(order).cumsum(0).int(), last_first)
+        turn = (lambda x: torch.cat(x.split(rows)[::-1])) if last_first else (lambda x: x)
+        back = (lambda x: torch.cat(x.split(order)[::-1])) if last_first else (lambda x: x)
+        return _found(experts, rows, lambda x, probs: back(computed(experts, groups, turn(x), turn(probs))))
+
+    before, expected = lie_last_first(experts), found(False)
+    _as_ddp_lays_them_out(experts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "stack", lambda *arguments: copied.append(1) or stack(*arguments))
+        reverse = found(True)
+    return before, lie_last_first(experts), len(copied), expected, reverse
+
+
+def test_weights_that_lie_last_first_are_one_operand_without_a_copy():
+    [(before, after, copied, expected, reverse)] = run_ranks(1, _last_first)
+    assert not before and after and not copied
+    for a, b in zip(expected, reverse, strict=True):
+        assert (a - b).norm() <= 1e-6 * a.norm()
 
 
 def test_experts_at_once_are_experts_one_after_the_other():
