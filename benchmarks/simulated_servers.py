@@ -75,6 +75,7 @@ def figures(job: Job, drawn: list[Workload]) -> dict[str, Any]:
     """Means over batches."""
     found: list[Prediction] = []
     levels, moved, ms = [], [], []
+    assert job.non_attention is not None or not job.extra_servers  # a run counts it once, so no plan's time has it
     for workload in drawn:
         began = time.process_time()
         plan = planned(job, workload)

@@ -339,7 +339,7 @@ class Job:
         width = self.model.resolved_head_dim * (self.shape.heads + 2 * self.shape.kv_heads)
         return 0.0 if self.fused_rotation else self.rates.rotation_s * width
 
-    @property
+    @cached_property
     def non_attention(self) -> NonAttention | None:
         """The non-attention time that plans of phases level together with attention, as in training; None where they do
         not."""
