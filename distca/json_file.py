@@ -30,8 +30,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         OSError: it cannot be read, or is no regular file.
-        ValueError: it is not UTF-8 or no JSON, is nested too deep, names something twice in one object, or has a number
-            or a text that JSON does not have (NaN, Infinity, 1e999, half of a surrogate pair).
+        ValueError: it is not UTF-8 or no JSON, is nested too deep, or names something twice in one object; or it has a
+            number or a text that JSON does not have (NaN, Infinity, 1e999, half of a surrogate pair).
     """
     with open_regular(path) as file:
         text = file.read().decode("utf-8")

@@ -82,12 +82,13 @@ class Mode:
         key_heads: int = 0,
         narrow_values: bool = False,
     ) -> None:
-        """Refuse a mode that ``ranks`` data-parallel ranks with ``kv_heads`` key/value heads each cannot run, or not
-        with layers of these kinds, or not with recurrent layers of ``key_heads`` key heads each (0 for none), or not
-        with values narrower than keys.
+        """Refuse a mode that the run's ranks, heads or kinds of layers rule out.
+
+        ``ranks`` data-parallel ranks have ``kv_heads`` key/value heads each. Recurrent layers have ``key_heads`` key
+        heads each, 0 where there are none.
 
         Raises:
-            BaselineError: in a sentence.
+            BaselineError: the mode cannot run.
         """
         if ranks % self.degree:
             raise BaselineError(

@@ -1,6 +1,6 @@
 """Watching over a pool with servers without a model: whether they live, and whether their pool is to be given up.
 
-A rank that waits for rows of one that is gone does not always learn of it: gloo may say nothing of closed connections,
+A rank that waits for rows of one that is gone does not always learn of it: gloo may keep closed connections to itself,
 NCCL's kernels spin, and a lost node closes none. So a thread of every rank of the pool looks into its store twice a
 second. Servers leave signs of life there. The homes' first rank says when a server's stay away. All ranks then break
 off what is under way.

@@ -49,9 +49,9 @@ def convert(
         begin_token: a token of the tokenizer to put before every document, by default the one that a model's folder
             says; empty for none.
         end_token: the same for the end of every document.
-        conversations: documents are lists of messages with role and content, by default in the field messages, or with
-            from and value, or prompts and completions, which go through the folder's chat template with what is in
-            fields tools and system. A file .mask says which tokens are learned.
+        conversations: documents are conversations, by default in the field messages: lists of messages with role and
+            content, or with from and value; or prompts and completions. They go through the folder's chat template,
+            with the fields tools and system. A file .mask says which tokens are learned.
         bad: what happens to documents that cannot be read or tokenized: error ends the command; skip leaves them out,
             and says how many and names the first five.
         processes: that tokenize; 0 takes one per CPU, fewer for small texts.

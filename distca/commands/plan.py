@@ -149,8 +149,8 @@ def _kinds_of_layers(layer_types: str, window: int, layers: int | None) -> tuple
     """The kind of every layer with attention, and the number of recurrent layers.
 
     Raises:
-        OptionError: a type that is not there, no layer with attention, more types than layers, or a window without a
-            layer of its type, or the other way round.
+        OptionError: an unknown type, no layer with attention, or more types than layers; or a window without a layer of
+            its type, or such a layer without a window.
     """
     types = [each.strip() for each in layer_types.split(",")]
     if not set(types) <= {"full", "window", "recurrent"}:

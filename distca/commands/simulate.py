@@ -1,4 +1,4 @@
-"""``distca simulate``: what a training step would take on a cluster that nobody has to have. No GPU, no torch."""
+"""``distca simulate``: what a training step would take on a described cluster. It needs neither a GPU nor torch."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def simulate(
         model: 8b, 34b, gemma-3-like, olmo-3-like, gpt-oss-like, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b,
             moonlight-16b-a3b, deepseek-v3, or a configuration file with a model (YAML).
         modes: comma-separated: distca, packed, packed-dealt, variable, cpN, cpN-keep, ringN, ulyssesN for groups of N
-            ranks, each with -hidden behind it if what it sends is to travel beside computation; best-cp and
-            best-cp-hidden take the fastest degree. With -halo (cp4-halo, best-cp-halo-hidden) layers with a window
-            gather nothing and get the rows that they see. megatron-te, megatron-teN-p2p and megatron-teN-a2a are
-            unmodified Megatron-Core's, with the same kernels. With stages all but distca run 1F1B.
+            ranks. With -hidden behind it, what a mode sends travels beside computation. best-cp and best-cp-hidden take
+            the fastest degree. With -halo (cp4-halo, best-cp-halo-hidden) layers with a window gather nothing and get
+            the rows that they see. megatron-te, megatron-teN-p2p and megatron-teN-a2a are unmodified Megatron-Core's,
+            with the same kernels. With stages all but distca run 1F1B.
         context: longest document; longer ones of a mix are cut, of a long-context mix stretched to it; several as
             [131072,524288].
         tp: tensor-parallel ranks.

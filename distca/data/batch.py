@@ -31,8 +31,8 @@ class RankBatch:
     Attributes:
         tokens: [N] int64 token ids.
         labels: [N] int64, the next token of the same document, also where that token lives on another rank.
-        loss_mask: [N] bool, False on the last token of a document (it has no next one), before tokens that are not
-            to be learned, and on padding; [N] float32 weights where documents have some.
+        loss_mask: [N] bool, or [N] float32 weights where documents have some. It is False on padding, before
+            tokens that are not to be learned, and on a document's last token, which has no next one.
         documents: [N] int64, the number of the row's document in the micro-batch; -1 in padding.
         positions: [N] int64 positions in the document.
         lengths: [N] int64 tokens of the whole document; 0 in padding.

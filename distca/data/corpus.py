@@ -117,9 +117,9 @@ class Corpus:
         Args:
             source: where the documents come from.
             context_length: most tokens of a document.
-            longer: what to do with longer documents: ``error`` refuses them, ``split`` cuts them into consecutive
-                documents of ``context_length`` tokens (the last one shorter), without pieces of which nothing is
-                learned, ``skip`` leaves them out. None splits texts and leaves out conversations, which are documents
+            longer: what to do with longer documents. ``error`` refuses them and ``skip`` leaves them out. ``split``
+                cuts them into consecutive documents of ``context_length`` tokens, the last one shorter, and leaves out
+                those of which nothing is learned. None splits texts and leaves out conversations, which are documents
                 of sources where only a part is learned.
             validation_fraction: share of the source's documents (not tokens) set aside, in [0, 1); at least one
                 document if it is above 0.

@@ -79,8 +79,8 @@ class ModelDescription(ModelShape):
 
     @property
     def other_parts(self) -> tuple[str, ...]:
-        """The first words of the names of tensors that belong to other parts of the model, such as one for images, or
-        layers that predict further tokens."""
+        """The prefixes of the names of tensors that belong to other parts of the model. Such parts read images, say, or
+        predict further tokens."""
         further = range(self.layers, self.layers + self.further_layers)
         others = COMPOSITES[self.family].others if self.family in COMPOSITES else ()
         return (*others, *FAMILIES[text_family(self.family)].others, *(layer_prefix(number) for number in further))

@@ -76,8 +76,8 @@ class ExpertBytes:
         return self.value * self.hidden // self.tp if self.experts.count else 0
 
     def at_work(self, ep: int, beside: bool, again: bool) -> int:
-        """Bytes in the experts' backward: gradients of what they put out or of what they read, by pair and by row that
-        travels; or where experts are wide, inside them, where all of a rank are computed together.
+        """Bytes in the experts' backward: gradients of their outputs or of their inputs, by pair and by row that
+        travels. Where experts are wide they are inside them, as all of a rank are computed together.
 
         Args:
             ep: expert-parallel ranks, without others of which nothing is exchanged.
@@ -91,7 +91,7 @@ class ExpertBytes:
         # Inside, a product's input makes room for the gradient of what comes before it.
         inside = self.pairs * (2 * hidden + ffn if again else max(hidden + ffn, 2 * ffn))
         inside *= self.value
-        if self.experts.biases and not again:  # the bias of each row's expert beside what is put out, and its number
+        if self.experts.biases and not again:  # the bias of each row's expert beside the output, and its number
             inside = max(inside, self.pairs * (2 * self.value * hidden + _NUMBER + _PROBABILITY))
         exchanged = self.value * hidden * (self.pairs + (1 + (ep > 1)) * arriving) + self.pairs * _PROBABILITY
         return int(self.value * travelling * hidden + max(exchanged, inside))

@@ -18,7 +18,7 @@ def goes_everywhere(ranks: int, topk: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Experts in place of dense MLPs: a router sends every row to a few of many MLPs, and adds up what they put out.
+    """Experts in place of dense MLPs: a router sends every row to a few of many MLPs, and adds up their outputs.
 
     Attributes:
         count: experts of a layer; 0 for a dense model.

@@ -24,7 +24,7 @@ class Mlp:
 
     @property
     def projected(self) -> int:
-        """Width of what its first product puts out: gate, where it has one, and up."""
+        """Width of its first product's output: gate, where it has one, and up."""
         return (1 + self.gated) * self.ffn
 
     def weights(self, hidden: int) -> int:

@@ -148,7 +148,7 @@ class ModelShape:
 
     @property
     def value_dim(self) -> int:
-        """Width of a head of values and of what attention puts out."""
+        """Width of a head of values and of attention's output."""
         return self.latent.value_dim if self.latent.kv_rank else self.resolved_head_dim
 
     @property

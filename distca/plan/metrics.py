@@ -188,7 +188,7 @@ def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks
     It is room for the q, k and v rows of 4.5 times a rank's tokens, with ``resend`` 5 times. Real plans without
     pipeline stages fit, of both mixes in their long-context versions. Tests hold that for 2 to 16 ranks, also on nodes
     of 4 and of 8 (tests/plan/test_receive_buffer.py). Summaries of Qwen3.5's recurrent layers take less than half the
-    room of its attention there, and where a document of 2M tokens lies on 128 ranks.
+    room of its attention there. They do so, too, where a document of 2M tokens lies on 128 ranks.
 
     Args:
         shape: heads of one rank.

@@ -25,7 +25,7 @@ class Grid:
         q_rows: increasing query rows per task.
         kv_rows: increasing key/value rows per task.
         tile: rows of a kernel's tile. Tasks that are whole documents (q = kv) get lengths spread over one tile around
-            the point, so that unfilled tiles count as they do in real batches; shards end at tile borders.
+            the point. So unfilled tiles count as they do in real batches. Shards end at tile borders.
         fill_s: a batch takes at least about this long, by the analytic model.
         tasks: least tasks of a batch, as long as it takes less than four times ``fill_s``.
         longest_s: points whose single task takes longer, by the analytic model, are not measured.

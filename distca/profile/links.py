@@ -21,9 +21,10 @@ def measure_links() -> dict[str, Any]:
     """Measure the links of an initialised world (NCCL with a GPU per rank, or gloo); every rank calls it together.
 
     Returns:
-        ``backend``; ``pairs``: for each two ranks whether they share a node, seconds by message size, the latency
-        (seconds of the smallest message) and the bandwidth (bytes/s each way, largest message); ``all_to_all``: as much
-        for ranks that each send a share of the message to every other; sizes are the bytes that one rank sends.
+        ``backend``, ``pairs`` and ``all_to_all``. ``pairs`` says for each two ranks whether they share a node, and
+        seconds by message size. The latency is seconds of the smallest message, and the bandwidth bytes/s each way of
+        the largest. ``all_to_all`` is as much for ranks that each send a share of the message to every other. Sizes
+        are the bytes that one rank sends.
     """
     on_gpu = "nccl" in dist.get_backend_config()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

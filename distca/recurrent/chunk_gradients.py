@@ -1,8 +1,8 @@
 """Gradients within chunks of the gated delta rule, as batched products.
 
 fla has a kernel for them. It refuses to run on Hopper with Triton 3.4 to 3.7.0, which compile it wrongly for some sizes
-of heads (fla-org/flash-linear-attention issue 640). This takes its place there. With G the sums of decays in a chunk, S
-the state before it, dS the gradient of the state behind it, and u the rows' additions to the state:
+of heads (fla-org/flash-linear-attention issue 640). This takes its place there. G are the sums of decays in a chunk, S
+is the state before it, and dS the gradient of the state behind it. The rows add u to the state:
 
     P = scale · tril(e^{G_i−G_j} do_i·u_j);   dq = scale · e^G do Sᵀ + P k;   dk = e^{G_C−G} u dSᵀ + Pᵀ q;   dw = −du Sᵀ
 

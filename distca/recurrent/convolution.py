@@ -73,7 +73,7 @@ def core_rows(
 
 
 def rows_of_heads(activated_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor, what: Recurrence) -> CoreRows:
-    """The core's rows from what the convolution puts out; other arguments as of :func:`core_rows`."""
+    """The core's rows from the convolution's output; other arguments are as in :func:`core_rows`."""
     of_name = dict(zip(what.columns, activated_NC.split(what.widths, dim=1), strict=True))
     q, k = (of_name[name].unflatten(1, (what.key_heads, what.key_dim)) for name in ("q", "k"))
     if what.normalise:

@@ -1,8 +1,9 @@
 """A server without a model: it plans as homes do, from documents' lengths, and serves forward and backward attention.
 
-It has no parameters, no optimizer and no data. What it must know of the model (heads, kinds of layers, how steps are
-planned) the homes' first rank leaves in the pool's store, as it does with each step's lengths. A server walks the same
-layers as a home without tokens: its layers do nothing, and autograd gives backward the order that it has at home.
+It has no parameters, no optimizer and no data. The homes' first rank leaves in the pool's store what a server must know
+of the model: heads, kinds of layers, and how steps are planned. It leaves each step's lengths there, too. A server
+walks the same layers as a home without tokens: its layers do nothing, and autograd gives backward the order that it has
+at home.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def check_device(homes: str, own: str, number: int) -> None:
     """Refuse a server on a CPU beside homes on GPUs, and the other way round: no process group connects them.
 
     Raises:
-        SupportError: so it is.
+        SupportError: their kinds of devices differ.
     """
     if homes != own:
         raise SupportError(

@@ -56,7 +56,7 @@ class ExpertLayers:
             behind: queues what it does when they are back.
 
         Returns:
-            Exchanges that nobody has waited for.
+            Exchanges that the caller has yet to wait for.
         """
         if not self._job.hide_experts:
             arrivals = []
@@ -127,8 +127,9 @@ class ExpertLayers:
 
 
 def exchange_of_experts(job: Job, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds and bytes of a GPU that sends each of a server's ``rows`` [R] once to every rank with one of its experts,
-    or gets it back from there."""
+    """Seconds and bytes of a GPU that sends a server's ``rows`` [R] to experts, or gets them back from there.
+
+    Each row travels once to every rank with one of its experts."""
     experts, ep, cluster = job.model.experts, job.ep, job.cluster
     near_ranks = min(ep, cluster.gpus_per_node)
     nodes = -(-ep // cluster.gpus_per_node)

@@ -1,6 +1,6 @@
-"""Kinds of GPUs that nobody measured: their cost tables derived from a measured one.
+"""Kinds of GPUs without measurements: their cost tables are derived from a measured one.
 
-A derived table says what the measured GPU took times the ratio of both GPUs' peak FLOP/s, and at least what reading and
+A derived time is what the measured GPU took times the ratio of both GPUs' peak FLOP/s. It is at least what reading and
 writing a task's rows takes at the GPU's memory bandwidth. So it supposes a kernel that reaches the same part of the
 peak. Peaks are the makers': dense bfloat16, and memory bandwidth, of the SXM boards.
 """

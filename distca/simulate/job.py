@@ -69,8 +69,8 @@ class Job:
             nothing, which no way to compose them beats.
 
     Raises:
-        SimulationError: on parallelism that the cluster or the model does not fit, widths that FP8 cannot take, or a
-            table of other heads, or without linear layers in FP8 where they are asked for.
+        SimulationError: the cluster or the model does not fit the parallelism; FP8 cannot take the model's widths;
+            tables are of other heads, or lack linear layers in FP8.
     """
 
     model: ModelShape

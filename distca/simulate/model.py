@@ -39,8 +39,8 @@ def heads_of_rank(model: ModelShape, tp: int) -> AttentionShape:
     """Attention heads of one of ``tp`` tensor-parallel ranks, in bfloat16.
 
     Raises:
-        SimulationError: a size is below 1 or a window below 0, a hybrid stack's layers cannot be, or ``tp`` does not
-            divide the heads, or the widths that are shared out.
+        SimulationError: a size is below 1 or a window below 0; a hybrid stack has no such layers; or ``tp`` does not
+            divide the heads or the widths that are shared out.
     """
     for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "resolved_head_dim", "vocabulary"):
         if getattr(model, name) < 1:

@@ -1,11 +1,11 @@
 """The ways of rows that a router sends to experts on expert-parallel ranks, and back.
 
-A row travels once to each rank that has one of its experts, however many these are, and what they put out comes back as
-one sum. Where almost every row has an expert on every rank, all rows go to all ranks. Then their numbers are known
+A row travels once to each rank that has one of its experts, however many these are. The sum of their outputs comes
+back. Where almost every row has an expert on every rank, all rows go to all ranks. Then their numbers are known
 beforehand, and hosts have to know only how many pairs of a row and an expert they compute. They ask their device for it
 as soon as rows are routed, and read the answer when the rows have arrived.
 
-Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row, S rows that
+Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row; S rows that
 are sent, R rows that arrive, P pairs of a row that arrived and an expert of this rank, H hidden.
 """
 

@@ -4,8 +4,8 @@
 
 Between a launch and its join, callers put the other nano-batch's compute (distca/runtime/ping_pong.py). Backward runs
 the nodes in reverse: it launches gradients where forward joined, and joins them where forward launched. Where experts
-are computed again in backward, what they read is not kept: it is sent once more beside the gradients of what they put
-out. Shape suffixes as in ``dispatch.py``.
+are computed again in backward, their inputs are not kept: they are sent once more beside the gradients of their
+outputs. Shape suffixes are as in ``dispatch.py``.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Exchange:
         return joined
 
     def launch_outputs(self, output_PH: torch.Tensor) -> torch.Tensor:
-        """Start sending back each row's sum of what experts put out, which has the order of :meth:`join_rows`; returns
-        the graph token for :meth:`join_outputs`."""
+        """Start sending back each row's sum of its experts' outputs, in the order of :meth:`join_rows`; returns the
+        graph token for :meth:`join_outputs`."""
         token: torch.Tensor = _LaunchOutputs.apply(output_PH, self)
         return token
 

@@ -18,9 +18,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
-    """[P, hidden] what experts put out for their rows, times the rows' probabilities. The modules and their weights are
-    those of Megatron's sequential experts. Where something listens to one of their layers or stands in for it, or
-    activations' inputs are kept in FP8, they are computed one after the other.
+    """[P, hidden] the experts' outputs for their rows, times the rows' probabilities. The modules and their weights are
+    those of Megatron's sequential experts. They are computed one after the other where a layer has a hook or a
+    stand-in, or where activations' inputs are kept in FP8.
 
     Args:
         experts: of this rank.

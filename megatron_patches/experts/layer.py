@@ -81,7 +81,7 @@ class HalvesLayer(MoELayer):
     :class:`Exchange`. :func:`take_halves` turns built ones into it."""
 
     def forward(self, hidden: torch.Tensor, half: Half) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """[rows, 1, hidden] what the experts put out, shared ones too; and no bias."""
+        """[rows, 1, hidden] the sum of the experts' outputs, with shared experts; and no bias."""
         return last_of(self.parts(hidden, half)), None
 
     def parts(self, hidden: torch.Tensor, half: Half) -> Parts:
@@ -139,8 +139,10 @@ def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors:
 
 
 def add_biases(model: torch.nn.Module) -> None:
-    """Let the experts of one rank add their biases. Megatron does it in place, in what autograd takes for a view there
-    unless layers of experts are said to leave their exchange to others, as they do."""
+    """Let the experts of one rank add their biases.
+
+    Megatron adds them in place, to what autograd takes for a view there. It is no view where layers of experts leave
+    their exchange to others, as these do and as they are told here to say."""
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
             module.explicit_expert_comm = True

@@ -37,7 +37,7 @@ _pools = count()
 
 
 def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool) -> None:
-    """Refuse what nobody has shown to be right beside servers without a model.
+    """Refuse what has not been shown to be right beside servers without a model.
 
     Args:
         config: Megatron's configuration.

@@ -132,7 +132,7 @@ def check_model_groups(model: Any) -> None:
     """Refuses a model with process groups of its own.
 
     Raises:
-        SupportError: so it is.
+        SupportError: it has some.
     """
     ours = {
         "tp": parallel_state.get_tensor_model_parallel_group(check_initialized=False),
@@ -213,7 +213,7 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
     """Refuses norms of queries and keys that are not those of the configuration.
 
     Raises:
-        SupportError: so it is.
+        SupportError: one is not.
     """
     norm = norm_class(config, options.norm_bias)
     head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
@@ -240,7 +240,7 @@ def expect(path: str, found: Any, served: type | Callable[..., Any]) -> None:
     """Refuses a module of another class.
 
     Raises:
-        SupportError: so it is.
+        SupportError: ``found`` is not ``served``.
     """
     if found is not served:
         raise SupportError(

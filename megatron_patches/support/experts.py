@@ -88,7 +88,7 @@ def check_expert_groups(stage_ranks: int, ep: int) -> None:
         ep: ranks that share a layer's experts.
 
     Raises:
-        SupportError: so it is.
+        SupportError: ``ep`` does not divide a stage's ranks.
     """
     if stage_ranks % ep:
         raise SupportError(

@@ -33,7 +33,7 @@ def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
     """Refuses a model that was built with rotary positions that no layer would have.
 
     Raises:
-        SupportError: so it is.
+        SupportError: its positions have no layer.
     """
     config = model.config
     skipped = config.no_rope_freq or [0] * config.num_layers

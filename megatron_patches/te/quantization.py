@@ -84,8 +84,8 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
         _unreduced = True
         autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
-    # Transformer Engine's own context would reduce and update scales when it is left, and so would the backward of the
-    # layer that counts as the first; here none does.
+    # Transformer Engine's own context would reduce and update scales when it is left. So would the backward of the
+    # layer that counts as the first. Here none does.
     State.set_autocast_state((True, False, recipe, group, False, False))
     try:
         yield

@@ -30,9 +30,9 @@ def open_source(
     """Open a source of documents.
 
     Args:
-        kind: ``stdlib`` (the running Python's own source files), ``text`` (a folder of text files), ``jsonl`` (a file
-            or folder of JSON lines with a "text" field), ``indexed`` (a Megatron .bin/.idx pair) or ``mix`` (synthetic
-            documents whose lengths follow a named mix).
+        kind: ``stdlib``: the running Python's own source files; ``text``: a folder of text files; ``jsonl``: a file or
+            folder of JSON lines with a "text" field; ``indexed``: a Megatron .bin/.idx pair; ``mix``: synthetic
+            documents whose lengths follow a named mix.
         path: the folder, file, prefix or mix name; ``stdlib`` takes none.
         tokenizer: ``bytes``. Text goes through another tokenizer once, in ``distca data convert``; ``indexed`` and
             ``mix`` hold token ids already and do not look at this.

@@ -83,8 +83,8 @@ def open_texts(kind: str, path: str | None) -> Texts:
     """Find the files of a text.
 
     Args:
-        kind: ``stdlib`` (the running Python's own source files), ``text`` (a folder of text files), ``jsonl`` (JSON
-            Lines, also .gz and .zst), ``parquet`` or ``arrow`` (a folder that the library ``datasets`` saved to disk).
+        kind: ``stdlib``: the running Python's own source files; ``text``: a folder of text files; ``jsonl``: JSON
+            Lines, also .gz and .zst; ``parquet``; or ``arrow``: a folder that the library ``datasets`` saved to disk.
         path: the file or folder; ``stdlib`` takes none.
 
     Raises:

@@ -1,5 +1,7 @@
-"""Triton kernels of SwiGLU and what is like it (:class:`distca.ops.gate.Gate`), times a factor of its row where there
-are some, and its gradients, in one pass each."""
+"""Triton kernels of SwiGLU and gates like it (:class:`distca.ops.gate.Gate`), and of their gradients, in one pass each.
+
+Where rows have factors, the output is multiplied by its row's.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""From documents on ranks to the rows of every nano-batch: what is computed in ping, what in pong, and what fills up.
+"""From documents on ranks to the rows of every nano-batch: what is computed in ping, what in pong, and what is filler.
 
 One placement serves both nano-batches: a document stays on its rank. Its first rows are computed in ping, the others in
 pong. Queries of pong find the keys of the first rows at home, so that nothing moves.

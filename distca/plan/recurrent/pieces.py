@@ -66,7 +66,7 @@ class DocumentPieces:
 
     @cached_property
     def closes(self) -> np.ndarray:
-        """[P] bool: the last piece of its document, whose state nobody reads."""
+        """[P] bool: the last piece of its document, whose state is not read."""
         document = self.shards.document
         return np.append(document[1:] != document[:-1], True)[: len(self)]
 

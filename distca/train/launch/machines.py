@@ -80,7 +80,7 @@ class Machines:
         """Refuse servers without a model that leave no rank, or do not fill machines.
 
         Raises:
-            LaunchError: so it is.
+            LaunchError: SERVERS does so.
         """
         if self.nodes > 1 and self.servers % self.servers_per_node:
             raise LaunchError(

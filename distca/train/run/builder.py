@@ -44,9 +44,9 @@ _REPEATED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # What all ranks have alike of a checkpoint, newer versions of megatron-core read on each rank by itself.
     ("torch.distributed is disabled, unavailable or uninitialized", UserWarning),
     ("The argument order of load has been changed", UserWarning),
-    # One hardware queue would start kernels in the order of their calls, so that megatron-core's tensor-parallel
-    # collectives in backward begin before the matrix product they should hide behind. It would also put the streams of
-    # attention's transfers, the server and the other nano-batch into that one queue, where each waits for the others.
+    # One hardware queue would start kernels in the order of their calls. So megatron-core's tensor-parallel collectives
+    # in backward would begin before the matrix product that they should hide behind. But the streams of attention's
+    # transfers, of the server and of the other nano-batch would be in that queue, too, and wait for each other.
     ("To guarantee overlapping TP and SP collectives", UserWarning),
     (r"When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", UserWarning),
 )

@@ -29,8 +29,8 @@ live elsewhere. Plans level seconds, not rows, and a task brings its whole conte
 tokens per rank with contexts as long (tests/train/run/test_stage_memory.py). Long runs on many ranks meet busier
 servers."""
 LONG_DOCUMENT_KV = 1.0
-"""Key rows that the busiest server of a document over several ranks keeps, for each nano-batch and each rank that the
-document spans, over a nano-batch's home rows. It is 1, as that server keeps all keys once."""
+"""Key rows that the busiest server of a document over several ranks keeps, over a nano-batch's home rows. They count
+for each nano-batch and each rank that the document spans. It is 1, as that server keeps all keys once."""
 REGIONS_KV = 2.3, {1: 1.05, 2: 1.75}
 """Key rows that a nano-batch's tasks compute with, over a nano-batch's home rows. The first is that of a busy server.
 The second, by number of nano-batches, is that of the busiest server of a long document, for each rank that it spans.

@@ -114,7 +114,7 @@ def check_host_memory(config: RunConfig, world_size: int, vocabulary: int, host:
         host: of its machines.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: a node has too little memory.
     """
     if not _fits_host(config, world_size, vocabulary, host):
         need = host.ranks * _of_a_rank_in_host_memory(config, world_size, vocabulary)
