@@ -62,7 +62,7 @@ _DROPPED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     # Megatron makes the same layout itself.
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
-    # Checkpoints of earlier versions are read by it.
+    # Megatron calls it to read checkpoints of earlier versions.
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
 }
 

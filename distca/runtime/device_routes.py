@@ -165,9 +165,9 @@ class NanoRoutes:
             backward: the backward plan, over the same layout; it may be ``forward`` itself.
             rank: this rank in the server pool.
             kinds: kinds of layers, numbered as in the plans.
-            device: where the rows live; with an upload the routes are ready once it was sent.
+            device: where the rows live, or an upload to it; then the routes are ready once the upload was sent.
             previous: layout of the nano-batch before, if this is the second.
-            links: which ranks share a node, to each of which keys and values travel once; None where all do.
+            links: which ranks share a node; keys and values travel once to each node. None where all share one.
         """
         layout = forward.layout
         with uploading(device) as upload:

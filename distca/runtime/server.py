@@ -83,9 +83,10 @@ def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
 
 
 def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
-    """The sum in float32 of gradients of shared rows, up to the last row that another than the last task reads; of all
-    rows where there is no other task."""
-    # The last task reads to the end of the range, so rows that only it reads need no sum.
+    """The sum in float32 of the gradients of a range of rows that several tasks read.
+
+    It ends with the last row that two tasks read: the rows behind are read by the last task alone and need no sum. With
+    a single task it has all rows."""
     *others, (offset, place, rows) = shared.places
     longest = max((offset + rows for offset, _, rows in others), default=rows)
     wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)

@@ -82,11 +82,11 @@ class DisaggregatedForward(MegatronModule):
         if recompute or self.in_phases:  # in phases all stages run backward of all layers, frozen ones too
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
-        rotations = rotary_pos_emb.halves(micro_batch.nano_rows, micro_batch.chunks)
-        halves = hidden_states.split([rows // micro_batch.chunks for rows in micro_batch.nano_rows])
+        rotations = rotary_pos_emb.of_nano_batches(micro_batch.nano_rows, micro_batch.chunks)
+        nano_batches = hidden_states.split([rows // micro_batch.chunks for rows in micro_batch.nano_rows])
         outputs = run_layers(
             bound_units(self.layers, rotations, micro_batch.balance),
-            halves,
+            nano_batches,
             micro_batch.routes,
             self.pool,
             partial(_checkpoint, self.pool.offload) if recompute else None,

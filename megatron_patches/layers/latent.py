@@ -27,9 +27,9 @@ class RowAngles:
         """The angles of a layer."""
         return self.angles
 
-    def halves(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
+    def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
         """Returns the angles of each nano-batch; arguments as in :func:`gather_nano_rows`."""
-        return [RowAngles(half) for half in gather_nano_rows(self.angles, nano_rows, chunks)]
+        return [RowAngles(each) for each in gather_nano_rows(self.angles, nano_rows, chunks)]
 
 
 class LatentRotary(PositionRotary):

@@ -33,19 +33,19 @@ class RowRotations:
         """The rotation of a layer."""
         return self.rotations[self.of_layer[layer_number]]
 
-    def halves(self, nano_rows: Sequence[int], chunks: int) -> list[RowRotations]:
+    def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowRotations]:
         """Returns the rotations of each nano-batch; arguments as in :func:`gather_nano_rows`."""
 
         def gather(x: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
             return [None] * len(nano_rows) if x is None else gather_nano_rows(x, nano_rows, chunks)
 
-        halves: list[list[Rotation]] = [[] for _ in nano_rows]
+        of_nano: list[list[Rotation]] = [[] for _ in nano_rows]
         for each in self.rotations:
             parts = zip(gather(each.cos_NE), gather(each.sin_NE), gather(each.query_scale_N), strict=True)
-            for half, (cos, sin, scale) in zip(halves, parts, strict=True):
+            for rotations, (cos, sin, scale) in zip(of_nano, parts, strict=True):
                 assert cos is not None and sin is not None
-                half.append(replace(each, cos_NE=cos, sin_NE=sin, query_scale_N=scale))
-        return [RowRotations(tuple(half), self.of_layer) for half in halves]
+                rotations.append(replace(each, cos_NE=cos, sin_NE=sin, query_scale_N=scale))
+        return [RowRotations(tuple(each), self.of_layer) for each in of_nano]
 
 
 class LayerRotary(torch.nn.Module):

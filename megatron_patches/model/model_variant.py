@@ -49,7 +49,8 @@ def model_options(shape: ModelShape) -> ModelOptions:
         # With biases of experts, Megatron's ``add_bias_linear`` gives all projections a bias.
         attention_output_bias=variant.attention_output_bias and not shape.experts.biases,
         mlp_bias=variant.mlp_bias,
-        norm_bias=variant.normalization == "RMSNorm",  # whose norms have none in any case
+        # LayerNorms of these models have no bias. RMSNorm has none anyway, and refuses the option.
+        norm_bias=variant.normalization == "RMSNorm",
         parallel_mlp=variant.parallel_mlp,
         embedding_scale=variant.embedding_scale,
         residual_multiplier=variant.residual_multiplier,

@@ -37,8 +37,8 @@ _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702
 def fuse_rotation(config: TransformerConfig) -> None:
     """Makes layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
 
-    Models with norms of query and key heads, layers without RoPE or interleaved pairs keep Megatron's operations: norms
-    come in between, there are no angles, or no kernel."""
+    Three kinds of models keep Megatron's operations. Norms of query and key heads come between the split and the
+    rotation; layers without RoPE have no angles; and interleaved pairs have no kernel."""
     if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
         return
     attention.apply_fused_qkv_rotary_pos_emb = _split_and_rotate
@@ -66,7 +66,7 @@ def _split_and_rotate(
         setattr(angles, _KEPT, rotation)
     assert sum(sizes) == mixed.shape[3]
     q_NHD, kv_N2GD = split_and_rotate(mixed.flatten(1), rotation, mixed.shape[2])
-    k_NGD, v_NGD = kv_N2GD.unbind(1)  # backward puts both gradients together at once
+    k_NGD, v_NGD = kv_N2GD.unbind(1)  # backward of unbind stacks both gradients in one copy
     return q_NHD[:, None], k_NGD[:, None], v_NGD[:, None]
 
 

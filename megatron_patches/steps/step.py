@@ -212,8 +212,8 @@ def _with_pieces(
         if options.stages > 1:  # other stages have other micro-batches in the phase of its backward
             back = pieces(plan.backward[plan.backward_phase(micro_batch, stage)])
             there = {
-                size: tuple(one.with_backward(other) for one, other in zip(halves, back[size], strict=True))
-                for size, halves in there.items()
+                size: tuple(one.with_backward(other) for one, other in zip(nanos, back[size], strict=True))
+                for size, nanos in there.items()
             }
         return merged(attention, there)
 

@@ -1,7 +1,7 @@
 """The Transformer Engine that is installed, found without importing it, and the reasons against its use.
 
-Megatron-Core imports Transformer Engine wherever it is installed, and uses its Adam. Without a GPU that fails, so it is
-hidden there.
+Megatron-Core imports Transformer Engine wherever it is installed, and uses its Adam. Without a GPU the import fails, so
+it is hidden from Megatron-Core there.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ _FIELDS: dict[Fp8, dict[str, Any]] = {
     "delayed": {
         "fp8": "hybrid",
         "fp8_recipe": "delayed",
-        # The history has a value for each step. With Megatron's own layers it has one for each micro-batch, and a
-        # further one for each recomputed product.
+        # A scale follows from the largest values of this many steps; it is Transformer Engine's default. With
+        # Megatron's own layers it is this many micro-batches, and recomputed products count once more.
         "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
     },
@@ -38,8 +38,8 @@ _unreduced = False
 
 
 def config_fields(fp8: Fp8, weights: bool = False) -> dict[str, Any]:
-    """Returns the fields of megatron's configuration for a scaling to FP8; ``weights`` adds those for weights that are
-    FP8 numbers alone."""
+    """Returns the fields of megatron's configuration for a scaling to FP8. ``weights`` adds the field that keeps
+    weights in FP8 only, without a bfloat16 copy."""
     return _FIELDS[fp8] | ({"fp8_param": True} if weights else {})
 
 
@@ -84,8 +84,8 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
         _unreduced = True
         autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
-    # Transformer Engine's own context would reduce and update scales when it is left. So would the backward of the
-    # layer that counts as the first. Here none does.
+    # In Transformer Engine's own context scales change when it is left, and in backward of the first layer entered. The
+    # last but one False makes this layer no first one, and the context is not its own. So scales change in end_step.
     State.set_autocast_state((True, False, recipe, group, False, False))
     try:
         yield
