@@ -167,8 +167,8 @@ class CAD:
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
         if self._recompute_all:
-            # FP8 copies of weights are then made for one segment or layer at a time, as all would be as large as
-            # weights.
+            # Then a weight's FP8 copies live only while its segment or layer is computed. Copies of all weights would
+            # take as much memory as the weights.
             config.disable_parameter_transpose_cache = True
         if not self._own_layers:
             fuse_rotation(config)
@@ -344,9 +344,9 @@ class CAD:
                 ids of each of 8 documents, which are compared between ranks.
 
         Raises:
-            PlanError: something is no document, or cannot be laid out; homes or weights are not one for each document;
-                a micro-batch or a home has more than ``tokens_per_rank``; or another rank was given other documents,
-                planned otherwise, or could not plan.
+            PlanError: something is no document, or cannot be laid out; there is not one home or weight for each
+                document; a micro-batch or a home has more than ``tokens_per_rank``; or another rank was given other
+                documents, planned otherwise, or could not plan.
             DataError: the attached model does not know a token id.
         """
         self._single_steps += 1
@@ -495,8 +495,9 @@ class CAD:
         return None if self._remote is None else self._remote.served(self.as_run(step).announced)
 
     def server_timelines(self) -> dict[int, list[dict[str, Any]]]:
-        """The spans that servers without a model have recorded since this rank began to record, by their numbers; they
-        record no longer. Empty on other ranks than the first, and without servers."""
+        """Ends the recording of servers without a model; returns the spans of each, by its number.
+
+        They recorded since this rank began to record. Empty on other ranks than the first, and without servers."""
         return {} if self._remote is None else self._remote.timelines()
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:

@@ -1,8 +1,8 @@
 """The units of a stack. A unit is a mixer (attention or a recurrent core) with the MLPs or experts up to the next
 mixer.
 
-A layer of a GPTModel is a unit. In a HybridModel mixers and MLPs are layers of their own, and the same code runs them:
-a mixer's output is added to the residual together with the norm of the MLP behind it.
+A layer of a GPTModel is a unit. In a HybridModel mixers and MLPs are layers of their own, and the same code runs them.
+One operation adds a mixer's output to the residual and computes the norm before the next MLP.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Bound:
     Attributes:
         unit: the unit's layers.
         rotations: rotations of each nano-batch; empty where no layer has attention.
-        balance: counts of routers, in models with experts.
+        balance: what the micro-batch's routers count, in models with experts.
     """
 
     unit: Unit

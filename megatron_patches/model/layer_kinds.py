@@ -27,9 +27,10 @@ class LayerKinds:
 
     Attributes:
         kinds: the different kinds, those that see most keys first.
-        of_layer: the number of its kind, by unit of the whole model that has attention.
-        recurrences: the recurrence of its core, by unit of the whole model; None for units with attention. Empty where
-            all have attention. A GPTModel's layers are its units.
+        of_layer: for each unit of the whole model that has attention, the index of its kind in ``kinds``. A GPTModel's
+            layers are its units.
+        recurrences: for each unit of the whole model, the recurrence of its core, or None if it has attention. Empty
+            where all have attention.
     """
 
     kinds: tuple[AttentionKind, ...]

@@ -175,7 +175,7 @@ class RemoteServers:
         return [self._left(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 
     def timelines(self) -> dict[int, list[dict[str, Any]]]:
-        """The spans that each server has recorded, by its number; it records no longer. Empty on other ranks than the
+        """Ends the recording of servers; returns the spans of each, by its number. Empty on other ranks than the
         first."""
         if not self._leads:
             return {}

@@ -13,6 +13,8 @@ from distca.data.batch import Document
 from distca.errors import PlanError
 
 _SAMPLES, _SAMPLE_IDS = 8, 16
+"""Documents of a step that ranks compare, and token ids of each. More would find rarer differences, but each document
+of another rank is read for it alone."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
     """Returns the same documents as lists, which can be read several times.
 
     Raises:
-        PlanError: something is no micro-batch or no document; homes or weights are not one for each document; a weight
-            is negative or no number.
+        PlanError: something is no micro-batch or no document; there is not one home or weight for each document; a
+            weight is negative or no number.
     """
     documents = given if isinstance(given, StepDocuments) else StepDocuments(given)
     try:

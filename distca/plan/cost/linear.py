@@ -18,8 +18,8 @@ class LinearRate:
     Attributes:
         forward: seconds of the one product with a weight.
         backward: seconds of the two products.
-        fp8: time of products in FP8, with all that quantises for them, over that in bfloat16. It is by scaling
-            ("current", "delayed", "blockwise"), for those that were measured.
+        fp8: by scaling ("current", "delayed", "blockwise"), the time of products in FP8 over that in bfloat16, with the
+            time of quantising. It has those that were measured.
     """
 
     forward: float
@@ -101,7 +101,7 @@ def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -
 
     A stage with n attention layers computes linear layers n − 1 times between two of them, and all recurrent layers
     that lie there. Work before the first and after the last one is not counted, as no attention is left to serve then.
-    Nor are norms, rotation and activation, so an idle stage gets rather too little attention than too much.
+    Nor are norms, rotation and activation. So an idle stage gets too little attention rather than too much.
 
     Args:
         rate: seconds of matrix products.

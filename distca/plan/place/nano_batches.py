@@ -34,7 +34,7 @@ class Stream:
 
 
 def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarray]:
-    """Lays ranges end to end into [R] tokens of room, cut where a rank's room ends; returns the pieces and [N] ranks.
+    """Lays ranges end to end into [R] tokens of room, cut where a rank's room ends; returns the pieces and their ranks.
 
     Example: ranges of 3 and 4 rows in room for 5 and 2: rank 0 gets 3 and 2 rows, rank 1 the last 2."""
     # On one line of tokens, "ends" and "tops" are where ranges and ranks end. Every piece begins at one of both.
