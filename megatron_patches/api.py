@@ -482,7 +482,7 @@ class CAD:
         """Go on without the server without a model of this number from the next step on; every rank calls it.
 
         Raises:
-            SupportError: on GPUs, where servers stay to the end.
+            SupportError: servers are on GPUs, where they stay to the end.
         """
         if self._remote is not None:
             self._remote.let_go(number)

@@ -55,7 +55,7 @@ class Price:
     bytes: int
 
     def beats(self, other: Price) -> bool:
-        """Whether this price of placing both together is worth it: nothing moves any more, or less is waited for."""
+        """Whether to place both together, at this price: no row travels then, or ranks wait less for transfers."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)

@@ -25,7 +25,7 @@ class AttentionKind:
         sink: whether each head has a learned score without a value, which takes a part of the softmax.
 
     Raises:
-        PlanError: on a negative window or softcap.
+        PlanError: the window or the softcap is negative.
     """
 
     scale: float

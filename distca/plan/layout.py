@@ -103,7 +103,7 @@ class Layout:
         kv: shards of the key/value rows, covering [0, last) of every document with rows here. A rank's k,v rows are
             numbered with its carried rows first, then its own rows in the order of ``q``.
         q_rows: [R] query rows per rank.
-        carried_rows: [R] rows each rank carries over: its last query rows in the previous nano-batch, so many of them.
+        carried_rows: [R] rows that each rank carries over: this many of its last query rows in the previous nano-batch.
     """
 
     ranks: int

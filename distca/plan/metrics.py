@@ -138,7 +138,7 @@ def traffic(plan: Plan, links: Links | None = None) -> Traffic:
 
     Args:
         plan: over R ranks.
-        links: which ranks share a node, to each of which k,v rows travel once and on inside it; None where all do.
+        links: which ranks share a node; k,v rows travel once to each node, and on inside it. None where all share one.
     """
     ranks, reads = plan.layout.ranks, plan.q_reads
     q = pair_rows(reads.home, reads.server, reads.rows, ranks)

@@ -203,7 +203,7 @@ def plan_micro_batch(
         options: see :class:`distca.plan.options.PlanOptions`.
 
     Raises:
-        PlanError: on lengths that cannot be laid out.
+        PlanError: lengths cannot be laid out.
     """
     began = time.perf_counter()
     step = plan_step([lengths], PlanOptions(ranks, cost, tolerance=tolerance, **options), [rank_of])

@@ -94,7 +94,7 @@ class Reads:
         server in common.
 
         Args:
-            links: which ranks share a node, to each of which rows travel once; None where all share one.
+            links: which ranks share a node; rows travel once to each node. None where all share one.
             ranks: R.
 
         Returns:

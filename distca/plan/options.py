@@ -35,15 +35,15 @@ class PlanOptions:
         links: which servers share a node.
         kinds: the kinds of the model's attention layers; layouts level the work of the first.
         costs: seconds per CA-task by kind; none where ``cost`` is that of all kinds.
-        layer_kinds: by stage, the number of each of its layers' kind; none where all layers have the first.
+        layer_kinds: by stage and layer, the index of the layer's kind; empty where all layers have the first.
         non_attention: levels a phase's linear layers and attention together; None levels attention alone.
         server_gb_s: GB/s of a server without a model over the network; 0 takes the rate of ``links``.
         scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
 
     Raises:
-        PlanError: on sizes below 1; servers where attention stays at home, or a negative rate of theirs; tables or
-            factors that are not one for each server or home; several stages that keep rows for backward; stages of
-            unequal layers; costs for another number of kinds; layers of a kind that is not there.
+        PlanError: a size is below 1; attention stays at home, but there are servers without a model, or their rate is
+            negative; there is not one table or factor for each server or home; several stages keep rows for backward;
+            stages have unequal layers; costs are for another number of kinds; a layer's kind is unknown.
     """
 
     ranks: int

@@ -75,7 +75,7 @@ class Routes(Sequence[Route]):
 
     Args:
         plan: over R ranks.
-        links: which ranks share a node, to each of which key and value rows travel once; None for all.
+        links: which ranks share a node; key and value rows travel once to each node. None where all share one.
         only: the one rank that is going to be asked for, if there is no other; that takes a fraction of the time.
     """
 

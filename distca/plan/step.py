@@ -185,8 +185,8 @@ def plan_step(
             document, dealt longest first, finds no place.
 
     Raises:
-        PlanError: on no micro-batch, lengths that cannot be laid out, room for another number of micro-batches, or room
-            beside homes.
+        PlanError: there is no micro-batch; lengths cannot be laid out; room is for another number of micro-batches; or
+            there are both room and homes.
     """
     if not len(lengths):
         raise PlanError("A step has at least one micro-batch, and this one has none.")

@@ -58,9 +58,9 @@ class PoolTerms:
 
     Attributes:
         options: how steps are planned.
-        spec: of core attention on one tensor-parallel rank; its device is the homes'.
-        kernel: that homes asked for by name.
-        backward: what it does.
+        spec: core attention of one tensor-parallel rank; its device is the homes'.
+        kernel: name of the kernel that homes asked for.
+        backward: how backward gets its rows.
     """
 
     options: PlanOptions
@@ -71,13 +71,13 @@ class PoolTerms:
 
 @dataclass(frozen=True)
 class Comer:
-    """A server without a model, as it says who it is.
+    """A server without a model that offers to serve.
 
     Attributes:
-        number: that was given to it.
-        machine: its name.
+        number: the number that was given to it.
+        machine: name of its machine.
         device: "cuda" or "cpu".
-        process: its own.
+        process: its process.
     """
 
     number: int
@@ -91,11 +91,11 @@ class Generation:
     """The servers of a pool from one change to the next.
 
     Attributes:
-        number: from 0; each has process groups of its own.
-        servers: those that serve, in order: with tensor parallelism every ``tp`` of them, one for each rank, share a
-            place in the pool.
-        terms: of the homes' model, with these servers.
-        told: number of the first message to them.
+        number: number of the generation, from 0; each has process groups of its own.
+        servers: those that serve, in order. With tensor parallelism every ``tp`` of them share a place in the pool, one
+            for each rank.
+        terms: facts of the homes' model, planned with these servers.
+        told: number of the first message to these servers.
     """
 
     number: int

@@ -80,7 +80,7 @@ class RecurrentRoutes:
             layouts: the layouts of the nano-batches.
             rank: this rank, numbered as in the layouts.
             halo_rows: rows that the layers' convolution reads before a row.
-            device: where the rows live; with an upload the routes are ready once that was sent.
+            device: where the rows live, or an upload to it; then the routes are ready once the upload was sent.
         """
         with uploading(device) as upload:
             arrived, routes = 0, []

@@ -1,7 +1,7 @@
 """The times of a rank's compute and transfers for both nano-batches, for the timeline and for tests of the order.
 
-Recording costs two events per span. Nothing is measured while it is off, but the time of serving, which the step log
-compares over ranks.
+Recording costs two events per span. While it is off only the time of serving is measured, which the step log compares
+over ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Timeline:
         """Records from now on, from a zero of time that all ranks share; every rank calls it.
 
         Args:
-            zero: that of ranks of another world; None takes this moment.
+            zero: the zero that ranks of another world took, as servers without a model do with their homes'; None takes
+                this moment.
         """
         self.clock.synchronize()
         self._began = time.time()

@@ -39,7 +39,7 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The float32 weight, by the name "param", and its moments; float32, and where it is held so, the memory itself.
+    """The weight, by the name "param", and its moments, in float32. One that Adam holds in float32 is Adam's tensor.
 
     Args:
         adam: the optimizer.

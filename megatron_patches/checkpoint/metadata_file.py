@@ -237,9 +237,10 @@ class _Builder:
         self._parts_left = 0
 
     def metadata(self, made: Any) -> Metadata:
+        """Returns a checkpoint's description, without its path and the nesting of its state, which no reader here
+        needs."""
         if not isinstance(made, _Record) or made.name != f"{_TORCH}Metadata":
             raise UnpicklingError("it is no metadata of a checkpoint")
-        """Without where the checkpoint lay and how a state dict is nested, which no reader of ours asks for."""
         said = _fields(made, "Metadata")
         stored = {_index(key): _info(each) for key, each in _of(dict, said["storage_data"]).items()}
         self._parts_left = len(stored)

@@ -1,4 +1,4 @@
-"""Losses that balance experts, over a micro-batch as one packed sequence, however its rows are spread and halved.
+"""Losses that balance experts, over a micro-batch as one packed sequence, wherever and in which nano-batch rows lie.
 
 The auxiliary loss of a layer is coeff x E / (topk x T^2) x sum over experts i of c_i x P_i: c_i of the micro-batch's T
 rows have expert i among their ``topk`` best, and P_i adds up its scores. Megatron multiplies it by T where losses are
@@ -43,8 +43,8 @@ class MicroBatchBalance:
         layers: numbers of this stage's layers with experts, from 1.
         documents_N: [rows] int64 document of each of this rank's rows in the micro-batch; -1 in padding.
         nano_rows: rows of each nano-batch on this rank; they follow each other.
-        documents: of the micro-batch, over all ranks.
-        training: backward follows.
+        documents: number of the micro-batch's documents, over all ranks.
+        training: whether backward follows.
         peers: [ranks, nano-batches] rows of all expert-parallel ranks; None where there are no others.
     """
 
@@ -112,11 +112,11 @@ class MicroBatchBalance:
         """Count a nano-batch's rows; nothing while it is recomputed, or without backward.
 
         Args:
-            layer: its number.
-            half: whose rows.
+            layer: the layer's number.
+            half: the nano-batch.
             best_NE: [rows, experts] bool, the experts with the highest scores.
             chosen_NE: [rows, experts] bool, those that rows go to.
-            entropy_N: [rows] of the scores.
+            entropy_N: [rows] entropy of the scores.
         """
         if not (self._counting and self.training):
             return
@@ -143,7 +143,7 @@ class MicroBatchBalance:
         return torch.cat((self._load, self._entropy[:, None]), 1)
 
     def gradient(self, layer: int, half: Half) -> torch.Tensor:
-        """[rows, experts] or [1, experts], times which each row's validity is the gradient of its scores."""
+        """[rows, experts] or [1, experts] gradient of the scores of each row that is no padding."""
         assert not self._counting, "backward comes after the whole forward pass"
         config, best_DE = self._config, self._best[self._index[layer]]
         rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)
@@ -170,9 +170,9 @@ class Half:
     """One nano-batch's rows.
 
     Attributes:
-        balance: of the micro-batch.
-        number: of the nano-batch, from 0.
-        document_N: [rows] int64; -1 in padding.
+        balance: the micro-batch's counts.
+        number: the nano-batch's number, from 0.
+        document_N: [rows] int64 document of each row; -1 in padding.
     """
 
     balance: MicroBatchBalance

@@ -45,7 +45,7 @@ class Dispatch:
 
     Args:
         expert_NK: int32 numbers of each row's experts.
-        experts: of the layer.
+        experts: number of the layer's experts.
         group: the expert-parallel ranks; rank r has the r-th part of all experts.
         question: [G, E] the rows of every expert on every rank. Where rows do not go everywhere, G columns follow with
             the rows that go to each rank.
@@ -94,7 +94,7 @@ class Dispatch:
             chosen_NE: bool, ``topk`` of each row true.
             topk: experts of a row.
             group: the expert-parallel ranks.
-            rows_G: rows of their nano-batches.
+            rows_G: rows of each rank's nano-batch.
         """
         ranks, (rows, experts) = group.size(), chosen_NE.shape
         assert rows_G[dist.get_rank(group)] == rows

@@ -43,7 +43,7 @@ class Exchange:
         return token
 
     def join_rows(self, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for them: rows_PH and probs_P of this rank's pairs, by expert."""
+        """Wait for the rows; returns rows_PH and probs_P of this rank's pairs, by expert."""
         joined: tuple[torch.Tensor, torch.Tensor] = _JoinRows.apply(token, self)
         return joined
 
@@ -54,7 +54,7 @@ class Exchange:
         return token
 
     def join_outputs(self, token: torch.Tensor) -> torch.Tensor:
-        """Wait for it: [N, H] the sum over each row's experts."""
+        """Wait for the outputs; returns [N, H] the sum over each row's experts."""
         summed: torch.Tensor = _JoinOutputs.apply(token, self)
         return summed
 

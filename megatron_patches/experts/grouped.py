@@ -23,9 +23,9 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
     stand-in, or where activations' inputs are kept in FP8.
 
     Args:
-        experts: of this rank.
-        groups: of the rows.
-        rows_PH: by expert.
+        experts: this rank's experts.
+        groups: how many rows each expert has.
+        rows_PH: the rows of pairs, by expert.
         probs_P: the rows' probabilities.
     """
     pairs = _linears(experts)

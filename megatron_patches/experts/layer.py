@@ -85,7 +85,8 @@ class HalvesLayer(MoELayer):
         return last_of(self.parts(hidden, half)), None
 
     def parts(self, hidden: torch.Tensor, half: Half) -> Parts:
-        """The same in three parts, between which rows are on their way to experts, and back."""
+        """Computes what :meth:`forward` does, in three parts; between them rows are on their way to experts, and
+        back."""
         again = self.moe_layer_recompute and torch.is_grad_enabled()
         probs, dispatch = self._routed(hidden, half, again)
         exchange = Exchange(dispatch, again)

@@ -42,7 +42,7 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
     """The specs of this stage's layers.
 
     Args:
-        dense: of a layer with an MLP.
+        dense: the spec of a layer with an MLP.
         config: the model's configuration.
     """
     first = get_transformer_layer_offset(config)

@@ -47,7 +47,7 @@ class LayerKinds:
             pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
 
         Raises:
-            SupportError: a window or a list of layers means nothing.
+            SupportError: ``window_size`` or ``window_attn_skip_freq`` has no meaning.
         """
         units = units_of(config, pattern)
         kinds = [kind_of_layer(config, unit.layer_number, softcap) for unit in units if unit.symbol == ATTENTION]
@@ -63,7 +63,7 @@ def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float =
     """Returns the kind of one layer; Megatron's layer numbers begin with 1.
 
     Raises:
-        SupportError: a window or a list of layers means nothing.
+        SupportError: ``window_size`` or ``window_attn_skip_freq`` has no meaning.
     """
     scale = config.softmax_scale
     if is_latent(config):

@@ -110,8 +110,13 @@ def gather_gradients(
 def gather_whole(
     parts: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], divisions: Divisions
 ) -> dict[str, torch.Tensor]:
-    """Returns whole parameters, or other tensors of their shapes, from ``parts``, which has this rank's by names in the
-    whole model; else as :func:`gather_gradients`."""
+    """Returns whole parameters, or other tensors of their shapes, by name in the whole model; all ranks call it.
+
+    Args:
+        parts: this rank's parts, by name in the whole model.
+        weights: weights of the whole model, for their shapes.
+        divisions: sections of the model's parameters.
+    """
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
     for group in groups:

@@ -119,7 +119,8 @@ class PatchedGPT(PatchedForward, GPTModel):
         made = super()._preprocess(*args, **kwargs)
         if not self.config.multi_latent_attention:
             return made
-        return made[0], self.rotary_pos_emb(), *made[2:]  # of which Megatron's layers would have their own
+        # With latent attention Megatron computes rotations in its layers; here the model passes them on.
+        return made[0], self.rotary_pos_emb(), *made[2:]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._returns or not self.post_process:

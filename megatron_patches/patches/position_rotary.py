@@ -93,7 +93,9 @@ class PositionRotary(torch.nn.Module):
 
 
 def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
-    """Replaces a model's rotary embedding by one of this class, unless it is one; a HybridModel may have none."""
+    """Replaces a model's rotary embedding by a :class:`PositionRotary`, unless it is one; returns it.
+
+    A HybridModel may have none; then it returns None."""
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
         return None

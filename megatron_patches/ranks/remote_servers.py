@@ -45,7 +45,7 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
         offload: as in :class:`megatron_patches.api.CAD`.
 
     Raises:
-        SupportError: the model has it.
+        SupportError: the model has such a thing.
     """
     found = {
         "mixtures of experts": bool(config.num_moe_experts),
@@ -65,19 +65,19 @@ class RemoteServers:
     They may go and come: a *generation* of the pool has the same servers throughout, and process groups of its own.
 
     Args:
-        servers: how many, of all tensor-parallel ranks together.
+        servers: number of servers, of all tensor-parallel ranks together.
         tp: tensor-parallel ranks, each of which is served by equally many.
-        transport: that was asked for.
+        transport: name of the transport that was asked for.
         device: this rank's device.
 
     Attributes:
-        transport: to this rank's pool: homes, then servers.
+        transport: moves rows in this rank's pool of homes, then servers.
         generation: number of the pool's generation.
-        numbers: of the servers of all tensor-parallel ranks, in order, as they were given to them.
+        numbers: the numbers that the servers of all tensor-parallel ranks were given, in the servers' order.
 
     Raises:
-        SupportError: what does not go together with them.
-        LaunchError: they do not come.
+        SupportError: the number of servers, the transport or a device does not go with them.
+        LaunchError: servers do not come.
     """
 
     def __init__(self, servers: int, tp: int, transport: str, device: torch.device) -> None:
@@ -145,8 +145,8 @@ class RemoteServers:
         planned again without it.
 
         Raises:
-            PlanError: on the first rank, if one planned otherwise or could not.
-            LaunchError: there, if one says nothing, and none may go.
+            PlanError: a server planned otherwise or could not plan; the first rank raises it.
+            LaunchError: a server does not answer, and none may go; the first rank raises it.
         """
         if self._leads:
             for each in self._servers:
@@ -207,7 +207,7 @@ class RemoteServers:
         """Go on without a server from the next step on.
 
         Raises:
-            SupportError: on devices where servers have to stay.
+            SupportError: servers on such devices have to stay.
         """
         if not self._may_change:
             raise SupportError(f"Servers without a model stay to the end on {self._device.type}: end the run.")
@@ -312,7 +312,7 @@ class RemoteServers:
         return self._store.group(name, rank // self._tp, ranks, self._device, patience)
 
     def _anywhere(self, so: bool) -> bool:
-        """Whether it is so on any home."""
+        """Whether ``so`` is true on any home."""
         said = torch.tensor([float(so)], device=self._asking)
         dist.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said.item())

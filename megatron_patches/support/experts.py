@@ -68,7 +68,7 @@ def refuse_experts(config: TransformerConfig, what: str) -> None:
 
     Args:
         config: the model's configuration.
-        what: is refused; goes on after "but".
+        what: the thing that is refused, as the message names it behind "but".
 
     Raises:
         SupportError: the model has experts.

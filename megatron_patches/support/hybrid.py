@@ -92,7 +92,7 @@ def check_hybrid(
 
 
 def _check_stages(config: TransformerConfig) -> None:
-    """All stages have the same layers, as one that is idle serves others' cores in the order of its own."""
+    """Refuses stages of different layers: an idle stage serves others' cores in the order of its own layers."""
     recurrent, stages = (
         [is_recurrent(config, 1 + n) for n in range(config.num_layers)],
         config.pipeline_model_parallel_size,

@@ -39,7 +39,7 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
 
 
 def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
-    """Returns for each setting that is not served a phrase with its value and what to set, and whether it is so."""
+    """Returns for each setting that is not served a phrase with its value and what to set, and whether it is set."""
     heads, tp = config.num_attention_heads, config.tensor_model_parallel_size
     if not hasattr(config, "v_head_dim"):
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}

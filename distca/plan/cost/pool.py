@@ -26,7 +26,7 @@ class PoolCost(CostModel):
         shape, block, linear: those of the first table.
 
     Raises:
-        PlanError: on no table, tables that differ in heads or tiles, or a server without a table.
+        PlanError: there is no table, tables differ in heads or tiles, or a server has no table.
     """
 
     tables: tuple[CostModel, ...]
@@ -108,7 +108,7 @@ def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
 
 @dataclass(frozen=True)
 class ServerWork:
-    """The work of ranges on every server, in seconds of a server of mean speed; where all are alike, in their own.
+    """The work of ranges on every server, in seconds of a server of mean speed.
 
     Attributes:
         direction: the directions that are counted.

@@ -23,7 +23,7 @@ class ScaledCost(CostModel):
         shape, block, linear: the other model's.
 
     Raises:
-        PlanError: on a factor that is not above 0.
+        PlanError: a factor is not above 0.
     """
 
     measured: CostModel

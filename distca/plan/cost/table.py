@@ -42,7 +42,7 @@ class LoadFactors:
         backward: [L] positive factors.
 
     Raises:
-        PlanError: on lengths that do not increase, or factors that are not positive or not one for each length.
+        PlanError: lengths do not increase, a factor is not positive, or there is not one for each length.
     """
 
     kv_rows: np.ndarray
@@ -92,7 +92,7 @@ class TableCost(CostModel):
         window: most keys that a query sees in the layers that were measured; 0 for all.
 
     Raises:
-        PlanError: on a table whose axes are not increasing or which has no measured point in some column.
+        PlanError: an axis does not increase, or some column has no measured point.
 
     Attributes:
         measured: the arrays that it was made from, by :attr:`COLUMNS`.

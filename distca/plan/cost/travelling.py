@@ -18,8 +18,8 @@ from distca.plan.cost.pool import PoolCost
 
 WAITED_FOR = 0.4
 """The part of the travel time, both ways, that a server waits. It waits once a layer for two nano-batches. The part is
-less than a half, as keys that its node has already count for each task (chosen from
-benchmarks/results/simulated.md)."""
+less than a half: keys count for each task, also where the server's node has them already. It was chosen from
+benchmarks/results/simulated.md."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ _FEW_SHARES = 1.1
 """The length of a document in shares, over a rank's tokens, up to which it begins where the document before left room.
 Longer ones begin on an empty rank, and their leftovers go to shorter documents, which have fewer keys."""
 LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
-"""The least work of a share, in parts of the mean rank's work. Where tokens are scarce, a share may have as little as
-this second part of it. Smaller shares would cost more in keys that are read again than they level."""
+"""The least work of a share, in parts of the mean rank's work. Where tokens are scarce, a share may be as small as the
+second part of that. Smaller shares would cost more in keys that are read again than they level."""
 
 
 @dataclass(frozen=True)
@@ -368,8 +368,8 @@ class Rates:
     """Work per token of the filler, as dealing goes on.
 
     Attributes:
-        of_shorter: [I + 1] work per token of the items from number i on and of the filler, which is the last.
-        sparse: work per token of everything with little work per token; of the two last where nothing has.
+        of_shorter: [I + 1] number i is the work per token of the items from i on and of the filler together.
+        sparse: work per token of the sparse items together; where none is sparse, of the last item and the filler.
     """
 
     def __init__(self, rows: np.ndarray, work: np.ndarray, filler: tuple[float, int]) -> None:

@@ -79,7 +79,7 @@ def lay_out(
         One layout per nano-batch.
 
     Raises:
-        PlanError: on lengths or ranks that cannot be laid out; the message names the value and the limit.
+        PlanError: lengths or ranks cannot be laid out; the message names the value and the limit.
     """
     length = np.asarray(lengths, dtype=np.int64).reshape(-1)
     _check(length, ranks, nano_batches, rank_of, align, dealing, placement)

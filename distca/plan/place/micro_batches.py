@@ -37,7 +37,7 @@ def deal_over_micro_batches(
         document finds no micro-batch with room for all of it.
 
     Raises:
-        PlanError: on documents without tokens, or room below 0.
+        PlanError: a document has no tokens, or room is below 0.
     """
     length = np.asarray(lengths, np.int64).reshape(-1)
     tokens = np.asarray(room, np.int64).reshape(-1)

@@ -98,7 +98,7 @@ def schedule(
         A plan that computes every query row once; the same for the same arguments.
 
     Raises:
-        PlanError: on a negative tolerance, or unusable ``other_seconds``.
+        PlanError: the tolerance is negative, or ``other_seconds`` cannot be used.
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")

@@ -54,7 +54,7 @@ class TargetLoad:
             directions.
 
     Raises:
-        PlanError: on ``other_seconds`` of another shape, or numbers that are negative or not finite.
+        PlanError: ``other_seconds`` have another shape, or a number is negative or not finite.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
     """Returns other seconds as [R] for one direction, or [K, R].
 
     Raises:
-        PlanError: on another shape, or numbers that are negative or not finite.
+        PlanError: they have another shape, or a number is negative or not finite.
     """
     shapes = {1: ((servers,), (1, servers)), 2: ((2, servers),)}[directions]
     if seconds.shape not in shapes or not np.isfinite(seconds).all() or (seconds < 0).any():

@@ -36,8 +36,8 @@ class CopyPolicy:
 
     Attributes:
         push_below_bytes: rows for a peer are written by a kernel if all of them together are smaller than this.
-        push_below_bytes_per_range: they are, too, if their ranges are smaller than this on average; else a copy engine
-            copies them.
+        push_below_bytes_per_range: rows for a peer are written by a kernel, too, if their ranges are smaller than this
+            on average; else a copy engine copies them.
         push_blocks: most blocks of the kernel.
         signal_after_bytes: bytes of copies to consecutive peers after which these peers are signalled.
         keep_from_bytes: rows that stay on a rank are copied by a copy engine only if all of them together are at least
