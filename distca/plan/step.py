@@ -226,7 +226,7 @@ def _laid_out(
     by_nano_batch = partial(laid, placement="spread_by_nano_batch", cost=options.cost)
     if options.ranks == 1:
         return by_nano_batch()
-    if options.ranks > SMALL_POOL or options.servers:  # with these, most rows travel anyway
+    if options.ranks > SMALL_POOL or options.servers:  # with servers without a model, most rows travel anyway
         return together()
 
     def planned(layout: Layout) -> tuple[Plan, Plan]:

@@ -86,7 +86,7 @@ class Keep:
         self._server: ServerRows | None = None
         self._sent_o: torch.Tensor | None = None  # o rows of this server that live elsewhere, without sinks
         self._home_o: torch.Tensor | None = None
-        self._home_lse: torch.Tensor | None = None  # where there are sinks
+        self._home_lse: torch.Tensor | None = None  # lse_NH, kept where there are sinks
         self._lse_with_sinks: torch.Tensor | None = None  # lse_TH of this server's rows, from their homes
 
     @property

@@ -273,7 +273,7 @@ class RecurrentCall(LayerCall):
         return [self._routes.pieces.spans[each] for each in numbers]
 
     def _stacked(self, states: States, numbers: Sequence[int]) -> torch.Tensor | None:
-        """The states of pieces of one sort, which all have a state, or none has."""
+        """The states of these pieces in one tensor; None where they have none. Either all of them have one, or none."""
         has_states = bool(numbers) and numbers[0] in states
         return torch.stack([states[each] for each in numbers]) if has_states else None
 
@@ -319,11 +319,11 @@ class RecurrentCall(LayerCall):
     def _reached(
         self, routes: StateRoutes, passed: States, backward: bool
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Folds the summaries that arrived; returns states by own piece, and by document that the other nano-batch goes
-        on with.
+        """Folds the summaries that arrived; returns states by own piece, and those that the other nano-batch goes on
+        with, by document.
 
-        A piece gets the state before it; in backward it gets the gradient of the state behind it. ``passed`` has by
-        document where the chain of the other nano-batch ended."""
+        A piece gets the state before it; in backward it gets the gradient of the state behind it. ``passed`` has the
+        states with which the other nano-batch ended, by document."""
         (states, transitions), self._arriving = self._arriving, []
         found: dict[int, torch.Tensor] = {}
         goes_on: dict[int, torch.Tensor] = {}

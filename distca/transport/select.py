@@ -195,7 +195,7 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
     ranks = dist.get_process_group_ranks(group)
     try:
         transport = _nvshmem_transport(group, buffer_gb, fallback)
-    except Exception as error:  # of its libraries, which raise anything
+    except Exception as error:  # NVSHMEM's libraries raise errors of any kind
         own = str(error).splitlines()[0] if str(error) else type(error).__name__
     if not _all_came_back(ranks, 0 if own is None else _ALONE_S):
         raise TransportError(

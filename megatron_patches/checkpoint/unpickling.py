@@ -70,7 +70,7 @@ def readable() -> Iterator[None]:
         with only_data():
             yield
         return
-    except CheckpointException as error:  # it is no Exception, and its text has hundreds of lines
+    except CheckpointException as error:  # this class is no Exception, and its text has hundreds of lines
         cause: BaseException = next(iter(error.failures.values()))[0]
     except (pickle.UnpicklingError, OSError, EOFError, CheckpointingException) as error:
         cause = error

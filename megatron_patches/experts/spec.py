@@ -57,10 +57,10 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
 
 def experts_spec(config: TransformerConfig) -> Any:
     """The spec of experts in place of an MLP."""
-    if not hasattr(moe_utils, "te_general_gemm"):  # which routers of 0.16.1 ask for without Transformer Engine too
+    if not hasattr(moe_utils, "te_general_gemm"):  # routers of 0.16.1 ask for it, also without Transformer Engine
         moe_utils.te_general_gemm = None
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    if isinstance(spec, ModuleSpec):  # of older versions
+    if isinstance(spec, ModuleSpec):  # older versions return one
         experts = spec.submodules.experts
         spec.submodules = replace(spec.submodules, experts=ModuleSpec(DrawnExperts, submodules=experts.submodules))
         return spec

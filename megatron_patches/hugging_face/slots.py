@@ -226,10 +226,10 @@ class InputFirst:
 
 @dataclass(frozen=True)
 class InPlace:
-    """A weight of the experts that have the same number on every expert-parallel rank; each rank has whole experts.
+    """A weight of an expert, one for each expert-parallel rank: that of the expert with this number on the rank.
 
     Attributes:
-        each: the slot of its expert's weight, by expert-parallel rank.
+        each: by expert-parallel rank, the slot of its expert's weight.
     """
 
     each: tuple[Slot, ...]

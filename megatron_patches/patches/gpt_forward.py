@@ -101,7 +101,7 @@ class PatchedForward(LanguageModule):
         shards = VocabularyShards(layer.tp_group, layer.sequence_parallel, self.vocabulary)
         hidden, labels = hidden_states.squeeze(1), kwargs["labels"].flatten()
         transform = self.logit_transform
-        if getattr(self.config, "use_mup", False):  # to whose logits Megatron gives the factor itself
+        if getattr(self.config, "use_mup", False):  # then Megatron's forward multiplies logits by this factor
             transform = replace(transform, multiplier=transform.multiplier * self.config.mup_output_mult)
         if self._returns == "log_probabilities":
             return log_probabilities(hidden, weight, labels, shards, transform=transform)[None]
@@ -166,7 +166,7 @@ def _own_output(model: PatchedForward) -> str:
     """Returns, in words, the step that a user's model adds to GPTModel between hidden states and losses; empty if it
     adds none."""
     classes = type(model).__mro__
-    base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]  # which is the user's
+    base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]  # own is the user's class
     for name in ("_postprocess", "compute_language_model_loss"):
         if getattr(own, name, None) is not getattr(base, name, None):
             return f"a {name} of its own"
@@ -179,7 +179,7 @@ def _own_output(model: PatchedForward) -> str:
 def megatrons_class(model: Any) -> type[LanguageModule]:
     """Returns GPTModel or HybridModel, whichever the model's class derives from."""
     names = ("GPTModel", "HybridModel")
-    classes = reversed(type(model).__mro__)  # what patch_forward makes has the name of what it patches
+    classes = reversed(type(model).__mro__)  # Megatron's first: the patched class has the same name
     return next(each for each in classes if each.__name__ in names and each.__module__.startswith("megatron.core"))
 
 

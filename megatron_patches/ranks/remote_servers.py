@@ -103,7 +103,7 @@ class RemoteServers:
         for each in self._servers:
             check_device(device.type, each.device, each.number)
         self.generation = 0
-        self._comers: list[Comer] = []  # who has not been let in
+        self._comers: list[Comer] = []  # those that have not been let in
         self._seen = 0
         self._lost: set[int] = set()
         self._released: set[int] = set()

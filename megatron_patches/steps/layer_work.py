@@ -22,7 +22,8 @@ def layer_works(
     Args:
         config: Megatron's configuration.
         layer_kinds: the kinds of its layers, whose recurrences are those of a tensor-parallel rank.
-        pattern: the pattern of a HybridModel's layers; empty for a GPTModel, whose MLPs count with their mean.
+        pattern: the pattern of a HybridModel's layers; empty for a GPTModel. Each of its layers counts with the mean of
+            all MLPs and experts.
         tp: tensor-parallel ranks.
         recompute_segments: whether everything but cores is computed again, not MLPs alone.
     """

@@ -56,7 +56,7 @@ def check_products(config: TransformerConfig, device: torch.device) -> str | Non
 def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str | None:
     try:
         actual, exact = _products(fp8, config, device)
-    except Exception as error:  # its libraries raise errors of any kind
+    except Exception as error:  # Transformer Engine's libraries raise errors of any kind
         logger.debug("The self-check of products failed.", exc_info=True)
         return f"a linear layer fails: {(str(error).splitlines() or [''])[0] or type(error).__name__}"
     return objection(actual, exact, fp8)

@@ -18,7 +18,7 @@ from distca.plan.cost.scaled import scaled
 
 @dataclass(frozen=True)
 class PoolCost(CostModel):
-    """Seconds of CA-tasks by server. Without a server, it gives those of the first table.
+    """Seconds of CA-tasks by server. Methods that take no server give those of the first table.
 
     Attributes:
         tables: one table for each kind of server, all for the same heads; the first is that of home ranks.

@@ -107,7 +107,7 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     def near_cut(nano: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shortest = nano[::-1]
         count = int(np.searchsorted(np.cumsum(length[shortest]), surplus)) + 1
-        return np.sort(shortest[count:]), shortest[:count]  # as many short ones as the cut may move over
+        return np.sort(shortest[count:]), shortest[:count]  # the cut may move over the second
 
     (ping, ping_short), (pong, pong_short) = near_cut(ping), near_cut(pong)
     return np.concatenate((ping, ping_short[::-1], pong_short, pong))
