@@ -1,8 +1,8 @@
 """A file with a step's document lengths and all options of its plan.
 
 It is written for a step that could not be planned, so that ``distca plan`` can plan it again elsewhere. It is JSON with
-plain numbers, and has no token ids. It holds every option of a plan but a scheduler of its own, with each kind of layer
-and the cost of each kind.
+plain numbers, and has no token ids. It holds every option of a plan, with each kind of layer and the cost of each kind.
+Only a scheduler that is given in place of the product's is not written.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def read_step(path: str | Path) -> StepInputs | None:
             if file.read(1) != "{":
                 return None
             content = json.loads("{" + file.read())
-    except (OSError, ValueError, RecursionError):  # whoever then reads lengths from the file refuses it
+    except (OSError, ValueError, RecursionError):  # then the file is read as lengths, and refused there
         return None
     if _NAME not in content:
         return None

@@ -97,8 +97,8 @@ class RecurrentRoutes:
 
 
 def _of(route: PieceRoute, arrived: int, device: Destination) -> RecurrentRoutes:
-    """The routes of one nano-batch. ``arrived`` is the number of halo rows of this nano-batch and the one before; the
-    row after them stands for rows before a document."""
+    """The routes of one nano-batch. ``arrived`` is the number of halo rows of this nano-batch and the one before.
+    Positions before a document's start pick the row with this index, which is zero."""
     picked = np.where(route.halo.picked < 0, arrived, route.halo.picked)
     opens = route.opens.tolist()
     return RecurrentRoutes(

@@ -62,7 +62,7 @@ def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) 
         adam: the optimizer; its state of the weight is there.
         weight: one of its parameters.
         name: "param" or a moment's name.
-        values: float32, where the weight is.
+        values: float32, on the weight's device.
     """
     state = adam.state[weight]
     held = state.get(_WHOLE if name == "param" else name)

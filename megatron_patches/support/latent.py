@@ -45,7 +45,7 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}
     key_dim, value_dim = latent_dims(config)
     return {
-        # The gated delta net came with the same version.
+        # Latent attention is served from 0.19 on, the version with the gated delta net.
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
             tp > 1 and not config.sequence_parallel

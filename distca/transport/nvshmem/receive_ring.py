@@ -102,7 +102,8 @@ class ReceiveRing:
         """Returns the first byte of the next exchange, and the newest exchange whose memory it uses again."""
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._lying if a < begin + size and begin < b)
-        # It is never less than before: a rank that sent nothing in the exchange that waited for a place did not wait.
+        # The second never falls. A rank that sent nothing in an earlier exchange did not wait for that one's place, and
+        # so does it now.
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:
