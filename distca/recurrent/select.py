@@ -56,6 +56,10 @@ def choose_recurrent_kernel(
 def _proved(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) -> RecurrentKernel:
     objection = first_objection(why_not(recurrence, dtype))
     against: list[str] = []
+    if objection is None:
+        logger.info(
+            "Kernels of recurrent layers are compiled and checked; a machine's first start takes minutes for it."
+        )
     for own_gradients in (False, True) if objection is None else ():
         kernel = FlaDeltaRule(recurrence, own_gradients)
         objection = first_objection(check(kernel, recurrence, dtype, device))
