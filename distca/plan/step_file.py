@@ -30,8 +30,8 @@ from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"
 _FORMAT = 4
-"""The newest format. Format 1 had one cost and no kinds of layers. Format 2 had no servers without a model, and none of
-unlike speed. Format 3 did not have their rate over the network."""
+"""The newest format. Format 1 had one cost and no kinds of layers. Format 2 had neither servers without a model nor
+servers of unlike speed. Format 3 did not have the rate at which servers without a model reach the network."""
 _NOT_WRITTEN = {"scheduler"}
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
 _FACTORS = ("forward_factor", "backward_factor")

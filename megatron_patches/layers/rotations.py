@@ -1,4 +1,4 @@
-"""The rotation of every layer: the angles by which it turns queries and keys, or that it does not turn them."""
+"""The rotation of every layer: the angles by which it turns queries and keys. Some layers do not turn them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LayerRotary(torch.nn.Module):
     """Stands in for a GPTModel's rotary embedding where our layers run, and returns :class:`RowRotations`.
 
     Args:
-        own: the rotary embedding that the model was built with, by position; None for one without positions.
+        own: the embedding with which the model was built; None where it was built without positions.
         config: Megatron's configuration.
         options: the model's options.
         layers: Megatron's numbers of this stage's layers.

@@ -116,16 +116,16 @@ class PackedMicroBatch:
             what: the recurrence.
             parameters: the core's weights.
             mixed_NC: rows before the convolution.
-            g: g_NH or g_NHK.
-            beta_NH: factors of the additions.
+            g: [rows, heads] or [rows, heads, channels of k] logarithms of the state's decay.
+            beta_NH: [rows, heads] factors of what each row adds to the state.
 
         Raises:
             SupportError: this kind of micro-batch has no routes of recurrent layers.
         """
         if what.halo_rows not in self.recurrent:
             raise SupportError(
-                f"A {type(self).__name__} has no routes of recurrent layers, with which this way to spread documents "
-                "is not served: take another mode."
+                f"A {type(self).__name__} has no routes of recurrent layers: its way to spread documents is not served "
+                "with them. Take another mode."
             )
         routes, kernel = self.recurrent[what.halo_rows], choose_recurrent_kernel(what, mixed_NC.device, mixed_NC.dtype)
         return recurrent_core(pool, routes, what, kernel, layer, parameters, mixed_NC, g, beta_NH)
