@@ -80,6 +80,10 @@ class OptionError(DistcaError):
     next_step = "change the option that is named and start again."
 
 
+class BaselineError(ConfigError):
+    """A mode that cannot run here; the message says why and what to change."""
+
+
 class CheckpointError(DistcaError):
     """A checkpoint that could not be written; raised on every rank."""
 

@@ -71,8 +71,7 @@ from megatron_patches.support.hybrid import check_hybrid, warn_of_recurrent_laye
 from megatron_patches.support.latent import check_latent
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.support.model_options import check_model_options, check_own_rotary
-from megatron_patches.support.process_groups import check_groups
-from megatron_patches.support.same_on_ranks import check_same_on_ranks
+from megatron_patches.support.ranks import check_groups, check_same_on_ranks
 from megatron_patches.support.trained_weights import check_weights_before
 from megatron_patches.te.choice import refuse_te_spec, use_te
 from megatron_patches.training.pipeline_schedule import run_ticks

@@ -16,8 +16,9 @@ _PATCHES = Path(__file__).parents[2] / "megatron_patches" / "patches"
 
 def use_cpus() -> None:
     """Make Megatron-Core run on CPUs in this process; to be called before it is imported."""
-    _file("jit").compile_on_gpus_only()
-    _file("without_triton").do_without_triton()
+    before_import = _file("before_import")
+    before_import.compile_on_gpus_only()
+    before_import.do_without_triton()
     _file("cpu").use_cpu()
     _exchange_by_lists()
     _draw_all_experts()

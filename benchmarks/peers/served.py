@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distca.baselines.errors import BaselineError
+from distca.errors import BaselineError
 from distca.models.hybrid import EXPERTS, MAMBA
 from distca.models.rope import RopeScaling
 from distca.models.shape import ModelShape

@@ -11,10 +11,9 @@ from typing import get_args
 from benchmarks.peers.served import check_served
 from benchmarks.throughput.unused import CONTEXT
 from distca.baselines.dealing import check_holds, ranks_of_document
-from distca.baselines.errors import BaselineError
 from distca.baselines.mode import Mode, every_mode, parse_mode
 from distca.data.mixes import Mix
-from distca.errors import ConfigError
+from distca.errors import BaselineError, ConfigError
 from distca.plan import AttentionKind
 from distca.train.config.cli import parse_run_config
 from distca.train.config.environment import settings_among

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distca.baselines.errors import BaselineError
 from distca.baselines.mode import Mode
 from distca.baselines.work import Work, deal
 from distca.data.sampler import MicroBatch
+from distca.errors import BaselineError
 from distca.words import count
 
 VARIABLE_ROOM = 2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from distca.baselines.errors import BaselineError
+from distca.errors import BaselineError
 from distca.plan import AttentionKind
 
 Method = Literal[

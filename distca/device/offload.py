@@ -16,11 +16,11 @@ import torch
 
 from distca.device.event import Event
 from distca.device.host_memory import free_host_memory
-from distca.device.page_lock import page_lock, page_unlock
-from distca.device.sizes import PARKED_TENSORS, STAYING_HALVES
+from distca.device.memory import page_lock, page_unlock
+from distca.device.sizes import PARKED_TENSORS, STAYING_NANO_BATCHES
 from distca.errors import SupportError
 
-WINDOW, AHEAD = STAYING_HALVES * PARKED_TENSORS, PARKED_TENSORS
+WINDOW, AHEAD = STAYING_NANO_BATCHES * PARKED_TENSORS, PARKED_TENSORS
 """Tensors that stay on the GPU after they were parked, and that come back ahead."""
 CHUNK_BYTES = 1 << 30
 """Host memory is taken in pieces of this size."""

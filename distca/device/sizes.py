@@ -7,5 +7,5 @@ LOGITS_BYTES = 2 << 30
 per chunk, so chunks are not small."""
 PARKED_TENSORS = 5
 """The tensors of each layer and nano-batch that wait for backward in host memory."""
-STAYING_HALVES = 2
+STAYING_NANO_BATCHES = 2
 """The number of nano-batches of layers whose tensors stay on the device after they were copied to host memory."""

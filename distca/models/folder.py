@@ -15,8 +15,7 @@ from distca.errors import ConfigError, VersionError, system_words
 from distca.models.description import CONFIG, ModelDescription
 from distca.models.exported_config import config_fields
 from distca.models.layout import expected_shapes
-from distca.models.pieces import tensor_and_piece
-from distca.models.stored import INDEX, SINGLE
+from distca.models.stored import INDEX, SINGLE, tensor_and_piece
 from distca.models.tensors import TensorFiles
 
 if TYPE_CHECKING:

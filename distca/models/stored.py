@@ -32,6 +32,19 @@ def layer_prefix(number: int) -> str:
     return f"{BODY}.layers.{number}."
 
 
+def piece_name(tensor: str, number: int) -> str:
+    """The name of a piece of a tensor: what it holds at ``number`` of its first dimension.
+
+    Where a folder has one tensor for all experts of a layer, each expert's is a piece."""
+    return f"{tensor}#{number}"
+
+
+def tensor_and_piece(name: str) -> tuple[str, int | None]:
+    """The tensor that a name stands for a piece of, and which; of the name of a whole tensor no number."""
+    tensor, hash_sign, number = name.partition("#")
+    return tensor, int(number) if hash_sign else None
+
+
 def plain_name(stored: str) -> str:
     """The name of a tensor as a folder of the text part alone has it."""
     for wrapped, plain in _WRAPPED:

@@ -12,7 +12,6 @@ from distca.errors import ModelError, VersionError, system_words
 from distca.json_file import inside, open_regular, read_object
 from distca.models.description import ModelDescription
 from distca.models.layout import OUTPUT, expected_shapes
-from distca.models.pieces import tensor_and_piece
 from distca.models.quantised import (
     BLOCKS,
     FACTORS,
@@ -22,7 +21,7 @@ from distca.models.quantised import (
     mxfp4_values,
     part_shapes,
 )
-from distca.models.stored import INDEX, SINGLE, plain_name, same_bytes
+from distca.models.stored import INDEX, SINGLE, plain_name, same_bytes, tensor_and_piece
 from distca.words import count
 
 if TYPE_CHECKING:

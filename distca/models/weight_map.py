@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from distca.models.pieces import piece_name
-from distca.models.stored import BODY
+from distca.models.stored import BODY, piece_name
 
 
 @dataclass(frozen=True, kw_only=True)

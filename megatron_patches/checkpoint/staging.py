@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from distca.cluster.node_memory import fullest_node
 from distca.cluster.timeout import TIMEOUT
 from distca.device.host_memory import free_host_memory
-from distca.device.page_lock import page_lock, page_unlock
+from distca.device.memory import page_lock, page_unlock
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ def use_cpu() -> None:
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    if "torch._dynamo" in sys.modules:  # megatron was imported before our patches.jit, and compiles its fusions
+    if "torch._dynamo" in sys.modules:  # megatron was imported before our before_import.py, and compiles its fusions
         torch._dynamo.config.disable = True
 
 

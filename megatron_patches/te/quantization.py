@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.sizes.fp8_shapes import Fp8
-from megatron_patches.te.versions import autocast_arguments
 
 _FIELDS: dict[Fp8, dict[str, Any]] = {
     "none": {},
@@ -82,7 +81,7 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
     if recipe.delayed():
         global _unreduced
         _unreduced = True
-        autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
+        _autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
     # In Transformer Engine's own context scales change when it is left, and in backward of the first layer entered. The
     # last but one False makes this layer no first one, and the context is not its own. So scales change in end_step.
@@ -91,6 +90,16 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
         yield
     finally:
         State.set_autocast_state(before)
+
+
+def _autocast_arguments(manager: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns by key the recipe and the group with which scales of delayed scaling are updated.
+
+    Args:
+        manager: FP8GlobalStateManager. In 2.11 it holds them itself; in 2.20 they are in a state that a reset replaces.
+    """
+    held: dict[str, tuple[Any, Any]] = getattr(manager, "quantization_state", manager).autocast_arguments
+    return held
 
 
 def end_step() -> None:

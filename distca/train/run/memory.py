@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from distca.device.sizes import STAYING_HALVES
+from distca.device.sizes import STAYING_NANO_BATCHES
 from distca.models.layer_bytes import LayerBytes, expert_parameters_of_rank, parameters_of_rank
 from distca.models.model_bytes import ModelBytes, model_bytes
 from distca.train.config.schema import RunConfig
@@ -165,7 +165,7 @@ class _Stage:
             ]
         kept, host = sum(by_layer), 0
         if self._config.train.offload == "all":
-            staying = min(self._layers, STAYING_HALVES // self._halves)
+            staying = min(self._layers, STAYING_NANO_BATCHES // self._halves)
             kept, host = sum(sorted(by_layer)[-staying:]), self._rows * kept
         return StageMemory(
             model=self._model_bytes(),

@@ -24,7 +24,7 @@ def _refusals() -> dict[str, str | None]:
 
     from megatron_patches.ranks.groups import destroy_model_parallel
     from megatron_patches.ranks.world import join_world
-    from megatron_patches.support.process_groups import check_groups
+    from megatron_patches.support.ranks import check_groups
     from tests.megatron_patches.support.cases import LLAMA, refusal
 
     def said(config: dict[str, Any], **groups: Any) -> str | None:

@@ -1,10 +1,11 @@
-"""torch.compile for megatron's small functions on GPUs only."""
+"""Calls before megatron-core is imported: no compiler where there is no GPU, and no kernels where Triton is missing."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -44,3 +45,15 @@ def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
         return model if model.__module__.startswith("megatron.") else compile_(model, **options)
 
     return compiled
+
+
+def do_without_triton() -> None:
+    """Puts a module without kernels in place of megatron's module of Triton kernels, where there is no Triton.
+
+    Newer versions import that one with every model, although only mixtures of experts on GPUs run its kernels. A module
+    named triton must not stand in, as torch would take it for the real one.
+    """
+    if find_spec("triton") is None:
+        kernels: Any = ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        kernels.GLOBAL_BLOCK_SIZE = kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
+        sys.modules.setdefault(kernels.__name__, kernels)
