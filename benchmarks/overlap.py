@@ -42,7 +42,7 @@ from distca.transport.select import choose_transport
 from distca.versions import command_line, header, write_report
 from megatron_patches.ranks.groups import server_pool_group
 from megatron_patches.ranks.world import join_world, leave_world
-from megatron_patches.steps.step import Batch, make_step
+from megatron_patches.steps.step import Batch, Taker, make_step
 from megatron_patches.training.training_step import summed_loss_step
 
 MODES = ("nvshmem", "nccl", "one stream", "signal only")
@@ -140,7 +140,7 @@ def _batch(trainer: Trainer, mix: str, tokens: int, step: int, nano_batches: int
     random = np.random.default_rng(step)
     documents = [[random.integers(0, trainer.vocabulary, length) for length in lengths]]
     options = replace(cad.options, nano_batches=nano_batches)
-    made = make_step(StepDocuments(documents), options, cad.stage, cad.rank, cad.device)
+    made = make_step(StepDocuments(documents), options, Taker(cad.stage, cad.rank, cad.device))
     return made.batches[0], made.balance.bytes_moved / 2**20
 
 

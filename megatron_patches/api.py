@@ -60,7 +60,7 @@ from megatron_patches.ranks.remote_servers import RemoteServers, check_with_serv
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.steps.per_document import gather_documents
 from megatron_patches.steps.plan_options import plan_options
-from megatron_patches.steps.step import Step, make_step
+from megatron_patches.steps.step import Step, Taker, make_step
 from megatron_patches.steps.step_documents import StepDocuments, check_room, listed
 from megatron_patches.steps.steps_ahead import AgreedSteps
 from megatron_patches.support.arguments import check_fp8_weights, check_gradients
@@ -382,13 +382,8 @@ class CAD:
         return make_step(
             documents,
             self.options,
-            self._stage,
-            self._rank,
-            self.device,
-            lengths=self._lengths,
+            Taker(self._stage, self._rank, self.device, self._lengths, self._vocabulary, self._kinds.recurrences),
             room=self.options.ranks * given.tokens_per_rank if given.deal and given.disaggregate and not dealt else 0,
-            vocabulary=self._vocabulary,
-            recurrences=self._kinds.recurrences,
             number=number,
             folder=self.folder,
             remote=self._remote,

@@ -85,33 +85,44 @@ class Step:
     queued: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True)
+class Taker:
+    """A rank that steps are made for, and what its model needs of them.
+
+    Attributes:
+        stage: the rank's pipeline stage.
+        rank: its data-parallel rank.
+        device: the device of its rows.
+        lengths: whether the model's positions need the lengths of the rows' documents.
+        vocabulary: number of the model's token ids; None checks none.
+        recurrences: by layer, the recurrence of its core, None for attention; empty where all layers have attention.
+    """
+
+    stage: int
+    rank: int
+    device: torch.device | str
+    lengths: bool = False
+    vocabulary: int | None = None
+    recurrences: Sequence[Recurrence | None] = ()
+
+
 def make_step(
     documents: StepDocuments,
     options: PlanOptions,
-    stage: int,
-    rank: int,
-    device: torch.device | str,
+    taker: Taker,
     *,
-    lengths: bool = False,
     room: int = 0,
-    vocabulary: int | None = None,
-    recurrences: Sequence[Recurrence | None] = (),
     number: int = 1,
     folder: Path = Path(),
     remote: RemoteServers | None = None,
 ) -> Step:
-    """Plans a step and brings this rank's routes and rows to the device, in one transfer.
+    """Plans a step and brings a rank's routes and rows to its device, in one transfer.
 
     Args:
         documents: the step's documents.
         options: how to plan.
-        stage: this rank's pipeline stage.
-        rank: this rank's data-parallel rank.
-        device: the device of the rows.
-        lengths: whether the model's positions need the lengths of the rows' documents.
+        taker: this rank.
         room: most tokens of a micro-batch; documents without homes are then dealt anew. 0 leaves them where they are.
-        vocabulary: number of the model's token ids; None checks none.
-        recurrences: by layer, the recurrence of its core, None for attention; empty where all layers have attention.
         number: number of the step, for messages.
         folder: the folder in which the step is written if the planner fails on it.
         remote: the servers without a model, which plan it too; None for none.
@@ -132,9 +143,9 @@ def make_step(
         plan = inputs.plan()
     if remote is not None:
         remote.agree(announced, plan)
-    documents = _as_drawn(documents, plan.drawn)
-    with uploading(device) as upload:
-        routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
+    documents, rank, vocabulary = _as_drawn(documents, plan.drawn), taker.rank, taker.vocabulary
+    with uploading(taker.device) as upload:
+        routes = StepRoutes.of(plan, taker.stage, rank, upload) if options.disaggregate else None
         planning_ms = (time.perf_counter() - began) * 1e3
         rows = [
             rank_batch(documents_of, layouts, rank, align=options.align, chunks=options.shares, weights=weights)
@@ -151,21 +162,22 @@ def make_step(
                     replace(
                         packed_attention(layouts[0], rank, upload),
                         recurrent={
-                            size: RecurrentRoutes.of(layouts, rank, size, upload)[0] for size in _halos(recurrences)
+                            size: RecurrentRoutes.of(layouts, rank, size, upload)[0]
+                            for size in _halos(taker.recurrences)
                         },
                     )
                     for layouts in plan.layouts
                 ],
                 options,
                 upload,
-                lengths=lengths,
+                lengths=taker.lengths,
             )
         else:
-            if recurrences:
-                routes = _with_pieces(routes, plan, recurrences, stage, rank, upload)
+            if taker.recurrences:
+                routes = _with_pieces(routes, plan, taker, upload)
             batches = tuple(
                 batch_on_device(
-                    upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.shares), lengths=lengths
+                    upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.shares), lengths=taker.lengths
                 )
                 for each, own in zip(rows, routes.own, strict=True)
             )
@@ -184,18 +196,12 @@ def make_step(
     )
 
 
-def _with_pieces(
-    of_attention: StepRoutes,
-    plan: StepPlan,
-    recurrences: Sequence[Recurrence | None],
-    stage: int,
-    rank: int,
-    upload: Upload,
-) -> StepRoutes:
+def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload: Upload) -> StepRoutes:
     """Returns the routes of all layers of this stage: those of layers with attention, and new ones for recurrent
     layers."""
     options = plan.options
-    here, me = recurrences[: len(recurrences) // options.stages], options.pool_rank(stage, rank)
+    stage, recurrences = taker.stage, taker.recurrences
+    here, me = recurrences[: len(recurrences) // options.stages], options.pool_rank(stage, taker.rank)
 
     def pieces(phase: Phase) -> dict[int, tuple[RecurrentRoutes, ...]]:
         layouts = [each.layout for each in phase.plans]

@@ -176,13 +176,13 @@ def _fails(layout: Layout, direction: str) -> Plan:
 
 
 def test_a_step_that_the_planner_fails_on_is_written_and_named(tmp_path: Path, capsys: Any) -> None:
-    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step import Taker, make_step
     from megatron_patches.steps.step_documents import StepDocuments
 
     documents = StepDocuments([[np.arange(length) for length in each] for each in LENGTHS])
     options = PlanOptions(2, area_cost(), nano_batches=2, scheduler=_fails)
     with pytest.raises(FailedPlanError) as failed:
-        make_step(documents, options, 0, 0, "cpu", number=12, folder=tmp_path, room=40_000)
+        make_step(documents, options, Taker(0, 0, "cpu"), number=12, folder=tmp_path, room=40_000)
     path = tmp_path / "failed_plan_of_step_12.json"
     assert str(failed.value) == (
         "Step 12, of 7 documents and 24,632 tokens, could not be planned (IndexError('index 2 is out of bounds')). "

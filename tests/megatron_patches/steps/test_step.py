@@ -33,38 +33,38 @@ def _options(stages: int, disaggregate: bool = True, align: int = 1) -> PlanOpti
 
 
 def test_documents_that_span_ranks_are_refused_on_every_rank_where_attention_stays_at_home() -> None:
-    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step import Taker, make_step
     from megatron_patches.steps.step_documents import StepDocuments
 
     for rank in range(RANKS):
         with pytest.raises(PlanError, match="Document 0 of a micro-batch, of 40 tokens, spans data-parallel ranks"):
-            make_step(StepDocuments(_documents()), _options(1, disaggregate=False), 0, rank, "cpu")
+            make_step(StepDocuments(_documents()), _options(1, disaggregate=False), Taker(0, rank, "cpu"))
 
 
 def test_tokens_that_the_model_does_not_know_are_refused() -> None:
-    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step import Taker, make_step
     from megatron_patches.steps.step_documents import StepDocuments
 
     known = StepDocuments([[np.array([0, 8, 9])]])
-    make_step(known, _options(1), 0, 0, "cpu", vocabulary=10)
+    make_step(known, _options(1), Taker(0, 0, "cpu", vocabulary=10))
     for token, vocabulary in ((9, 9), (-1, 9)):
         with pytest.raises(DataError, match=f"has token {token}, but the model knows 0 to 8"):
-            make_step(StepDocuments([[np.array([token] * 40)]]), _options(1), 0, 0, "cpu", vocabulary=vocabulary)
+            make_step(StepDocuments([[np.array([token] * 40)]]), _options(1), Taker(0, 0, "cpu", vocabulary=vocabulary))
 
 
 @pytest.mark.parametrize("room", [0, 100])
 def test_a_document_with_such_a_token_is_named_as_it_was_given(room: int) -> None:
-    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step import Taker, make_step
     from megatron_patches.steps.step_documents import StepDocuments
 
     documents = [[np.zeros(3, int), np.zeros(2, int)], [np.zeros(4, int), np.full(60, 9)], [np.zeros(50, int)]]
     with pytest.raises(DataError, match=r"^Document 1 of micro-batch 1 has token 9, but the model knows 0 to 8"):
-        make_step(StepDocuments(documents), _options(1), 0, 0, "cpu", room=room, vocabulary=9)
+        make_step(StepDocuments(documents), _options(1), Taker(0, 0, "cpu", vocabulary=9), room=room)
 
 
 @pytest.mark.parametrize("stages,disaggregate", [(1, True), (1, False), (2, True), (2, False)])
 def test_every_token_is_on_one_rank_with_what_belongs_to_it(stages: int, disaggregate: bool) -> None:
-    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step import Taker, make_step
     from megatron_patches.steps.step_documents import StepDocuments
 
     homes = None if disaggregate else [np.arange(len(lengths)) % RANKS for lengths in LENGTHS]
@@ -72,7 +72,7 @@ def test_every_token_is_on_one_rank_with_what_belongs_to_it(stages: int, disaggr
     seen: list[list[int]] = [[] for _ in LENGTHS]
     shapes = set()
     for rank in range(RANKS):
-        step = make_step(documents, _options(stages, disaggregate), stages - 1, rank, "cpu")
+        step = make_step(documents, _options(stages, disaggregate), Taker(stages - 1, rank, "cpu"))
         assert step.documents.note == "where the sampler stood" and step.planning_ms > 0
         for number, batch in enumerate(step.batches):
             tokens, labels, mask, positions = (
@@ -89,12 +89,12 @@ def test_every_token_is_on_one_rank_with_what_belongs_to_it(stages: int, disaggr
 
 
 def test_documents_are_dealt_over_micro_batches_anew_into_their_room() -> None:
-    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step import Taker, make_step
     from megatron_patches.steps.step_documents import StepDocuments
 
     weights = [np.array([document[0] // 1000 for document in each], np.float32) for each in _documents()]
     documents = StepDocuments(_documents(), [None] * len(LENGTHS), note="kept", weights=weights)
-    steps = [make_step(documents, _options(1), 0, rank, "cpu", room=70) for rank in range(RANKS)]
+    steps = [make_step(documents, _options(1), Taker(0, rank, "cpu"), room=70) for rank in range(RANKS)]
     found = steps[0].documents
     assert [[len(document) for document in each] for each in found.micro_batches] == [
         [1, 66],
@@ -108,16 +108,16 @@ def test_documents_are_dealt_over_micro_batches_anew_into_their_room() -> None:
         learned = np.concatenate([step.batches[number].loss_mask[0].numpy() for step in steps])
         assert (learned > 0).any() and (learned == np.where(learned > 0, tokens // 1000, 0)).all()
     whole = StepDocuments(_documents(), [np.arange(len(lengths)) % RANKS for lengths in LENGTHS])
-    step = make_step(whole, _options(1), 0, 0, "cpu", room=70)
+    step = make_step(whole, _options(1), Taker(0, 0, "cpu"), room=70)
     assert [len(each) for each in step.documents.micro_batches] == [len(each) for each in LENGTHS]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_rows_lie_in_the_sequence_shards_of_their_layouts(stages: int) -> None:
-    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step import Taker, make_step
     from megatron_patches.steps.step_documents import StepDocuments
 
-    step = make_step(StepDocuments(_documents()), _options(stages, align=4), 0, 0, "cpu")
+    step = make_step(StepDocuments(_documents()), _options(stages, align=4), Taker(0, 0, "cpu"))
     for documents, layouts, batch in zip(_documents(), step.plan.layouts, step.batches, strict=True):
         rows = rank_batch(documents, layouts, 0, align=4, chunks=4)
         assert batch.tokens[0].tolist() == rows.tokens.tolist()
@@ -125,7 +125,7 @@ def test_rows_lie_in_the_sequence_shards_of_their_layouts(stages: int) -> None:
 
 
 def test_a_document_may_be_anything_with_a_length_and_slices() -> None:
-    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step import Taker, make_step
     from megatron_patches.steps.step_documents import StepDocuments
 
     asked: list[slice] = []
@@ -138,7 +138,7 @@ def test_a_document_may_be_anything_with_a_length_and_slices() -> None:
             asked.append(tokens)
             return list(range(100))[tokens]
 
-    step = make_step(StepDocuments([[Lazy(), list(range(7))]]), _options(1), 0, 1, "cpu")
+    step = make_step(StepDocuments([[Lazy(), list(range(7))]]), _options(1), Taker(0, 1, "cpu"))
     mine = step.plan.layouts[0][0].q.on_rank(1)
     assert step.batches[0].tokens.shape == (1, sum(int(layout.q_rows[1]) for layout in step.plan.layouts[0]))
     assert len(mine) and all(each.stop - each.start < 100 for each in asked), "only a rank's own rows are read"
@@ -163,12 +163,12 @@ def test_padding_to_equal_rows_adds_no_loss() -> None:
 
 @pytest.mark.parametrize("disaggregate", [True, False])
 def test_lengths_of_documents_are_there_where_positions_need_them(disaggregate: bool) -> None:
-    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step import Taker, make_step
     from megatron_patches.steps.step_documents import StepDocuments
 
     documents = StepDocuments([[list(range(5)), list(range(3))]], None if disaggregate else [np.array([0, 1])])
     for lengths in (False, True):
-        step = make_step(documents, _options(1, disaggregate), 0, 0, "cpu", lengths=lengths)
+        step = make_step(documents, _options(1, disaggregate), Taker(0, 0, "cpu", lengths=lengths))
         found = step.batches[0].attention.document_lengths
         assert (found is not None) == lengths
         if found is not None:

@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 
 
 def _step(lengths: list[int], first_id: int = 0) -> Any:
-    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step import Taker, make_step
     from megatron_patches.steps.step_documents import StepDocuments
 
     documents = StepDocuments([[first_id + np.arange(length) for length in lengths]], note=lengths[0])
-    return make_step(documents, PlanOptions(2, area_cost(4, 2, 8), nano_batches=2), 0, 0, "cpu")
+    return make_step(documents, PlanOptions(2, area_cost(4, 2, 8), nano_batches=2), Taker(0, 0, "cpu"))
 
 
 def test_the_next_step_is_made_from_when_one_is_queued_and_the_steps_end() -> None:
