@@ -86,7 +86,7 @@ def _rates(names: list[str], logarithms: np.ndarray) -> Rates:
 
 
 def _head_s() -> float:
-    """Of the output layer with its loss, measured alone (results/home_compute.json)."""
+    """Seconds of the output layer with its loss, for a row and a weight, measured alone (results/home_compute.json)."""
     return float(f"{0.319 / (65_536 * 4096 * 128_256):.4g}")
 
 

@@ -34,7 +34,7 @@ from distca.train.data.corpus import open_corpus, open_sampler
 
 RESULTS = Path(__file__).parent / "results"
 NVSHMEM_GB_S = 370.0
-"""Of each GPU over NVLink by copy engines (results/transport.json); NCCL's rates are each file's own."""
+"""The rate of each GPU over NVLink by copy engines (results/transport.json); NCCL's rates are each file's own."""
 _SEED = 1234
 _TWO_PERCENT = (
     "2_gpus_30_batches_pretrain_128k.json",
@@ -258,7 +258,7 @@ def _pipeline(path: Path) -> Iterator[Run]:
 
 
 def _linears(path: Path) -> Iterator[Run]:
-    """By benchmarks.linears: kinds of linear layers on the same batches."""
+    """Runs of benchmarks.linears: kinds of linear layers on the same batches."""
     content = json.loads(path.read_text())
     for cell, modes in content["cells"].items():
         mix, context = cell.split()
@@ -267,7 +267,7 @@ def _linears(path: Path) -> Iterator[Run]:
 
 
 def _checkouts(path: Path) -> Iterator[Run]:
-    """By benchmarks.throughput in two checkouts."""
+    """Runs of benchmarks.throughput in two checkouts."""
     content = json.loads(path.read_text())
     for checkout, found in content["checkouts"].items():
         mix: Any = _option(found["command"], "--mixes", "")
@@ -277,7 +277,7 @@ def _checkouts(path: Path) -> Iterator[Run]:
 
 
 def _from_folder(path: Path) -> Iterator[Run]:
-    """By benchmarks.from_folder: modes, and a training run, of a model that a Hugging Face folder describes."""
+    """Runs of benchmarks.from_folder: modes, and a training run, of a model that a Hugging Face folder describes."""
     content = json.loads(path.read_text())
     yield from _side_by_side(path.name, content, Cell("prolong", 131_072), content.get("modes", {}))
     if trained := content.get("trained"):
@@ -289,8 +289,8 @@ def _from_folder(path: Path) -> Iterator[Run]:
 
 
 def _side_by_side(file: str, content: dict[str, Any], where: Cell, modes: dict[str, Any]) -> Iterator[Run]:
-    """Of ``modes`` by kind of linear layers. What FP8 takes is not known for all shapes, nor what weights that are FP8
-    alone take more."""
+    """Runs of ``modes`` by kind of linear layers. What FP8 takes is not known for all shapes, nor what weights that are
+    FP8 alone take more."""
     config = _config(content)
     warm_up, batches = (int(_option(content["command"], name, default)) for name, default in _COUNTS.items())
     drawn = draw_batches(

@@ -4,9 +4,9 @@
         --config configs/llama-8b-cut.yaml --model.layers 16 --model.hidden 2048 --model.ffn 8192 --model.heads 32
 
 Two runs of the same steps, one after the other, of which some end with a checkpoint. Everything behind ``--`` are
-settings of both. Per run: seconds of ordinary steps, seconds that training stood still for each checkpoint (the first
-one also takes host memory; each begins when the one before is written, and what that takes is left out), seconds of the
-steps right after, seconds until it was complete, and its bytes.
+settings of both. Per run it says how long ordinary steps took, and how long training stood still for each checkpoint.
+The first one also takes host memory. Each begins when the one before is written, and that time is left out. It says,
+too, how long the steps right after took, when the checkpoint was complete, and its bytes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class DenseMlp(torch.nn.Module):
         self.down_proj = torch.nn.Linear(inside, hidden, bias=False)
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """What the MLP adds, and no scores of a router."""
+        """Returns the output of the MLP, and no scores of a router."""
         activated = torch.nn.functional.silu(self.gate_proj(rows)) * self.up_proj(rows)
         return self.down_proj(activated), None
 

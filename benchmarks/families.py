@@ -31,7 +31,7 @@ from distca.train.config.schema import OptimizerConfig
 from distca.versions import command_line, header, write_report
 
 TOLERANCE = 1e-5
-"""Of each gradient, each weight and each loss in float32, relative to its norm."""
+"""The largest distance of each gradient, each weight and each loss in float32, relative to its norm."""
 RANKS, STEPS = 2, 5
 _ADAM = OptimizerConfig(lr=1e-3, schedule="constant", epsilon=1e-5, distributed=False)
 """Its epsilon is above what rounding leaves of gradients that are zero, such as those of biases of keys where nothing
@@ -45,7 +45,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What training gave.
+    """The results of training.
 
     Attributes:
         gradients: of the first step, by the tensor's name in a folder of text alone, before they are clipped.
@@ -121,7 +121,7 @@ def _steps() -> Iterator[list[list[list[int]]]]:
 
 
 def _theirs(model: Any, names: WeightMap) -> Trained:
-    """What transformers and torch make of a model, one document at a time; tensors have a folder's names."""
+    """The results of transformers and torch for a model, one document at a time; tensors have a folder's names."""
     model = model.eval()  # without dropout
     weights = {plain_name(name): weight for name, weight in model.named_parameters()}
     adam, gradients, losses = None, Tensors(), []
@@ -187,7 +187,7 @@ def _all_ours(folders: Sequence[Path], tp: int) -> list[Trained]:
 
 
 def _ours(folder: Path, tp: int) -> Trained:
-    """What CAD makes of a folder, packed over all ranks."""
+    """The results of CAD for a folder, packed over all ranks."""
     from distca.models.tensors import TensorFiles
     from distca.train.config.initial import model_config
     from megatron_patches.api import CAD

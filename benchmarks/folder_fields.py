@@ -3,10 +3,10 @@ has them, or a refusal.
 
     python -m benchmarks.folder_fields --output benchmarks/results/folders.json
 
-For each served model type the fields are those of its class in transformers, those that all classes have, and those of
-other models that are well known. FOLDER has each verdict; the command fails where one is served with other logits,
-or ends in a traceback. It runs on CPUs in a few minutes. With --kinds some model types are judged again, with --fields
-some fields, and the verdicts on others stay as they are in the file.
+For each served model type the fields are those of its class in transformers, and those that all classes have. Those of
+other well-known models are judged, too. FOLDER has each verdict; the command fails where one is served with other
+logits, or ends in a traceback. It runs on CPUs in a few minutes. With --kinds some model types are judged again, with
+--fields some fields, and the verdicts on others stay as they are in the file.
 """
 
 from __future__ import annotations

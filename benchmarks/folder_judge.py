@@ -26,7 +26,7 @@ from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
 
 TOLERANCE = 1e-5
-"""Of logits in float32, relative to their norm."""
+"""The largest distance of logits in float32, relative to their norm."""
 LENGTHS = (3, 40)
 """Tokens of the documents, each of which is computed alone."""
 _IDS = 60
@@ -39,7 +39,7 @@ Change = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a config.json.
+    """The verdict on a config.json.
 
     Attributes:
         kind: equal = served with transformers' logits; refused = with a sentence; different = served with others; only

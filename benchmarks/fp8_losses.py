@@ -116,7 +116,7 @@ def _share_gpus() -> int:
 
 
 def _settings(fp8: str, mode: str) -> dict[str, Any]:
-    """What sets a run apart from others of its layout."""
+    """The settings that set a run apart from others of its layout."""
     if mode == "distca":
         return {"train.fp8": fp8}
     return {"train.fp8": fp8, "cad.enabled": "false"}
@@ -144,8 +144,8 @@ def _train(world: World, folder: Path, own: dict[str, Any], more: dict[str, Any]
 
 
 def compare(losses: dict[str, list[float]]) -> dict[str, Any]:
-    """Of a layout's runs: the mean of the last losses, how far it is from bfloat16's in the same mode and from packed
-    documents in the same recipe, and all losses. Distances are relative, with their sign.
+    """The losses of a layout's runs, and the mean of the last ones. With it are its distances from bfloat16's in the
+    same mode and from packed documents in the same recipe. Distances are relative, with their sign.
 
     Args:
         losses: of every step, by recipe and mode.

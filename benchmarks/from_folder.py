@@ -174,7 +174,7 @@ def make_folder(folder: Path, shape: str, world: World) -> dict[str, Any]:
 
 
 def _settings(asked: argparse.Namespace, folder: Path, world: World) -> list[str]:
-    """Of all parts: the folder at ``folder``, and the data."""
+    """Arguments of all parts: the folder at ``folder``, and the data."""
     settings = {
         "checkpoint.init_from": folder,
         "train.precision": "bf16" if world.device.type == "cuda" else "fp32",

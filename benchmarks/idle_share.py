@@ -13,8 +13,8 @@ def idle_shares(trace: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 
     The step lasts from the first computation of any rank to the last one of any rank; the optimizer's step and the
     reduction of gradients lie after it. Computation is what the tracks "compute ping", "compute pong" and "stage" hold.
-    Under ticks these spans leave out the waits for attention rows and also their packing, so idle is counted rather too
-    high than too low there; a micro-batch's forward or backward under 1F1B is one span.
+    Under ticks these spans leave out the waits for attention rows and also their packing. So idle is counted too high
+    rather than too low there. A micro-batch's forward or backward under 1F1B is one span.
 
     Args:
         trace: events of a timeline.json.

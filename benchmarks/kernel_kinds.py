@@ -3,12 +3,12 @@
     python -m benchmarks.kernel_kinds --output benchmarks/results/kernel_kinds.json
 
 Documents are cut into tasks as servers get them: at tile borders, off them, and around the window. Every task has its
-queries and the keys that these see, and nothing before. Its o, dQ, and the sums in float32 of dK and dV over tasks are
-held against direct attention in float64, which a plain torch kernel computes; so are those of the same kernel given
-whole documents. The ratio of the two errors says what cutting costs. Sums are rounded to the rows' type once more where
-a home adds what servers send; the ratio after that is kept beside it. Sinks are added as at home, to o and log-sum-exp.
-Deterministic kernels run twice as well: bits have to be the same. Without a GPU, ``--kernel reference`` rehearses in
-float32 with small shapes.
+queries and the keys that these see, and nothing before. Its o and dQ, and float32 sums of dK and dV over
+tasks, are compared with a plain torch kernel's in float64. So are those of the same kernel
+given whole documents. The ratio of the two errors says what cutting costs. Sums are rounded to the rows' type once more
+where a home adds what servers send; the ratio after that is kept beside it. Sinks are added as at home, to o and
+log-sum-exp. Deterministic kernels run twice as well: bits have to be the same. Without a GPU, ``--kernel reference``
+rehearses in float32 with small shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from distca.testing.reference_attention import relative_error
 from distca.versions import command_line, header, write_report
 
 MOST_RATIO = 1.1
-"""Of errors on cut documents over those on whole ones."""
+"""The largest ratio of errors on cut documents over those on whole ones."""
 HEADS = {"32/8x128": (32, 8, 128), "64/8x64": (64, 8, 64), "16/8x256": (16, 8, 256)}
 DOCUMENTS, SMALL_DOCUMENTS = (6000, 1, 777, 1501, 130), (300, 1, 77, 130)
 KINDS: dict[str, dict[str, Any]] = {

@@ -1,12 +1,12 @@
-"""Which head dimensions and kinds of attention flash-attn-4 gets right on this GPU, by the self-check of a start.
+"""The head dimensions and kinds of attention that flash-attn-4 gets right on this GPU, by the self-check of a start.
 
     python -m benchmarks.kernel_proof --output benchmarks/results/kernel_proof.json
 
 Every case is a process of its own, as many at a time as there are cores: what hangs or breaks a GPU's context ends
 alone. Of every head dimension it says whether the kernel is right, whether it is taken, and what `auto` takes in its
 place. Right ones are checked with 20 seeds, and around two of them kernels are made wrong on purpose. 20 starts of the
-whole choice follow, and the seconds of a start with the check and with what was run before it, a few rows of zeros.
-Without a GPU `--kernel reference` rehearses all this with a kernel in plain torch.
+whole choice follow. At last the seconds of a start are taken, with the check and with what was run before there was
+one: a few rows of zeros. Without a GPU `--kernel reference` rehearses all this with a kernel in plain torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _BAD = (
     "starts_refused",
     "operations_refused",
 )
-"""What a summary has nothing of where all is as expected."""
+"""The entries that a summary has nothing in where all is as expected."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "window 100": {"window": 100},
@@ -161,7 +161,7 @@ def _summary(parts: dict[str, Any], kernel: str) -> dict[str, Any]:
 
 
 def _start_job(asked: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]:
-    """What a case's process found; its end without an answer, or none in time, is an objection."""
+    """The finding of a case's process; its end without an answer, or none in time, is an objection."""
     command = [sys.executable, "-m", "benchmarks.kernel_proof", "--kernel", asked.kernel, "--job", json.dumps(job)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     nothing: dict[str, Any] = {"made_wrong": {}}
@@ -290,7 +290,7 @@ def _seconds(job: dict[str, Any], kernel: str) -> dict[str, Any]:
 
 
 def _zeros(kernel: Kernel, spec: AttentionSpec) -> None:
-    """What was run to compile a kernel before there was a check."""
+    """The rows that were run to compile a kernel before there was a check."""
     rows = 256
     batch = TaskBatch.of(np.array([0, rows // 2, rows]), np.array([0, rows // 2, 2 * rows]), spec.device)
     q = torch.zeros(rows, spec.heads, spec.head_dim, dtype=spec.dtype, device=spec.device)

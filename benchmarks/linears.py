@@ -125,8 +125,8 @@ def write(output: Path, command: str, reports: dict[str, dict[str, Any]]) -> Non
 
 
 def compare(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """By workload, mode and kind: tokens/s, over those of the first kind, memory, its peak also predicted, seconds of
-    every step, and losses."""
+    """Figures by workload, mode and kind: tokens/s, over those of the first kind, memory, its peak also predicted,
+    seconds of every step, and losses."""
     first = next(iter(reports))
     cells: dict[str, Any] = {}
     for kind, report in reports.items():

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 Steps = list[tuple[float, int, float]]
-"""Of every step: seconds, tokens, loss."""
+"""Figures of every step: seconds, tokens, loss."""
 
 
 def _by_the_trainer(config: RunConfig, corpus: Corpus, world: World) -> Steps:

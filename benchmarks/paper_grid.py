@@ -6,10 +6,10 @@
 
 Models, contexts, batches and mixes are those of arXiv 2510.18121, section 6: tensor parallelism of 8, nodes of 8 GPUs,
 50 GB/s per GPU between them. The paper's batches are given per context for a smaller, a middle and a larger number of
-GPUs. Here they are paired with 64, 128 and 256 GPUs without stages (3D) and for 8B with 2 stages (4D), with 128, 256
-and 512 for 34B with 4 stages. Micro-batches are as many as leave 128K tokens, or the batch's share, to a server. Each
-mode recomputes the least that fits into memory. With ``--fp8`` linear layers of all modes are in FP8, and the kernel is
-flash-attn-4 only.
+GPUs. Here they are paired with 64, 128 and 256 GPUs without stages (3D) and for 8B with 2 stages (4D). For 34B with 4
+stages they are paired with 128, 256 and 512. Micro-batches are as many as leave 128K tokens, or the batch's share, to a
+server. Each mode recomputes the least that fits into memory. With ``--fp8`` linear layers of all modes are in FP8, and
+the kernel is flash-attn-4 only.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from distca.versions import command_line, versions, write_report
 
 TP, SEED, TOKENS = 8, 1234, 131_072
 FA2_TFLOPS = 310.0
-"""Of a long document's forward with flash-attention-2; the shipped table has flash-attn-4 at 640."""
+"""TFLOP/s of a long document's forward with flash-attention-2; the shipped table has flash-attn-4 at 640."""
 GPUS = {("4D", "34b"): (128, 256, 512)}
-"""Where they are not 64, 128 and 256."""
+"""Numbers of GPUs, where they are not 64, 128 and 256."""
 STAGES = {("4D", "8b"): 2, ("4D", "34b"): 4}
 BATCHES = {
     ("3D", "8b"): {128: (8, 16, 32), 256: (4, 8, 16), 512: (2, 4, 8)},
@@ -95,7 +95,7 @@ class GridCell:
         return STAGES.get((self.kind, self.model), 1)
 
     def job(self) -> Job:
-        """What runs; micro-batches leave 128K tokens to a server, or the batch's share if that is less."""
+        """The run of this case; micro-batches leave 128K tokens to a server, or the batch's share if that is less."""
         ranks = self.gpus // TP // self.stages
         share = self.batch * self.context * 1024 // ranks
         micro_batches = max(share // TOKENS, 1)
@@ -196,7 +196,7 @@ def fitting(job: Job, name: str, drawn: list[Workload]) -> tuple[Outcome, tuple[
 
 
 def _least_bytes(job: Job) -> float:
-    """What the first stage's rank holds with DistCA at least: its own rows, of all micro-batches in flight."""
+    """Bytes that the first stage's rank holds with DistCA at least: its own rows, of all micro-batches in flight."""
     rows = np.full(1, job.tokens_per_rank)
     flight = np.full(1, min(2 * job.pp - 1, job.micro_batches))
     return float(with_servers(job, rows, rows, rows, np.zeros(1), flight)[0])

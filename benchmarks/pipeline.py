@@ -7,8 +7,9 @@ Documents follow the long-context versions of the mixes and stay whole on a rank
 a micro-batch holds one context's tokens per data-parallel rank. Everything behind ``--`` are settings of all runs, such
 as a configuration. All runs share one start of the ranks, so they pay once for it; the JSON is written after every run.
 
-Per run: tokens/s, losses, attention seconds by rank and phase (planned and measured, warm-up and drain included), share
-of a step in which the ranks' compute streams are idle, and peak memory per stage, predicted and measured.
+Per run it has tokens/s, losses, and attention seconds by rank and phase, planned and measured, with warm-up and drain.
+It also has the share of a step in which the ranks' compute streams are idle, and peak memory per stage, predicted and
+measured.
 """
 
 from __future__ import annotations

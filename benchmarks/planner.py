@@ -71,8 +71,10 @@ def kilobytes(q_rows: float, kv_rows: float) -> float:
 
 
 def plain_greedy(layout: Layout, tolerance: float = 0.02) -> Plan:
-    """The yardstick: the most overloaded server gives its excess of FLOPs to the emptiest one, as the head or tail of
-    the piece with fewest bytes per FLOP, until none is above (1 + tolerance) of the mean."""
+    """The yardstick: the most overloaded server gives its excess of FLOPs to the emptiest one.
+
+    It gives the head or tail of the piece with fewest bytes per FLOP, until no server is above (1 + tolerance) of the
+    mean."""
     q = layout.q
     pieces = [
         [[int(x) for x in row] for row in zip(*(c[q.rank == r] for c in (q.document, q.start, q.stop)), strict=True)]
@@ -110,7 +112,7 @@ def _area(start: int, stop: int) -> float:
 
 
 def figures(layout: Layout, plan: Plan, cost: CostModel = COST) -> dict[str, float]:
-    """What one plan achieves, by the costs it was made with."""
+    """The figures that one plan achieves, by the costs it was made with."""
     plan.check()
     home, moved = plan_at_home(layout), traffic(plan)
     seconds = {d: server_seconds(plan, cost, d) for d in DIRECTIONS}
@@ -142,7 +144,7 @@ def estimate(layout: Layout, seconds: np.ndarray, tolerance: float = 0.02) -> fl
 
 
 def planned(lengths: np.ndarray, servers: int, placement: Placement, cost: CostModel) -> dict[str, float]:
-    """What planning achieves, and CPU milliseconds of layout, plan and one rank's routes."""
+    """The figures that planning achieves, and CPU milliseconds of layout, plan and one rank's routes."""
     took = []
     for _ in range(RUNS):
         times = [time.process_time()]

@@ -1,4 +1,4 @@
-"""What the planner's tuned constants are worth: each with other values, on the same batches; writes a results file.
+"""The worth of the planner's tuned constants: each with other values, on the same batches; writes a results file.
 
     OMP_NUM_THREADS=1 python -m benchmarks.planner_constants
 

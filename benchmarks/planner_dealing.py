@@ -1,4 +1,4 @@
-"""What dealing a step's documents over its micro-batches anew saves; writes results/planner_dealing.json.
+"""The savings of dealing a step's documents over its micro-batches anew; writes results/planner_dealing.json.
 
     OMP_NUM_THREADS=1 python -m benchmarks.planner_dealing
 
@@ -24,7 +24,7 @@ from distca.versions import versions, write_report
 
 TOKENS, STEPS = 131_072, 8
 WEIGHTS = 4096 * 128 * 80 + 3 * 4096 * 14336
-"""Of a layer of 8B."""
+"""Weights of a layer of 8B."""
 POOLS = ((2, 1, 4), (4, 1, 4), (8, 1, 4), (2, 2, 4), (4, 2, 8), (2, 4, 8))
 """Data-parallel ranks, stages and micro-batches."""
 RESULTS = Path(__file__).parent / "results" / "planner_dealing.json"

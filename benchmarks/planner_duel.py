@@ -44,7 +44,7 @@ LINEAR = (_TABLE.linear.forward + _TABLE.linear.backward) * layer_weights(4096, 
 
 @dataclass(frozen=True)
 class Found:
-    """What a balancer made of a batch.
+    """The answer of a balancer to a batch.
 
     Attributes:
         parts: plans that run one after the other.
@@ -58,7 +58,7 @@ class Found:
 
 
 def judged(found: Found, lengths: np.ndarray, servers: int) -> dict[str, float]:
-    """What the balancer's answer costs."""
+    """The costs of a balancer's answer."""
     step = 0.0
     rows, received, busiest, moved = (np.zeros(servers) for _ in range(4))
     for plan in found.parts:
@@ -173,7 +173,7 @@ def torch_ptrr(lengths: np.ndarray, servers: int) -> Found:
 
 
 class _Ranks:
-    """What the scheduler asks of a process group."""
+    """The part of a process group that the scheduler asks for."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 nice python -m benchmarks.planner_invariants --layouts 100000 --processes 2
 
-Budgets of 1K to 256K tokens per rank, 1 to 64 ranks, one and two nano-batches, with and without stages, documents in
-the micro-batches that they were drawn for and dealt over them anew, mixes and adversarial lengths. All micro-batches
-are laid out, and every so many steps are planned too, in pools of up to 64 servers. Nothing runs on GPUs. Results are
-kept in results/planner_invariants.json; the exit status is 1 if a step fails, and each failure names the number of its
-step.
+Budgets are 1K to 256K tokens per rank, on 1 to 64 ranks, with one and two nano-batches, with and without stages.
+Documents stay in the micro-batches that they were drawn for, or are dealt over them anew. Lengths are those of mixes
+and adversarial ones. All micro-batches are laid out, and every so many steps are planned too, in pools of up to 64
+servers. Nothing runs on GPUs. Results are kept in results/planner_invariants.json; the exit status is 1 if a step
+fails, and each failure names the number of its step.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _need(holds: bool, what: str) -> None:
 
 @dataclass
 class Tally:
-    """What a share of the steps came to."""
+    """The results of a share of the steps."""
 
     steps: int = 0
     layouts: int = 0

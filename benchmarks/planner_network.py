@@ -2,16 +2,22 @@
 
     OMP_NUM_THREADS=1 python benchmarks/planner_network.py --beside ../checkout-of-2026-11-22
 
-Every case is planned in two halves for nodes of 8 servers with 128K tokens each, in a process per checkout, and judged
-by one ruler here: slowest over mean, the worst of both halves and directions; KB per token that travel in forward
-(16 per query row with its o, 4 per k,v row); the same between nodes, to each of which k,v rows go once where the
-checkout's routes have two hops; the busiest server's larger direction, both halves together and what it hands on
-counted, in KB per token and over the mean, and the same between nodes; k,v rows that the fullest server keeps, both
-halves together, over a rank's tokens, over the mean and over the longest task's, likewise those of them that came from
-others, and those that a half's tasks read there; what of a server's transfers, at 50 GB/s between nodes and then 360
-inside, a layer of 8B of the other half does not hide, over the layer's time; and CPU milliseconds
-(``time.process_time``) of layout and plan, one rank's routes, and the metrics of the log, the least of two runs. Costs
-are those of the analytic model. Nothing runs on GPUs.
+Every case is planned in two nano-batches for nodes of 8 servers with 128K tokens each, in a process per checkout. One
+ruler here judges both:
+
+- slowest over mean, the worst of both nano-batches and directions;
+- KB per token that travel in forward (16 per query row with its o, 4 per k,v row), and the same between nodes. Where
+  the checkout's routes have two hops, k,v rows go to each node once;
+- the busiest server's larger direction, with what it hands on, of both nano-batches together: in KB per token and over
+  the mean, and the same between nodes;
+- k,v rows that the fullest server keeps, of both nano-batches together: over a rank's tokens, over the mean and over
+  the longest task's. Likewise those of them that came from others, and those that a nano-batch's tasks read there;
+- the part of a server's transfers that the other nano-batch's layer of 8B does not hide, over the layer's time; links
+  have 50 GB/s between nodes and 360 inside;
+- CPU milliseconds (``time.process_time``) of layout and plan, one rank's routes, and the metrics of the log, the least
+  of two runs.
+
+Costs are those of the analytic model. Nothing runs on GPUs.
 """
 
 from __future__ import annotations
@@ -60,7 +66,7 @@ def travelling(plan: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     tasks, layout = plan.tasks, plan.layout
     last = np.append((tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]), True)
     last = last[: len(tasks.document)]
-    # What servers have of the half before does not travel.
+    # Rows that servers have from the nano-batch before do not travel.
     begin = plan.contexts.begin if hasattr(plan, "contexts") else 0 * tasks.stop[last]
     found = []
     for ranges, shards in (
@@ -115,7 +121,7 @@ def in_hops(home: np.ndarray, server: np.ndarray, rows: np.ndarray, shard: np.nd
 
 
 def judged(made: Any, servers: int) -> dict[str, float]:
-    """What a plan achieves."""
+    """The figures that a plan achieves."""
     total, busiest, worst = 0.0, np.zeros((2, servers)), 1.0
     received = np.zeros(servers)
     between = 0.0

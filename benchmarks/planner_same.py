@@ -28,7 +28,7 @@ _MOST_DOCUMENTS = 4000
 
 
 def fingerprints(first: int, steps: int) -> dict[str, int]:
-    """Of every ten steps from number ``first`` on, by the number of the first of them."""
+    """Fingerprints of every ten steps from number ``first`` on, by the number of the first of them."""
     found = {}
     for chunk in range(first, first + steps, _TOGETHER):
         value = 0

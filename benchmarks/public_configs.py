@@ -1,4 +1,4 @@
-"""What the config.json of public models sets, by name: model type, the fields that matter, and why some are refused.
+"""The settings of public models' config.json, by name: model type, the fields that matter, and why some are refused.
 
 Sizes are those of the models; ``shrunk`` makes them small and keeps everything else.
 """

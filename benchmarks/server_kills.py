@@ -1,5 +1,5 @@
-"""Ends or stops servers without a model at random moments of a step, starts new ones, and holds every loss against a
-run whose servers leave and come at the same steps by schedule.
+"""Ends or stops servers without a model at random moments of a step, and starts new ones. Every loss is compared with
+that of a run whose servers leave and come at the same steps by schedule.
 
     OMP_NUM_THREADS=1 python -m benchmarks.server_kills                 # 50 kills on CPU ranks; a few minutes
     OMP_NUM_THREADS=1 python -m benchmarks.server_kills --kills 0 --stops 2 --out FILE
@@ -9,7 +9,7 @@ run whose servers leave and come at the same steps by schedule.
 On CPUs homes train a small model, and servers serve them, over gloo on this machine. With ``--gpus`` every home and
 server has a GPU, and rows go by NCCL: as between nodes over ``--sockets``, else as GPUs are connected. A thread of the
 first home loses a server after a random time, and starts another one. Lost is a server that is killed by SIGKILL, or
-one that is stopped by SIGSTOP, which closes no connection, as a lost node does not. The second run takes its changes
+one that is stopped by SIGSTOP. Like a lost node, the latter closes no connection. The second run takes its changes
 from the first one's record. Losses are float64 sums of float32 losses, by home. They must be equal bit for bit.
 """
 
@@ -112,7 +112,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Run:
-    """What a home saw.
+    """The record of a home.
 
     Attributes:
         losses: by step.
@@ -402,7 +402,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 def missed(found: dict[str, Any]) -> list[str]:
-    """What took longer than it may."""
+    """The changes that took longer than they may."""
     took = {how: found.get(how, {}).get("step_with_repetition_s", {}).get("most", 0.0) for how in ("killed", "stopped")}
     took["join"] = found["join_s"].get("most", 0.0)
     limits = {"killed": KILLED_S, "stopped": STOPPED_S, "join": JOIN_S}

@@ -185,7 +185,7 @@ def _way(setup: Setup, workloads: Sequence[Workload], speeds: tuple[float, ...])
 
 
 def _as_simulated(cost: CostModel) -> CostModel:
-    """A server's table, as the simulator takes it: on CPUs nobody measured linear layers, and rows are wider."""
+    """A server's table, as the simulator takes it: on CPUs linear layers were not measured, and rows are wider."""
     table = copy.copy(cost.tables[0] if isinstance(cost, PoolCost) else cost)
     table.shape = replace(table.shape, value_bytes=2)
     table.linear = table.linear or LinearRate(0.0, 0.0)
@@ -232,7 +232,8 @@ def compared(setup: Setup, found: dict[str, Measured]) -> dict[str, Any]:
 
 
 def missed(found: dict[str, Any], gpus: bool) -> list[str]:
-    """What is not as it should be; absolute predictions are for GPUs, whose cost tables were measured."""
+    """The figures that are not as they should be; absolute predictions are for GPUs, whose cost tables were
+    measured."""
     level = found["slowest_over_what_speeds_allow"]["mean"]
     ratio, predicted = found["attention_by_speed_over_equal"], found["predicted_attention_by_speed_over_equal"]
     wrong = {

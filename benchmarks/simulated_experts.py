@@ -3,15 +3,15 @@ the best context parallelism.
 
     python -m benchmarks.simulated_experts --output benchmarks/results/simulated_experts.json
 
-Qwen3-30B-A3B and 235B-A22B in bfloat16, TP 4, 128K tokens of the long-context mixes per four GPUs, 8 GPUs a node with
-50 GB/s each between nodes; of 235B two micro-batches of half as many, which with DistCA fit, but for packed documents,
-which stay whole. Every mode has the same experts and takes the fewest expert-parallel ranks and the least
-recomputation that fit into memory. Rows count as if every expert got equally many; experts' products run at the rate
-of dense ones. A row travels once to each rank that has one of its experts. In "distca", "packed" and "best-cp" rows of
-experts are waited for. "distca-hidden-experts" sends one half's beside the other half's computation, as training does
-unless layers are recomputed as wholes. "best-cp-hidden" counts gathers and experts' rows only as far as they are longer
-than what lies beside. "once-per-node" sends a row once to each node that has some of its experts. Seconds of attention
-are the H200's where a table has these heads, else modelled.
+Qwen3-30B-A3B and 235B-A22B in bfloat16, TP 4, 128K tokens of the long-context mixes per four GPUs. Nodes have 8 GPUs,
+with 50 GB/s each between nodes. Of 235B there are two micro-batches of half as many tokens, with which DistCA
+fits into memory; packed documents stay whole. Every mode has the same experts and takes the fewest expert-parallel
+ranks and the least recomputation that fit into memory. Rows count as if every expert got equally many; experts'
+products run at the rate of dense ones. A row travels once to each rank that has one of its experts. In "distca",
+"packed" and "best-cp" rows of experts are waited for. "distca-hidden-experts" sends one nano-batch's beside the other's
+computation, as training does unless layers are recomputed as wholes. "best-cp-hidden" counts gathers and experts' rows
+only as far as they are longer than what lies beside. "once-per-node" sends a row once to each node that has some of its
+experts. Seconds of attention are the H200's where a table has these heads, else modelled.
 """
 
 from __future__ import annotations

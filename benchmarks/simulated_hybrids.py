@@ -4,12 +4,13 @@ context parallelism.
     python -m benchmarks.simulated_hybrids --output benchmarks/results/simulated_hybrids.json
 
 Qwen3.5's 9B and 27B in bfloat16, 128K tokens of the long-context mixes per four GPUs, 8 GPUs a node with 50 GB/s each
-between nodes. Each mode takes the fastest of 4, 2 and 1 tensor-parallel ranks and of one or two micro-batches, with as
-many tokens less on each server, and recomputes the least that fits into memory. In recurrent layers context parallelism
-exchanges heads, as Megatron-Core does. "free-heads" counts these exchanges as nothing, which no way to run these layers
-over ranks beats, and "free-summaries" those of DistCA's summaries. "hidden" counts gathers and exchanges only as far as
-they are longer than what lies beside. Seconds of attention are those of an H100 for heads of 256 and a document of 64K,
-of recurrent cores those of fla 0.5.1 on an H200 (distca/plan/cost/recurrent.py), all else is the H200's.
+between nodes. Each mode takes the fastest of 4, 2 and 1 tensor-parallel ranks and of one or two micro-batches. Each
+server then has as many tokens less. It recomputes the least that fits into memory. In recurrent layers context
+parallelism exchanges heads, as Megatron-Core does. "free-heads" counts these exchanges as nothing, which no way to run
+these layers over ranks beats, and "free-summaries" those of DistCA's summaries. "hidden" counts gathers and exchanges
+only as far as they are longer than what lies beside. Seconds of attention are those of an H100 for heads of 256 and a
+document of 64K. Those of recurrent cores are fla 0.5.1's on an H200 (distca/plan/cost/recurrent.py). All else is the
+H200's.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def run_mode(jobs: list[Job], mode: str, draws: Callable[[Job], list[Workload]])
 
 
 def _summaries(job: Job, workload: Workload) -> dict[str, Any]:
-    """Figures of one recurrent layer in a step: GiB that travel between all GPUs, MiB of summaries on the busiest GPU's
-    links in one direction, and most summaries that a rank reads in forward."""
+    """Figures of one recurrent layer in a step: GiB that travel between all GPUs; MiB of summaries on the busiest GPU's
+    links in one direction; and most summaries that a rank reads in forward."""
     what = job.recurrence
     halves = [half for layouts in planned(job, workload).layouts for half in recurrent_nanos(layouts, what.halo_rows)]
     sent = np.zeros((2, job.servers))

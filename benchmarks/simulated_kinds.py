@@ -2,12 +2,12 @@
 
     python -m benchmarks.simulated_kinds --output benchmarks/results/simulated_kinds.json
 
-Gemma-3-like, OLMo-3-like and gpt-oss-like shapes (``distca.simulate.MODELS``) in bfloat16 on pools of 64 and 512
-servers of 8 GPUs, each with 128K tokens of the long-context mixes, 50 GB/s per GPU between servers. "distca-one-plan"
-gives layers with windows the plan and the rows of those without. Of context parallelism there are four: with gathers
-in every layer, or with nothing but the rows that windows see in layers that have one ("halo"), waited for or hidden.
-Each mode recomputes the least that fits into memory. Seconds of attention are those of an H100 for whole documents
-(flash-attn-4 4.0.0b36), all else is the H200's.
+Gemma-3-like, OLMo-3-like and gpt-oss-like shapes (``distca.simulate.MODELS``) in bfloat16, on pools of 64 and 512
+servers of 8 GPUs. Each server has 128K tokens of the long-context mixes, and 50 GB/s per GPU to others.
+"distca-one-plan" gives layers with windows the plan and the rows of those without. Of context parallelism there are
+four: with gathers in every layer, or with nothing but the rows that windows see in layers that have one ("halo"),
+waited for or hidden. Each mode recomputes the least that fits into memory. Seconds of attention are those of an H100
+for whole documents (flash-attn-4 4.0.0b36), all else is the H200's.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ its link lets so many Mbit/s pass each way, 0 any. All modes train on the same b
 the same links, gradients too. What the arguments are is said there. FOLDER gets slow_network.json, and a folder for
 each bandwidth with all that ``benchmarks.throughput`` writes.
 
-Beside it is what the simulator predicts. It is told the cost table that plans have, how long attention and all else of
-the first mode took at the first bandwidth, and what each bandwidth gave an all-to-all (DistCA) and an all-gather
-(others): gloo often sends one way at a time.
+Beside it is what the simulator predicts. It is told the cost table that plans have, and how long attention and all else
+of the first mode took at the first bandwidth. It is also told what each bandwidth gave an all-to-all (DistCA) and an
+all-gather (others): gloo often sends one way at a time.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def rate_of(content: dict[str, Any], mode: str) -> float:
 
 
 def figures(megabits: int, found: dict[str, Any]) -> dict[str, Any]:
-    """Of a mode's part in a report of ``benchmarks.throughput``; with them seconds that its rows would take alone."""
+    """Figures of a mode's part in a report of ``benchmarks.throughput``, with the seconds that its rows would take
+    alone."""
     kept = {name: found[name] for name in ("tokens_per_s", "steps_s", "bytes_per_step")}
     each = found["bytes_per_step"] / NODES  # a rank sends and receives as many, both ways at once
     return kept | {"rows_alone_s": 8 * each / (1e6 * megabits) if megabits else 0.0}
@@ -167,7 +168,7 @@ class Cores:
 
     @cached_property
     def batches(self) -> list[Workload]:
-        """Those that were measured."""
+        """The figures that were measured."""
         drawn = batches_of(self.content, self.cell)
         return [Workload(each, drawn.bins) for each in drawn.global_batches[self.content["warm_up"] :]]
 
@@ -178,8 +179,8 @@ class Cores:
 
     @cached_property
     def _rates(self) -> Rates:
-        """With which the report's first mode takes as long as it did: its attention, and all else as if it were matrix
-        products."""
+        """The rates with which the report's first mode takes as long as it did: its attention, and all else as if it
+        were matrix products."""
         mode, measured = next(iter(self.cell["modes"].items()))
         gb_s = rate_of(self.content, mode)
         rates = Rates(1, 1, 0, 0, 0, copy_bytes_per_s=math.inf, optimizer_s=0, parameter_s=0, step_s=0, phase_s=0)

@@ -2,10 +2,10 @@
 
     python benchmarks/tokenizing.py --output tokenizing.json
 
-The texts are Python's standard library as JSON Lines, as many times as --megabytes needs, with a byte-level BPE that is
-trained on a part of it. Alone is one thread of the package tokenizers on texts that are in memory already, until their
-ids are numbers of Python. All three are measured in turn, several times; CPU seconds count what other work on the
-machine does not change, wall seconds what a user waits. Each counts with its median round: clocks come and go.
+The texts are Python's standard library as JSON Lines, as many times as --megabytes needs. The tokenizer is a byte-level
+BPE that is trained on a part of it. Alone is one thread of the package tokenizers on texts that are in memory already,
+until their ids are numbers of Python. All three are measured in turn, several times; CPU seconds count what other work
+on the machine does not change, wall seconds what a user waits. Each counts with its median round: clocks come and go.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _time_here(run: Callable[[], int], found: Any) -> None:
 
 
 def _cpu_s() -> float:
-    """Of this process and of those that it started and that have ended."""
+    """CPU seconds of this process and of those that it started and that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 

@@ -2,12 +2,12 @@
 
     torchrun --standalone --nproc_per_node=4 benchmarks/transport.py --output benchmarks/results/transport.json
 
-Both in one run, on the same tensors, through the interface that training uses, with two exchanges under way at a time
-as in the ping-pong order. "wire" is the transfer alone (NVSHMEM: rows are in the peers' memory and the receivers know
-it; NCCL: all-to-all of packed rows), "exchange" is everything from rows in their tensors on one rank to rows in their
-tensors on another (packing, placing). Exchanges are timed in rows of 8 to 200 that last about 10 ms, because links and
-clocks wake up during the first ones; "first 8" is the wire of 8 after a pause. "host_ahead" is false where hosts were
-not ahead of the GPUs, so that the figure may be theirs.
+Both are measured in one run, on the same tensors, through the interface that training uses. Two exchanges are under way
+at a time, as in the ping-pong order. "wire" is the transfer alone (NVSHMEM: rows are in the peers' memory and the
+receivers know it; NCCL: all-to-all of packed rows), "exchange" is everything from rows in their tensors on one rank to
+rows in their tensors on another (packing, placing). Exchanges are timed in rows of 8 to 200 that last about 10 ms,
+because links and clocks wake up during the first ones; "first 8" is the wire of 8 after a pause. "host_ahead" is false
+where hosts were not ahead of the GPUs, so that the figure may be theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the transport's measurements send: the same rows from every rank to every other, and rows of real plans."""
+"""The rows that the transport's measurements send: the same rows from every rank to every other, and rows of real
+plans."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def uniform(rows: int) -> Part:
 
 
 def expected(part: Part) -> torch.Tensor:
-    """What :func:`uniform` must bring to this rank."""
+    """The rows that :func:`uniform` must bring to this rank."""
     received = torch.empty_like(part.source)
     dist.all_to_all_single(received, part.source, part.moves.receive_counts, part.moves.send_counts)
     return received
@@ -78,7 +79,7 @@ def planned(mix: Mix, tokens: int) -> tuple[Part, ...]:
 
 
 def busiest_bytes(parts: tuple[Part, ...]) -> int:
-    """What the rank that sends or receives most sends or receives."""
+    """The bytes of the rank that sends or receives most."""
     widths = [row_bytes(part.source) for part in parts]
     sent = sum(sum(part.moves.send_counts) * width for part, width in zip(parts, widths, strict=True))
     received = sum(sum(part.moves.receive_counts) * width for part, width in zip(parts, widths, strict=True))

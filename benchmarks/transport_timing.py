@@ -91,7 +91,7 @@ def _run(launch: Callable[[], Any], in_a_row: int) -> tuple[float, bool]:
 
 
 def wire(transport: Transport, part: Part) -> Callable[[], Any]:
-    """What starts the transfer of a part's rows alone."""
+    """Returns a function that starts the transfer of a part's rows alone."""
     if isinstance(transport, OneSidedTransport):
         return lambda: _Unplaced(transport, part)
     sent = part.source.index_select(0, part.moves.send_index)

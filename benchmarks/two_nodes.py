@@ -89,7 +89,7 @@ def _runs(argv: list[str]) -> tuple[list[tuple[int, int]], list[str]]:
 
 
 def _settings(argv: list[str], ranks: int) -> dict[str, Settings]:
-    """By the name of its folder, what every run is asked for."""
+    """The arguments of every run, by the name of its folder."""
     runs, argv = _runs(argv)
     split = argv.index("--") if "--" in argv else len(argv)
     refuse_unused(argv[split:], used=(STAGES, CONTEXT))
@@ -173,7 +173,8 @@ def _compare(argv: list[str]) -> None:
 
 
 def compared(content: dict[str, Any], beside: str | None) -> dict[str, Any]:
-    """By workload and mode of a report: tokens per second measured and predicted, and bytes that move per step."""
+    """Figures by workload and mode of a report: tokens per second measured and predicted, and bytes that move per
+    step."""
     from benchmarks.calibration_runs import peers_of, runs_of
     from distca.simulate import load_rates
 

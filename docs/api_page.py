@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MORE = {"CAD": ("CadArguments", "megatron_patches.arguments"), "CadArguments": ("CadOptions", "distca.cad_options")}
-"""What a thing's arguments are described in, where that is another class."""
+"""The class that describes a thing's arguments, where that is another one."""
 
 
 def api_page() -> str:

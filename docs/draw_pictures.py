@@ -281,7 +281,7 @@ def _served(axes: Axes, plan: MicroBatchPlan, colors: dict[int, str]) -> None:
 
 
 def kinds() -> None:
-    """Which keys a query sees in layers of each kind, for a document that lies on two ranks."""
+    """Draws which keys a query sees in layers of each kind, for a document that lies on two ranks."""
     rows, figure = 12, Figure(figsize=(9.6, 3.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     q, k = np.indices((rows, rows))

@@ -42,7 +42,8 @@ def build(config, vocabulary=VOCABULARY, tokens_per_rank=TOKENS_PER_RANK):
 
 
 def forward_step(batches, model):
-    """As Megatron's schedules take it. Without ``summed_loss`` the model returns the loss of every token."""
+    """The forward step, as Megatron's schedules take it. Without ``summed_loss`` the model returns the loss of every
+    token."""
     batch = next(batches)
     total = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, loss_mask=batch.loss_mask,
                   summed_loss=True)  # fmt: skip
@@ -50,7 +51,7 @@ def forward_step(batches, model):
 
 
 def loss(loss_mask, total):
-    """What Megatron's schedules want: the sum, how many tokens it is of, and what to report."""
+    """Returns what Megatron's schedules want: the sum, how many tokens it is of, and what to report."""
     tokens = (loss_mask > 0).sum().int()
     return total, tokens, torch.stack((total.detach().double(), tokens.double()))
 

@@ -44,8 +44,8 @@ def rollouts(ranks, random):
 
 
 def policy_step(before, batches, model):
-    """As Megatron's schedules take it. ``before``: by rollout, log-probabilities of its tokens under the policy that
-    made them; row by row the one of the token that the row predicts."""
+    """The forward step, as Megatron's schedules take it. ``before``: by rollout, log-probabilities of its tokens under
+    the policy that made them; row by row the one of the token that the row predicts."""
     batch = next(batches)
     now = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, log_probabilities=True)
     old, advantages = (distca.rows_of(batch, values) for values in before)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = [path for folder in ("distca", "megatron_patches") for path in sorted((ROOT / folder).rglob("*.py"))]
+FOLDERS = ("distca", "megatron_patches", "benchmarks", "examples", "docs")
+FILES = [*sorted(ROOT.glob("*.py")), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
 NO_SUBJECT = {"Of", "Than", "That", "Those", "Who", "Whose", "As", "With", "What", "Which", "Where", "By"}
 LONGEST = 25
 PRIVATE = {

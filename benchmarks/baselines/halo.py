@@ -1,11 +1,11 @@
 """Per-document context parallelism that exchanges halos alone in layers with windows.
 
-A query of a layer with window w sees the w - 1 rows before it, so every piece of a document needs its own rows and the
+A query of a layer with window w sees the w - 1 rows before it. So every piece of a document needs its own rows and the
 w - 1 before them. They come from the ranks that hold them by one all-to-all and are kept for backward, which returns
 their gradients the same way; those are added in float32, in the order of ranks. Layers without a window gather all keys
 and values as ``per_document.py`` says, and keep them.
 
-Shape suffixes: N rows of the rank, S key/value rows of the fused batch, F rows of it that other pieces hold, G
+Shape suffixes: N rows of the rank, S key/value rows of the fused batch, F rows of it that other pieces hold; G
 key/value heads, D head dimension.
 """
 
@@ -34,7 +34,7 @@ from distca.transport.row_moves import Reduction
 
 @dataclass(frozen=True)
 class Halo:
-    """What a rank's pieces read in layers with one window.
+    """The rows that a rank's pieces read in layers with one window.
 
     Attributes:
         batch: borders of its tasks.
@@ -79,7 +79,7 @@ class Halo:
         mine, me = held[group.rank], group.rank
 
         def read_of(reader: int, owner: int) -> np.ndarray:
-            """Which of the rows that a rank fetches are another's."""
+            """Tells which of the rows that a rank fetches are another's."""
             return np.flatnonzero(holder[reads[reader].tokens] == owner)
 
         order = [*(each for each in members if each != me), me]
@@ -135,7 +135,7 @@ class Halo:
 
 @dataclass(frozen=True)
 class _Reads:
-    """What a rank's tasks read beside its own rows.
+    """The rows that a rank's tasks read beside its own.
 
     Attributes:
         first: first key of every piece.

@@ -3,7 +3,7 @@
 Each rank sends every other one its rows of that one's heads, so that it has whole documents of its own heads. Another
 exchange brings the outputs back. It moves all channels of every row, whatever the documents.
 
-Shape suffixes: N rows of the rank, T rows of the group's documents, C ranks of the group, M rows of its fullest rank, F
+Shape suffixes: N rows of the rank, T rows of the group's documents, C ranks of the group, M rows of its fullest rank; F
 channels of one rank's heads.
 """
 

@@ -101,8 +101,10 @@ def attention_errors(
     kernel: Kernel,
     kind: AttentionKind | None = None,
 ) -> dict[str, dict[str, float]]:
-    """By mode, how far o, dq, dk, dv and the gradient of sinks, where ``kind`` has some, are from direct attention in
-    float64, as relative norms; one group of all ranks. Every rank calls it together and gets the same."""
+    """Distances from direct attention in float64, by mode and as relative norms, for one group of all ranks.
+
+    They are those of o, dq, dk, dv and, where ``kind`` has sinks, of their gradient. Every rank calls it together and
+    gets the same."""
     generator = torch.Generator().manual_seed(3)
     tokens = sum(lengths)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)

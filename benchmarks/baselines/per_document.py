@@ -1,11 +1,11 @@
 """Per-document context parallelism: head–tail pieces of each document, all-gathered keys and values (arXiv 2503.17924).
 
-Every rank gets all keys and values of its group, picks the context of each of its pieces, and computes all of them as
-one fused batch. In backward the group's keys and values are gathered again, or kept; their gradients go home by one
+Every rank gets all keys and values of its group and picks the context of each of its pieces. All pieces are one fused
+batch. In backward the group's keys and values are gathered again, or kept; their gradients go home by one
 all-to-all in the activations' dtype and are added there in float32, in the order of ranks.
 
-Shape suffixes: N rows of the rank, T query rows, S key/value rows of the fused batch, C ranks of the group, M rows of
-the group's fullest rank, H query heads, G key/value heads, D head dimension. Keys and values travel together, as
+Shape suffixes: N rows of the rank, T query rows, S key/value rows of the fused batch; C ranks of the group, M rows of
+the group's fullest rank; H query heads, G key/value heads, D head dimension. Keys and values travel together, as
 kv_N2GD, or as [N, G, key and value] where values are narrower than keys.
 """
 

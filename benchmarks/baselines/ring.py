@@ -2,7 +2,7 @@
 
 The group's documents are one sequence. Every rank keeps its queries; keys and values travel in a ring, one hop a step,
 while the block that is there is computed. Own rows are one causal batch. Of a rank that comes before in the ring all
-queries see the early chunk, of one that comes after the late queries see both chunks, so a step has one full (not
+queries see the early chunk; of one that comes after the late queries see both chunks. So a step has one full (not
 causal) task for every document that both ranks hold. Partial outputs are merged in float32 by their log-sum-exp. In
 backward gradients of keys and values travel with their blocks, in float32, and arrive home after a whole turn.
 
@@ -30,7 +30,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 
 @dataclass(frozen=True)
 class RingStep:
-    """What a rank computes with another rank's block: its own query rows, rows of the block, their borders."""
+    """The task of a rank with another rank's block: its own query rows, rows of the block, their borders."""
 
     q: Picked
     kv: Picked

@@ -3,7 +3,7 @@
 One all-to-all turns every rank's rows of all heads into all rows of its share of the heads; another turns o back.
 Recurrent layers run by fla's context parallelism, on CPUs by DistCA's exchange of summaries.
 
-Shape suffixes: N rows of the rank, T rows of the group, C ranks of the group, H query heads, G key/value heads, h and g
+Shape suffixes: N rows of the rank, T rows of the group, C ranks of the group; H query heads, G key/value heads, h and g
 this rank's share of them, D head dimension.
 """
 

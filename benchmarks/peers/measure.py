@@ -249,6 +249,6 @@ def _forward_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, A
 
 
 def _summed(learned: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What Megatron's schedules ask of a micro-batch: the summed loss, its tokens, and both for the log."""
+    """The results that Megatron's schedules ask of a micro-batch: the summed loss, its tokens, and both for the log."""
     total, tokens = (losses.float() * learned).sum(), learned.sum()
     return total, tokens.int(), torch.stack((total.detach().double(), tokens.double()))

@@ -56,7 +56,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Peer:
-    """What a mode trains: ``config`` is Megatron's own."""
+    """The model that a mode trains: ``config`` is Megatron's own."""
 
     config: TransformerConfig
     model: DistributedDataParallel

@@ -1,4 +1,4 @@
-"""What the peers' modes are built for; needs neither torch nor Megatron-Core."""
+"""The models and settings that the peers' modes are built for; it needs neither torch nor Megatron-Core."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from distca.transport.collective import nccl_goes_first
 
 
 def join_unmodified() -> World:
-    """As ``distca.join_world``, without a part of Megatron-Core replaced, unless ranks are CPUs.
+    """Does what ``distca.join_world`` does, without a part of Megatron-Core replaced, unless ranks are CPUs.
 
     Raises:
         LaunchError: the launcher's variables cannot be meant so, or GPUs are meant that torch cannot use.

@@ -35,14 +35,14 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        """What it is for, by its name; "other" where that does not tell."""
+        """The purpose of a kernel, by its name; "other" where that does not tell."""
         name = self.name.lower()
         return next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "other")
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What one rank's GPU did.
+    """The work of one rank's GPU.
 
     Attributes:
         busy_s: seconds in which a kernel that is not communication ran.
@@ -69,7 +69,7 @@ def trace(steps: Callable[[], None]) -> Traced | None:
 
 
 def summary(kernels: Iterable[Kernel]) -> Traced:
-    """Of all kernels of a rank."""
+    """The work in all kernels of a rank."""
     names: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     spans = []
     for kernel in kernels:

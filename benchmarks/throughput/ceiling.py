@@ -1,9 +1,9 @@
-"""What this machine's kernels can do at the model's own shapes, and how long a batch would take if they did only that.
+"""The rates of this machine's kernels at the model's own shapes, and how long a batch would take at them alone.
 
 Matrix products, core attention and the cores of recurrent layers are measured, each alone, back to back. The ceiling of
 a global batch adds up all of its floating-point work at these rates: forward and backward of the linear and output
-layers (nothing recomputed) and of cores, spread perfectly over all ranks, with no communication, no norms, convolutions
-or activations and no optimizer.
+layers (nothing recomputed) and of cores, spread perfectly over all ranks. It has no communication, norms, convolutions
+or activations, and no optimizer.
 
 Where the linear layers compute in FP8, so do the products of the ceiling, with the quantising that they cannot be
 without; the output layer stays in bfloat16.
@@ -112,7 +112,7 @@ class Ceiling:
 
     @property
     def work(self) -> Work:
-        """What a document takes on one rank, over all layers."""
+        """The seconds that a document takes on one rank, over all layers."""
         linear = sum(matrix.layers * matrix.seconds_per_token for matrix in self.matrices)
         core = self.core.layers * (self.core.forward + self.core.backward) if self.core else 0.0
         by_window = {each.window: each.layers * (each.forward + each.backward) for each in self.attention}

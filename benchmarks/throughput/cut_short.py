@@ -13,7 +13,7 @@ def batches_of(made: Figures) -> int:
 
 
 def cut_short(made: Figures, batches: int) -> str:
-    """What marks a mode that has fewer than the run's measured batches; nothing for a complete one."""
+    """The mark of a mode that has fewer than the run's measured batches; nothing for a complete one."""
     count = batches_of(made)
     return f"{count} of {batches} batches" if count < batches else ""
 

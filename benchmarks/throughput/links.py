@@ -19,9 +19,9 @@ def limit_links(channels: int) -> None:
     """Limit NCCL, before it is started: a channel copies with one multiprocessor, at some 20 GB/s over NVLink.
 
     The same library then moves the rows, keys and values and gradients of every mode over the same slow links.
-    Collectives (all-gather, reduce-scatter) take NCCL_MAX_NCHANNELS channels at most, sends and receives (all-to-all,
-    rings) NCCL_MAX_P2P_NCHANNELS for all peers of a rank together, rounded up to a power of two. NVLink's multicast,
-    which only some collectives can use, is off. A process reads these variables once.
+    Collectives (all-gather, reduce-scatter) take NCCL_MAX_NCHANNELS channels at most. Sends and receives (all-to-all,
+    rings) take NCCL_MAX_P2P_NCHANNELS for all peers of a rank together, rounded up to a power of two. NVLink's
+    multicast, which only some collectives can use, is off. A process reads these variables once.
 
     Args:
         channels: a power of two.

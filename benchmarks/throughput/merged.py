@@ -24,7 +24,7 @@ _ALIKE = (
     "recompute",
     "fp8",
 )
-"""What two starts must agree on, or their figures say nothing about each other."""
+"""The facts that two starts must agree on, so that their figures can be compared."""
 
 
 def read_first_start(settings: Settings, own: dict[str, Any], rank: int) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a rank notes while a mode is measured."""
+"""The record that a rank keeps while a mode is measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.throughput.busy import Traced
 
 @dataclass
 class RankRecord:
-    """What one rank saw of a mode. Lists have one entry per measured batch.
+    """The record of one rank for a mode. Lists have one entry per measured batch.
 
     Attributes:
         seconds: of the step, waiting for its inputs included.

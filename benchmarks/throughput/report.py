@@ -75,7 +75,7 @@ def figures(
 
 
 def _attention(records: list[RankRecord], seconds: np.ndarray) -> dict[str, Any]:
-    """Of core attention, where its time is known."""
+    """Figures of core attention, where its time is known."""
     attention = np.array([record.attention_s for record in records])
     if not attention.size:
         return {"attention_max_over_mean": None, "attention_by_rank": None, "attention_share": None}
@@ -90,7 +90,7 @@ def _attention(records: list[RankRecord], seconds: np.ndarray) -> dict[str, Any]
 
 
 def _exposed(records: list[RankRecord], seconds: np.ndarray) -> dict[str, Any]:
-    """Of steps, the shares in which compute waited for each transfer and for summaries alone, on the rank that waited
+    """The shares of steps in which compute waited for each transfer and for summaries alone, on the rank that waited
     most. That contains waits for ranks that send later, and putting rows in their places."""
     waits = [sum(map(Counter, record.exposed_s), Counter[str]()) for record in records]
     total = float(seconds.sum())
@@ -103,7 +103,8 @@ def _exposed(records: list[RankRecord], seconds: np.ndarray) -> dict[str, Any]:
 
 
 def _kernel_planning(records: list[RankRecord], seconds: np.ndarray) -> dict[str, Any]:
-    """Of a peer: by batch, the most seconds that a rank's library planned attention, and the step without them."""
+    """Figures of a peer: by batch, the most seconds that a rank's library planned attention, and the step without
+    them."""
     planning = np.array([record.kernel_planning_s for record in records])
     if not planning.size:
         return {}
@@ -116,7 +117,7 @@ def _kernel_planning(records: list[RankRecord], seconds: np.ndarray) -> dict[str
 
 
 def _idle(records: list[RankRecord], seconds: np.ndarray, traced: int) -> list[float] | None:
-    """By rank, the part of a step in which it does not compute; see busy.py."""
+    """The part, by rank, of a step in which it does not compute; see busy.py."""
     busy_s = [record.traced.busy_s for record in records if record.traced is not None]
     if len(busy_s) == len(records):
         return [1 - each / float(seconds[:traced].sum()) for each in busy_s]
@@ -128,7 +129,7 @@ def _idle(records: list[RankRecord], seconds: np.ndarray, traced: int) -> list[f
 
 
 def _memory(ranks: list[float]) -> dict[str, Any] | None:
-    """By rank and its extremes; None on CPUs, where no peak is known."""
+    """Peaks by rank, and their extremes; None on CPUs, where no peak is known."""
     if not ranks:
         return None
     return {"max": max(ranks), "min": min(ranks), "max_over_min": max(ranks) / min(ranks), "ranks": ranks}

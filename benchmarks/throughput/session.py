@@ -40,7 +40,7 @@ Progress = Callable[[str, int], Callable[[dict[str, Any]], None]]
 
 @dataclass(frozen=True)
 class Measured:
-    """What the machine can do.
+    """The rates that the machine can reach.
 
     Attributes:
         held: at rates that are held.
@@ -118,8 +118,8 @@ class Session:
         return [f"{mode} on {name}" for name, figures in compared.items() for mode in figures.get("apart", ())]
 
     def _order(self) -> list[tuple[Cell, Mode]]:
-        """What is run, in turn. On GPUs DistCA comes after all baselines: NVSHMEM's memory stays with a process once it
-        was taken, and a baseline beside it could do less than alone."""
+        """The modes that are run, in turn. On GPUs DistCA comes after all baselines: NVSHMEM's memory stays with a
+        process once it was taken, and a baseline beside it could do less than alone."""
         runs = [(cell, mode) for cell in self._settings.cells for mode in self._settings.modes]
         if self._world.device.type != "cuda" or self._settings.slow_links:
             return runs
@@ -231,7 +231,8 @@ class Session:
         advance: Callable[[dict[str, Any]], None],
         keep: Callable[[list[RankRecord]], None],
     ) -> list[RankRecord]:
-        """What every rank noted of a mode. Each kind of start imports its own Megatron-Core, changed or as it is."""
+        """The records of every rank for a mode. Each kind of start imports its own Megatron-Core, changed or as it
+        is."""
         settings, world = self._settings, self._world
         if mode.peer:
             from benchmarks.peers.measure import measure_peer
@@ -272,16 +273,16 @@ class Session:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What benchmark.json holds."""
+        """The content of benchmark.json."""
         return self._report
 
     def machine(self, measured: Measured | None = None) -> Measured:
-        """What the machine can do: ``measured`` where it is known, what the first start measured, or measured now;
-        every rank calls it together."""
+        """The rates that the machine can reach: ``measured`` where it is known, what the first start measured, or
+        measured now; every rank calls it together."""
         return measured or self._measured_before() or self.measure_machine()
 
     def _measured_before(self) -> Measured | None:
-        """By the first start, so that all modes have the same ceiling."""
+        """The rates of the first start, so that all modes have the same ceiling."""
         if self._first_start is None:
             return None
         config, shape = self._settings.config, self._shape

@@ -1,4 +1,4 @@
-"""What a run of the throughput benchmark is asked for."""
+"""The settings of a run of the throughput benchmark."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _label(name: str, modes: dict[str, Figures], batches: int) -> str:
 
 
 def title(reports: list[dict[str, Any]]) -> str:
-    """What the figures were measured on; several answers with the numbers of their runs."""
+    """The machine that figures were measured on; several answers with the numbers of their runs."""
     runs: dict[str, list[str]] = {}
     for number, report in enumerate(reports, 1):
         model, parallel = report["model"], report["parallel"]

@@ -47,7 +47,7 @@ def links(report: dict[str, Any]) -> str:
 
 
 def link_limit(report: dict[str, Any]) -> str:
-    """What --link-channels does to links; empty where it is not given."""
+    """The effect of --link-channels on links; empty where it is not given."""
     channels = report["link_channels"]
     if channels and report.get("device") == "cpu":
         return f", not limited: --link-channels is {channels}, but only NCCL has channels and CPU ranks use gloo"
