@@ -58,7 +58,7 @@ class Widths:
 
 
 @dataclass(frozen=True)
-class _Draw:
+class Draw:
     """Draws the same numbers for both runs: rounded to ``dtype``, then held in ``held``."""
 
     generator: torch.Generator
@@ -101,7 +101,7 @@ def check_operations(widths: Widths, dtype: torch.dtype, device: torch.device) -
     return found
 
 
-def why_wrong(run: Callable[[_Draw], Outputs], dtype: torch.dtype, device: torch.device, seed: int = 0) -> str | None:
+def why_wrong(run: Callable[[Draw], Outputs], dtype: torch.dtype, device: torch.device, seed: int = 0) -> str | None:
     """Why an operation cannot be trusted, part of a sentence; None if it is right.
 
     Args:
@@ -112,7 +112,7 @@ def why_wrong(run: Callable[[_Draw], Outputs], dtype: torch.dtype, device: torch
     """
     try:
         actual, exact = (
-            run(_Draw(torch.Generator().manual_seed(seed), device, dtype, held)) for held in (dtype, torch.float64)
+            run(Draw(torch.Generator().manual_seed(seed), device, dtype, held)) for held in (dtype, torch.float64)
         )
         return next(_too_far(actual, exact), None)
     except Exception as error:  # compilers and drivers raise anything
@@ -140,7 +140,7 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
     return rows.square().sum(1)
 
 
-def _operations(widths: Widths) -> dict[Operation, Callable[[_Draw], Outputs]]:
+def _operations(widths: Widths) -> dict[Operation, Callable[[Draw], Outputs]]:
     return {
         "rotation": lambda draw: _rotation(draw, widths),
         "SwiGLU": lambda draw: _swiglu(draw, widths.ffn) | _scaled_gate(draw, widths),
@@ -152,7 +152,7 @@ def _operations(widths: Widths) -> dict[Operation, Callable[[_Draw], Outputs]]:
     }
 
 
-def _rotation(draw: _Draw, widths: Widths) -> Outputs:
+def _rotation(draw: Draw, widths: Widths) -> Outputs:
     heads, groups, dim = widths.heads, widths.kv_heads, widths.head_dim
     mixed_NF = draw(_ROWS, (heads + 2 * groups) * dim).requires_grad_()
     angles_NE = 1e3 * torch.rand(_ROWS, dim // 2, generator=draw.generator)
@@ -163,14 +163,14 @@ def _rotation(draw: _Draw, widths: Widths) -> Outputs:
     return {"q": q_NHD, "k, v": kv_N2GD, "the projection's gradient": d_mixed_NF}
 
 
-def _swiglu(draw: _Draw, ffn: int) -> Outputs:
+def _swiglu(draw: Draw, ffn: int) -> Outputs:
     x = draw(_ROWS, 2 * ffn).requires_grad_()
     out = swiglu(x)
     (d_x,) = torch.autograd.grad(out, x, draw(_ROWS, ffn))
     return {"the output": out, "the input's gradient": d_x}
 
 
-def _scaled_gate(draw: _Draw, widths: Widths) -> Outputs:
+def _scaled_gate(draw: Draw, widths: Widths) -> Outputs:
     """The check of a clamped gate as experts call it, with numbers on both sides of its limit."""
     power = math.frexp(widths.gate.limit)[1]  # a power of two leaves numbers exact in every type
     x = (2.0**power * draw(_ROWS, 2 * widths.ffn)).requires_grad_()
@@ -180,14 +180,14 @@ def _scaled_gate(draw: _Draw, widths: Widths) -> Outputs:
     return {"the scaled output": scaled, "its input's gradient": d_scaled, "the factors' gradient": d_factors}
 
 
-def _norms(draw: _Draw, widths: Widths) -> Outputs:
+def _norms(draw: Draw, widths: Widths) -> Outputs:
     found = _norm(draw, widths.hidden) | _norm(draw, widths.head_dim, "of a head ") | _added_norm(draw, widths.hidden)
     for columns in widths.latent:
         found |= _norm(draw, columns, f"of {columns} latent columns ", beside=columns // 8)
     return found
 
 
-def _norm(draw: _Draw, columns: int, of: str = "", beside: int = 0) -> Outputs:
+def _norm(draw: Draw, columns: int, of: str = "", beside: int = 0) -> Outputs:
     """``beside``: columns of the rows that are not normalised."""
     x, weight = draw(_ROWS, columns + beside)[:, :columns].requires_grad_(), draw(columns).requires_grad_()
     out = rms_norm(x, weight, 1e-5)
@@ -195,7 +195,7 @@ def _norm(draw: _Draw, columns: int, of: str = "", beside: int = 0) -> Outputs:
     return {f"the output {of}": out, f"the input's gradient {of}": d_x, f"the weight's gradient {of}": d_weight[None]}
 
 
-def _added_norm(draw: _Draw, columns: int) -> Outputs:
+def _added_norm(draw: Draw, columns: int) -> Outputs:
     """A layer's way: a branch is added and the sum normalised, with a branch from there, and so on."""
     x, branch, weight = (draw(*shape).requires_grad_() for shape in ((_ROWS, columns), (_ROWS, columns), (columns,)))
     total, normed = add_rms_norm(x, branch, weight, 1e-5)
@@ -207,7 +207,7 @@ def _added_norm(draw: _Draw, columns: int) -> Outputs:
     return outputs | dict(zip(names, (*found[:2], found[2][None]), strict=True))
 
 
-def _cross_entropy(draw: _Draw) -> Outputs:
+def _cross_entropy(draw: Draw) -> Outputs:
     logits_NV = 2 * draw(_ROWS, _COLUMNS)
     targets_N = torch.randint(-_COLUMNS // 4, _COLUMNS, (_ROWS,), generator=draw.generator).to(draw.device)
     maximum_N, sum_N, target_N = row_statistics(logits_NV, targets_N)
@@ -216,19 +216,19 @@ def _cross_entropy(draw: _Draw) -> Outputs:
     return {"log-sum-exp": lse_N, "the targets' logits": target_N, "the logits' gradient": logits_NV}
 
 
-def _weight_gradients(draw: _Draw) -> Outputs:
+def _weight_gradients(draw: Draw) -> Outputs:
     a_NV, b_NH = draw(_ROWS, 256), draw(_ROWS, 128)
     sum_VH = draw.wide(256, 128)
     add_product(sum_VH, a_NV.t(), b_NH)
     return {"the sum": sum_VH}
 
 
-def _row_sums(draw: _Draw, columns: int) -> Outputs:
+def _row_sums(draw: Draw, columns: int) -> Outputs:
     a_ND, b_ND = draw(_ROWS, columns), draw(_ROWS, columns)
     return {"the sums": row_dots(a_ND, b_ND)[:, None]}
 
 
-def _expert_sums(draw: _Draw, columns: int) -> Outputs:
+def _expert_sums(draw: Draw, columns: int) -> Outputs:
     """Every other pair is another rank's."""
     experts = 4
     pair_RK = torch.randperm(2 * _ROWS * experts, generator=draw.generator)[: _ROWS * experts].view(_ROWS, experts)

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch.nn import functional
 
+from distca.device.host_to_device import to_device
+from distca.ops.triton import has_kernels
 from distca.plan.recurrence import Recurrence
 from distca.recurrent.kernel import CoreRows, Span
 
@@ -47,6 +51,35 @@ class PieceRows:
     continues: Sequence[bool]
     picked: torch.Tensor
 
+    @cached_property
+    def taps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What kernels read about the pieces; see :data:`distca.ops.triton.core_rows.Taps`."""
+        width = self.picked.shape[1]
+        continued = np.cumsum(self.continues) - 1
+        halo = np.where(self.continues, continued * width, -1)
+        table = np.column_stack((np.array(self.spans).reshape(-1, 2), halo)).astype(np.int32)
+        piece = np.repeat(np.arange(len(table), dtype=np.int32), table[:, 1] - table[:, 0])
+        device = self.picked.device
+        return to_device(piece, device), to_device(table, device), self.picked.flatten()
+
+    @cached_property
+    def halo_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Places in the halo, the rows that read these, and how many rows lie between; as int64.
+
+        With 3 rows before a piece, the last of them is read by its first three rows, the one before by the first two:
+        (2, first, 1), (2, first + 1, 2), (2, first + 2, 3), (1, first, 2), (1, first + 1, 3), (0, first, 3)."""
+        width = self.picked.shape[1]
+        begins = [span for span, continues in zip(self.spans, self.continues, strict=True) if continues]
+        found = [
+            (number * width + place, begin + reader, width - place + reader)
+            for number, (begin, end) in enumerate(begins)
+            for place in range(width)
+            for reader in range(min(place + 1, end - begin))
+        ]
+        device = self.picked.device
+        place, row, between = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
+        return to_device(place, device), to_device(row, device), to_device(between, device)
+
 
 def core_rows(
     mixed_NC: torch.Tensor,
@@ -68,8 +101,37 @@ def core_rows(
         pieces: where the pieces lie.
         what: the recurrence.
     """
+    if has_kernels(mixed_NC, "convolution"):
+        q, k, v = fused_rows(mixed_NC, halo_UC, parameters, pieces, what)
+        return CoreRows(q, k, v, g, beta_NH)
     activated = functional.silu(_convolved(mixed_NC, halo_UC, parameters, pieces))
     return rows_of_heads(activated, g, beta_NH, what)
+
+
+def fused_rows(
+    mixed_NC: torch.Tensor,
+    halo_UC: torch.Tensor,
+    parameters: CoreParameters,
+    pieces: PieceRows,
+    what: Recurrence,
+) -> tuple[torch.Tensor, ...]:
+    """Returns q, k and v of :func:`core_rows` by Triton's kernels; arguments as there."""
+    from distca.ops.triton.core_rows import CoreRowsOf, Head
+
+    epsilon = _NORM_EPSILON if what.normalise else None
+    of_name: dict[str, Head] = {}
+    first = 0
+    for name, width in zip(what.columns, what.widths, strict=True):
+        if name == "v":
+            of_name[name] = Head(first, what.heads, what.value_dim)
+        else:
+            of_name[name] = Head(first, what.key_heads, what.key_dim, what.heads // what.key_heads, epsilon)
+        first += width
+    heads = tuple(of_name[name] for name in ("q", "k", "v"))
+    found: tuple[torch.Tensor, ...] = CoreRowsOf.apply(
+        mixed_NC, halo_UC, parameters.kernel, parameters.bias, pieces.taps, pieces.halo_pairs, heads
+    )
+    return found
 
 
 def rows_of_heads(activated_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor, what: Recurrence) -> CoreRows:

@@ -11,11 +11,12 @@ import torch
 
 from distca.cluster.verdict import first_objection
 from distca.errors import SupportError
+from distca.ops.triton import refuse
 from distca.plan.recurrence import Recurrence
 from distca.recurrent.fla_delta_rule import FlaDeltaRule
 from distca.recurrent.kernel import RecurrentKernel
 from distca.recurrent.reference import ReferenceRecurrence
-from distca.recurrent.self_check import check
+from distca.recurrent.self_check import check, check_rows
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def _proved(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) ->
         kernel = FlaDeltaRule(recurrence, own_gradients)
         objection = first_objection(check(kernel, recurrence, dtype, device))
         if objection is None:
+            _prove_rows(recurrence, device, dtype)
             skipped = f" ({'; '.join(against)})" if against else ""
             logger.info("Kernel of recurrent layers: %s%s", kernel.name, skipped)
             return kernel
@@ -72,6 +74,14 @@ def _proved(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) ->
         f"Recurrent layers cannot run on {device.type}, as {'; '.join(against) or objection}. Run on CPUs, or train a "
         "model without recurrent layers."
     )
+
+
+def _prove_rows(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) -> None:
+    """Lets torch compute the convolution where its kernels are wrong on any rank."""
+    objection = first_objection(check_rows(recurrence, dtype, device))
+    if objection is not None:
+        refuse("convolution")
+        logger.warning("The fused convolution is refused, and torch's own runs, more slowly: %s.", objection)
 
 
 def why_not(recurrence: Recurrence, dtype: torch.dtype) -> str | None:

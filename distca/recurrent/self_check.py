@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 
+from distca.ops.self_check import Draw, Outputs, why_wrong
 from distca.plan.recurrence import Recurrence
+from distca.recurrent.convolution import CoreParameters, PieceRows, core_rows
 from distca.recurrent.kernel import CoreRows, RecurrentKernel, Span
 from distca.recurrent.reference import ReferenceRecurrence
 
@@ -142,3 +145,31 @@ def _excess(actual: torch.Tensor, expected: torch.Tensor, spans: list[Span], spa
 def _by_head(part: torch.Tensor) -> torch.Tensor:
     """Sums over all but the second dimension, the heads."""
     return part.transpose(0, 1).flatten(1).sum(1)
+
+
+def check_rows(what: Recurrence, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why kernels of the convolution cannot be trusted, part of a sentence; None if they are right.
+
+    Args:
+        what: the recurrence, with this rank's heads.
+        dtype: of rows and weights.
+        device: where they live.
+    """
+    return why_wrong(partial(_rows_of_pieces, what), dtype, device)
+
+
+def _rows_of_pieces(what: Recurrence, draw: Draw) -> Outputs:
+    """q, k and v of pieces of which some continue documents, and all gradients."""
+    ends, arrived = list(accumulate((0, *LENGTHS))), 5
+    continues = [number % 3 != 1 for number in range(len(LENGTHS))]
+    picked = torch.randint(0, arrived + 1, (sum(continues), what.halo_rows), generator=draw.generator)
+    pieces = PieceRows(list(pairwise(ends)), continues, picked.to(draw.device))
+    sizes = (ends[-1] + 1, what.channels), (arrived, what.channels), (what.channels, what.kernel), (what.channels,)
+    leaves = [draw(*size).requires_grad_() for size in sizes]
+    mixed, halo, kernel, bias = leaves
+    gates = draw.wide(len(mixed), what.heads)
+    rows = core_rows(mixed, gates, gates, halo, CoreParameters(kernel, bias), pieces, what)
+    outputs = {"q": rows.q, "k": rows.k, "v": rows.v}
+    found = torch.autograd.grad(list(outputs.values()), leaves, [draw(*each.shape) for each in outputs.values()])
+    names = ("gradients of rows", "gradients of the halo", "gradients of weights", "gradients of biases")
+    return outputs | dict(zip(names, found, strict=True))

@@ -15,6 +15,7 @@ if find_spec("triton") is None:
 
 CASES = {
     "add_rms_norm": [(5, 96), (70, 48)],
+    "core_rows": [(0, 8), (1, 16), (2, 12)],
     "expert_sums": [(5, 96), (3, 2100)],
     "row_dots": [(1, 64), (333, 96)],
     "swiglu": [(3, 96), (2, 5000)],
@@ -50,6 +51,50 @@ def _check_add_rms_norm(rows, columns, dtype):
     for mine, theirs, expected in zip(ours, stock, exact, strict=True):
         assert mine.dtype == dtype and mine.shape == expected.shape
         assert relative_error(mine, expected) <= 1.05 * relative_error(theirs, expected) + 1e-7
+
+
+def _check_core_rows(number, dim, dtype):
+    """With and without pieces, which are of one row, shorter than the convolution, or longer than a program's rows."""
+    from itertools import accumulate, pairwise
+
+    from distca.plan.recurrence import Recurrence
+    from distca.recurrent import convolution as plain
+
+    what = [Recurrence.gated_delta_net(2, 4, dim, 24), Recurrence.mamba2(1, 2, dim, 16)][number % 2]
+    lengths, continues = [
+        ((1, 2, 70, 3, 1, 40), [True, False, True, True, False, False]),
+        ((), []),
+        ((1, 1), [True] * 2),
+    ][number]
+    ends, generator = list(accumulate((0, *lengths))), torch.Generator().manual_seed(number)
+    picked = torch.randint(0, 6, (sum(continues), what.halo_rows), generator=generator)
+    pieces = plain.PieceRows(list(pairwise(ends)), continues, picked)
+    sizes = (ends[-1] + 3, what.channels), (5, what.channels), (what.channels, what.kernel), (what.channels,)
+    drawn = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+    upstream = [
+        torch.randn(len(drawn[0]), what.heads, each, generator=generator).to(dtype)
+        for each in (what.key_dim, what.key_dim, what.value_dim)
+    ]
+
+    def found(compute, held):
+        leaves = [each.to(held).requires_grad_() for each in drawn]
+        mixed, halo, *weights = leaves
+        out = compute(mixed, halo, plain.CoreParameters(*weights))
+        gradients = torch.autograd.grad(out, leaves, [each.to(held) for each in upstream], materialize_grads=True)
+        return [*(each.detach() for each in out), *gradients]
+
+    def by_torch(mixed, halo, weights):
+        rows = plain.core_rows(mixed, mixed[:, :1], mixed[:, :1], halo, weights, pieces, what)
+        return [rows.q, rows.k, rows.v]
+
+    def fused(mixed, halo, weights):
+        return plain.fused_rows(mixed, halo, weights, pieces, what)
+
+    for mine, theirs, exact in zip(
+        found(fused, dtype), found(by_torch, dtype), found(by_torch, torch.float64), strict=True
+    ):
+        assert mine.dtype == theirs.dtype and mine.shape == exact.shape
+        assert relative_error(mine, exact) <= 2 * relative_error(theirs, exact) + 2e-7
 
 
 def _check_expert_sums(rows, columns, dtype):

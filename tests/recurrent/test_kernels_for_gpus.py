@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from distca.errors import SupportError
-from distca.recurrent import Recurrence, choose_recurrent_kernel, select
+from distca.recurrent import Recurrence, choose_recurrent_kernel, select, self_check
 from distca.recurrent.chunk_gradients import chunk_gradients
 from distca.recurrent.reference import ReferenceRecurrence
-from distca.recurrent.self_check import check
+from distca.recurrent.self_check import check, check_rows
 from distca.testing.reference_attention import relative_error
 from tests.recurrent.cases import RECURRENCES
 
@@ -87,6 +88,34 @@ def test_the_self_check_passes_a_right_kernel(dtype: torch.dtype) -> None:
 def test_the_self_check_refuses_wrong_kernels(how: str) -> None:
     method, done = WRONG[how]
     assert "times as far off" in str(check(_Wrong(method, done), NET, torch.bfloat16, CPU))
+
+
+def _halo_late(x: torch.Tensor, pieces: Any) -> Any:
+    return x, replace(pieces, picked=pieces.picked.roll(1, dims=1))
+
+
+def _pieces_as_one(x: torch.Tensor, pieces: Any) -> Any:
+    return x, replace(pieces, spans=[(0, pieces.spans[-1][1])], continues=[True], picked=pieces.picked[:1])
+
+
+def _other_channels(x: torch.Tensor, pieces: Any) -> Any:
+    return x.roll(1, dims=1), pieces
+
+
+@pytest.mark.parametrize("wrong", [None, _halo_late, _pieces_as_one, _other_channels])
+def test_the_check_of_the_convolution(wrong: Callable[..., Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = self_check.core_rows
+
+    def rows(mixed: torch.Tensor, g: Any, beta: Any, halo: Any, weights: Any, pieces: Any, what: Any) -> Any:
+        if wrong is not None and mixed.dtype != torch.float64:
+            mixed, pieces = wrong(mixed, pieces)
+        return right(mixed, g, beta, halo, weights, pieces, what)
+
+    monkeypatch.setattr(self_check, "core_rows", rows)
+    for dtype in (torch.float32, torch.float16):
+        objection = check_rows(NET, dtype, CPU)
+        assert (objection is None) == (wrong is None), objection
+        assert objection is None or "off the reference in" in objection
 
 
 def test_gradients_within_chunks() -> None:

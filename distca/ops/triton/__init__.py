@@ -6,7 +6,9 @@ from typing import Literal
 
 import torch
 
-Operation = Literal["rotation", "SwiGLU", "RMSNorm", "cross-entropy", "weight gradients", "row sums", "expert sums"]
+Operation = Literal[
+    "rotation", "SwiGLU", "RMSNorm", "cross-entropy", "weight gradients", "row sums", "expert sums", "convolution"
+]
 """The operations that are fused and have a plain version."""
 
 _refused: set[Operation] = set()
