@@ -20,7 +20,10 @@ _KINDS = {
     "communication": ("nccl", "nvshmem", "wait_signal", "wait_until", "memcpy ptop", "memcpy htod", "memcpy dtoh"),
     "attention": ("flash",),
     "matrix products": ("nvjet", "gemm", "cublas"),
-    "recurrent cores": ("chunk_fwd", "chunk_bwd", "chunk_cp", "chunk_gated", "chunk_local", "wy_repr", "recompute_w_u"),
+    "recurrent cores": (
+        *("chunk_fwd", "chunk_bwd", "chunk_cp", "chunk_gated", "chunk_local", "wy_repr", "recompute_w_u"),
+        *("chunk_gradients", "core_rows"),
+    ),
 }
 _LARGEST, _NAME = 8, 100  # kernels of a kind that are named one by one; letters of a name
 

@@ -1,4 +1,4 @@
-"""Gradients within chunks of the gated delta rule, as batched products.
+"""Gradients within chunks of the gated delta rule, by one kernel, or as batched products.
 
 fla has a kernel for them. It refuses to run on Hopper with Triton 3.4 to 3.7.0, which compile it wrongly for some sizes
 of heads (fla-org/flash-linear-attention issue 640). This takes its place there. G are the sums of decays in a chunk, S
@@ -14,6 +14,8 @@ Shape suffixes: N rows, H heads, K elements of a head of k, V of one of v; T chu
 from __future__ import annotations
 
 import torch
+
+from distca.ops.triton import has_kernels
 
 _CHUNKS_AT_ONCE = 128  # 2 GiB of intermediate tensors for 32 heads of 128
 
@@ -51,6 +53,11 @@ def chunk_gradients(
         state_v_first: False, the order of ``h``'s dimensions.
     """
     assert not state_v_first and q.shape == k.shape == w.shape
+    if has_kernels(q, "gradients within chunks") and q.dtype != torch.float32:
+        from distca.ops.triton import chunk_gradients as kernels
+
+        if kernels.serves(q.shape[3], v.shape[3]):
+            return kernels.chunk_gradients(q, k, v, do, h, dh, g, dv, scale, cu_seqlens, chunk_indices, chunk_size)
     rows = q.shape[1]
     places_TC = _places(cu_seqlens, chunk_indices, chunk_size, rows)
     # One row more, for what is computed where a chunk has no row.

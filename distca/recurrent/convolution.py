@@ -53,7 +53,7 @@ class PieceRows:
 
     @cached_property
     def taps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What kernels read about the pieces; see :data:`distca.ops.triton.core_rows.Taps`."""
+        """The pieces as kernels read them; see :data:`distca.ops.triton.core_rows.Taps`."""
         width = self.picked.shape[1]
         continued = np.cumsum(self.continues) - 1
         halo = np.where(self.continues, continued * width, -1)

@@ -48,7 +48,7 @@ class FlaDeltaRule:
 
     Args:
         recurrence: with the delta rule and one decay for all channels.
-        own_gradients: compute gradients within chunks by products of torch, where fla refuses to.
+        own_gradients: compute gradients within chunks by a kernel of ours or products of torch, where fla refuses to.
     """
 
     def __init__(self, recurrence: Recurrence, own_gradients: bool = False) -> None:
@@ -59,7 +59,7 @@ class FlaDeltaRule:
         from fla.ops.utils import chunk_local_cumsum
 
         assert recurrence.delta and not recurrence.decay_by_channel
-        self.name = "fla, with gradients within chunks by torch" if own_gradients else "fla"
+        self.name = "fla, with gradients within chunks of our own" if own_gradients else "fla"
         self._what, self.own_gradients, self._fla = recurrence, own_gradients, chunk
         self._sums, self._within = chunk_local_cumsum, chunk.chunk_gated_delta_rule_fwd_intra
         self._summaries, self._state_gradients = chunk_cp_fwd_h, chunk_gated_delta_rule_bwd_dhu

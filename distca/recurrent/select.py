@@ -64,6 +64,10 @@ def _proved(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) ->
     for own_gradients in (False, True) if objection is None else ():
         kernel = FlaDeltaRule(recurrence, own_gradients)
         objection = first_objection(check(kernel, recurrence, dtype, device))
+        if objection is not None and own_gradients:
+            refuse("gradients within chunks")
+            logger.warning("The kernel of gradients within chunks is refused, and torch's products run: %s.", objection)
+            objection = first_objection(check(kernel, recurrence, dtype, device))
         if objection is None:
             _prove_rows(recurrence, device, dtype)
             skipped = f" ({'; '.join(against)})" if against else ""

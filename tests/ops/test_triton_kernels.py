@@ -15,6 +15,7 @@ if find_spec("triton") is None:
 
 CASES = {
     "add_rms_norm": [(5, 96), (70, 48)],
+    "chunk_gradients": [(16, 32), (64, 16)],
     "core_rows": [(0, 8), (1, 16), (2, 12)],
     "expert_sums": [(5, 96), (3, 2100)],
     "row_dots": [(1, 64), (333, 96)],
@@ -51,6 +52,33 @@ def _check_add_rms_norm(rows, columns, dtype):
     for mine, theirs, expected in zip(ours, stock, exact, strict=True):
         assert mine.dtype == dtype and mine.shape == expected.shape
         assert relative_error(mine, expected) <= 1.05 * relative_error(theirs, expected) + 1e-7
+
+
+def _check_chunk_gradients(keys, values, dtype):
+    """Chunks of 16 rows of pieces of 37, 1 and 16, of which the last of the first has 5."""
+    from distca.ops.triton.chunk_gradients import chunk_gradients
+    from distca.recurrent import chunk_gradients as plain
+
+    generator, rows, heads, chunks = torch.Generator().manual_seed(keys), 54, 2, 5
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    q, k, w = (draw(1, rows, heads, keys) for _ in range(3))
+    u, do, du = (draw(1, rows, heads, values) for _ in range(3))
+    h, dh = (draw(1, chunks, heads, keys, values) for _ in range(2))
+    g = -torch.rand(1, rows, heads, generator=generator)
+    of_pieces = torch.tensor([0, 37, 38, 54]), torch.tensor([[0, 0], [0, 1], [0, 2], [1, 0], [2, 0]])
+    ours = chunk_gradients(q, k, u, do, h, dh, g, du, 0.3, *of_pieces, 16)
+
+    def stock(held):
+        given = [each.to(held) for each in (q, k, u, do, h, dh, w, g, du)]
+        given[7] = g.to(torch.promote_types(held, g.dtype))
+        return plain.chunk_gradients(*given, 0.3, *of_pieces, 16)
+
+    for mine, theirs, exact in zip(ours, stock(dtype), stock(torch.float64), strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == exact.shape
+        assert relative_error(mine, exact) <= 2 * relative_error(theirs, exact) + 2e-7
 
 
 def _check_core_rows(number, dim, dtype):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from distca.errors import SupportError
+from distca.ops import triton
 from distca.recurrent import Recurrence, choose_recurrent_kernel, select, self_check
 from distca.recurrent.chunk_gradients import chunk_gradients
 from distca.recurrent.reference import ReferenceRecurrence
@@ -46,6 +48,20 @@ def test_a_missing_fla_core_and_another_version_are_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(select, "_version", lambda: "0.5.1")
     with pytest.raises(SupportError, match=r"fla-core is 0\.5\.1, .* install fla-core 0\.6\.0"):
         choose_recurrent_kernel(NET, "cuda", torch.bfloat16)
+
+
+def test_wrong_kernels_of_ours_are_replaced_by_torch(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """fla refuses its kernel; ours for it is wrong, and torch's products in its place are right."""
+    found = iter(("it fails", "dq is off", None))
+    monkeypatch.setattr(triton, "_refused", set())
+    monkeypatch.setattr(select, "why_not", lambda *_: None)
+    monkeypatch.setattr(select, "FlaDeltaRule", lambda _, own: SimpleNamespace(name="ours" if own else "fla"))
+    monkeypatch.setattr(select, "check", lambda *_: next(found))
+    monkeypatch.setattr(select, "check_rows", lambda *_: "q is off")
+    with caplog.at_level("WARNING"):
+        assert select._proved.__wrapped__(NET, CPU, torch.bfloat16).name == "ours"
+    assert triton._refused == {"gradients within chunks", "convolution"}
+    assert "torch's products run: dq is off." in caplog.text and "more slowly: q is off." in caplog.text
 
 
 class _Wrong(ReferenceRecurrence):

@@ -7,7 +7,15 @@ from typing import Literal
 import torch
 
 Operation = Literal[
-    "rotation", "SwiGLU", "RMSNorm", "cross-entropy", "weight gradients", "row sums", "expert sums", "convolution"
+    "rotation",
+    "SwiGLU",
+    "RMSNorm",
+    "cross-entropy",
+    "weight gradients",
+    "row sums",
+    "expert sums",
+    "convolution",
+    "gradients within chunks",
 ]
 """The operations that are fused and have a plain version."""
 

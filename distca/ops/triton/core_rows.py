@@ -1,7 +1,7 @@
 """Triton kernels between a projection and a recurrent core: convolution over pieces, SiLU, norms and copies of heads.
 
 Forward has one pass for each of q, k and v. Backward computes the convolution again: one pass for each gives gradients
-of what the convolution puts out, and one more those of its rows and weights. Sums are in float32 and rounded once.
+of the convolution's output, and one more those of its rows and weights. Sums are in float32 and rounded once.
 
 N rows, of which the first R are in pieces; C channels; J rows that the convolution reads; U halo rows; D columns of a
 head.
@@ -20,8 +20,10 @@ _ROWS, _ROWS_OF_WEIGHTS, _COLUMNS_OF_WEIGHTS = 16, 64, 64
 """Rows of a program; and rows and columns of one that computes gradients of weights. They are not tuned."""
 
 Taps = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""int32 [R] piece of each row; int32 [P, 3] first row of each piece, the row behind its last, and the place of its halo
-in the next tensor, -1 where a document begins; int64 halo rows before pieces, U where there is no row."""
+"""The pieces: int32 [R] piece of each row, then int32 [P, 3] of each piece, then int64 halo rows before pieces.
+
+A piece has its first row, the row behind its last, and the place of its halo in the last tensor. That place is -1 where
+a document begins. U stands for no halo row."""
 
 
 class Head:
@@ -31,7 +33,7 @@ class Head:
         first: the first of these columns.
         count: heads.
         dim: columns of a head.
-        copies: of each head that are put out one after the other.
+        copies: outputs of each head, one after the other.
         epsilon: is added to a head's squared norm, by which it is divided; None for no norm.
     """
 
@@ -64,7 +66,7 @@ class CoreRowsOf(torch.autograd.Function):
         found = []
         for head in heads:
             out = mixed_NC.new_empty(len(mixed_NC), head.count * head.copies, head.dim)
-            _launch(_forward, head, out, mixed_NC, halo_UC, kernel_CJ, bias_C, taps)
+            _launch(_core_rows_forward, head, out, mixed_NC, halo_UC, kernel_CJ, bias_C, taps)
             found.append(out)
         return tuple(found)
 
@@ -72,10 +74,12 @@ class CoreRowsOf(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         mixed_NC, halo_UC, kernel_CJ, bias_C = ctx.saved_tensors
-        # Gradients of what the convolution puts out, before SiLU.
+        # Gradients of the convolution's output, before SiLU.
         d_found = torch.empty(mixed_NC.shape, dtype=mixed_NC.dtype, device=mixed_NC.device)
         for head, d_out in zip(ctx.heads, gradients, strict=True):
-            _launch(_backward, head, d_out.contiguous(), mixed_NC, halo_UC, kernel_CJ, bias_C, ctx.taps, d_found)
+            _launch(
+                _core_rows_backward, head, d_out.contiguous(), mixed_NC, halo_UC, kernel_CJ, bias_C, ctx.taps, d_found
+            )
         d_mixed, d_kernel_JC = _of_rows(mixed_NC, kernel_CJ, d_found, ctx.taps)
         d_halo = _of_halo(halo_UC, kernel_CJ, d_found, d_kernel_JC, ctx.taps, ctx.halo_pairs)
         d_bias = None if bias_C is None else d_found.sum(0, dtype=torch.float32).to(bias_C.dtype)
@@ -133,7 +137,7 @@ def _of_rows(
     tiles = triton.cdiv(rows, _ROWS_OF_WEIGHTS)
     shares = torch.empty(tiles, taken, channels, dtype=torch.float32, device=mixed_NC.device)
     if d_mixed.numel():
-        _backward_of_rows[(tiles, triton.cdiv(channels, _COLUMNS_OF_WEIGHTS))](
+        _core_rows_gradients[(tiles, triton.cdiv(channels, _COLUMNS_OF_WEIGHTS))](
             mixed_NC,
             kernel_CJ,
             d_found,
@@ -198,7 +202,7 @@ def _convolved(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _core_rows_forward(  # type: ignore[no-untyped-def]
     x, halo, kernel, bias, piece, table, picked, out, _, rows, rows_of_pieces, rows_of_halo, stride, channels, first,
     dim, epsilon, J: tl.constexpr, NORM: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +223,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
+def _core_rows_backward(  # type: ignore[no-untyped-def]
     x, halo, kernel, bias, piece, table, picked, d_out, d_found, rows, rows_of_pieces, rows_of_halo, stride, channels,
     first, dim, epsilon,
     J: tl.constexpr, NORM: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -249,7 +253,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_of_rows(  # type: ignore[no-untyped-def]
+def _core_rows_gradients(  # type: ignore[no-untyped-def]
     x, kernel, d_found, piece, table, d_x, shares, rows, rows_of_pieces, stride, channels,
     J: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

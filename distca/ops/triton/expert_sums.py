@@ -13,13 +13,13 @@ def expert_sums(x_PH: torch.Tensor, pair_RK: torch.Tensor, out_RH: torch.Tensor)
     rows, width = out_RH.shape
     if out_RH.numel():
         block = min(_BLOCK, triton.next_power_of_2(width))
-        _sums[(rows, triton.cdiv(width, block))](
+        _expert_sums[(rows, triton.cdiv(width, block))](
             x_PH, pair_RK, out_RH, len(x_PH), width, K=pair_RK.shape[1], BLOCK=block, num_warps=4
         )
 
 
 @triton.jit
-def _sums(x, pair, out, count, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _expert_sums(x, pair, out, count, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
