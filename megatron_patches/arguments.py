@@ -71,10 +71,10 @@ class CadArguments(CadOptions):
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:
-        """Refuses values that mean nothing; transport and kernel are checked where they are chosen.
+        """Refuses unknown values and numbers out of range; transport and kernel are checked where they are chosen.
 
         Raises:
-            SupportError: a value means nothing; it names the first.
+            SupportError: a value is refused; it names the first.
         """
         for name, hint in get_type_hints(CadArguments).items():
             value, served = getattr(self, name), get_args(hint)
@@ -131,8 +131,9 @@ def with_keywords_of(
 ) -> Callable[
     [Callable[[Self, TransformerConfig, Made], None]], Callable[Concatenate[Self, TransformerConfig, Keywords], None]
 ]:
-    """Decorates a constructor that takes a configuration and a ``made`` object, so that it takes the keywords from
-    which ``made`` makes that object."""
+    """Decorates a constructor that takes a configuration and an object that ``made`` makes.
+
+    The decorated one takes the configuration and the keywords of ``made``, and makes the object itself."""
 
     def decorate(
         constructor: Callable[[Self, TransformerConfig, Made], None],

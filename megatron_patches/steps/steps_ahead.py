@@ -122,5 +122,6 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # The next step is begun once the caller has queued this one: until then the caller needs Python's lock alone.
+        # The next step is begun once the caller has queued this one. Before, the thread would hold Python's lock while
+        # the caller needs it.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)
