@@ -62,6 +62,21 @@ class Project:
     bin: Path
     help: dict[str, str] = field(default_factory=dict)
 
+    @staticmethod
+    def copied(folder: Path) -> Project:
+        """A copy into a new folder."""
+        made = Project(folder / "distca", folder / "bin")
+        shutil.copytree(ROOT / "docs", made.folder / "docs")
+        for path in ROOT.iterdir():
+            if path.name not in ("docs", ".git", ".venv", "runs"):
+                (made.folder / path.name).symlink_to(path)
+        made.bin.mkdir()
+        made.stand_in("nvidia-smi", "exit 1")  # on every machine the commands of one without GPUs
+        made.stand_in("scontrol", "echo node-1; echo node-2")
+        made.stand_in("python", f'exec {shlex.quote(sys.executable)} "$@"')
+        made.stand_in("distca", f'exec {shlex.quote(sys.executable)} -m distca.commands.main "$@"')
+        return made
+
     def stand_in(self, name: str, text: str) -> None:
         (self.bin / name).write_text(f"#!/bin/bash\n{text}\n")
         (self.bin / name).chmod(0o755)
@@ -86,17 +101,7 @@ class Project:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A copy with all that commands of the pages name."""
-    folder = tmp_path_factory.mktemp("documentation")
-    made = Project(folder / "distca", folder / "bin")
-    shutil.copytree(ROOT / "docs", made.folder / "docs")
-    for path in ROOT.iterdir():
-        if path.name not in ("docs", ".git", ".venv", "runs"):
-            (made.folder / path.name).symlink_to(path)
-    made.bin.mkdir()
-    made.stand_in("nvidia-smi", "exit 1")  # on every machine the commands of one without GPUs
-    made.stand_in("scontrol", "echo node-1; echo node-2")
-    made.stand_in("python", f'exec {shlex.quote(sys.executable)} "$@"')
-    made.stand_in("distca", f'exec {shlex.quote(sys.executable)} -m distca.commands.main "$@"')
+    made = Project.copied(tmp_path_factory.mktemp("documentation"))
     write_inputs(made.folder)
     as_it_stands(made, CONVERT)
     return made
