@@ -1,9 +1,11 @@
-"""Row moves: a route's segments as index tensors, and what a rank does with the rows that it receives.
+"""Row moves: which rows a rank sends to which peer as index tensors, and what it does with rows that it receives.
 
-Travelling rows are *packed*: they lie one after the other, by (peer, row in the server's buffer). Sender and receiver
-use this order, so they need no message about it. On the way back several servers may return a gradient for one k,v row.
-These are added in float32, in the order of the servers' ranks, and rounded once. With a relay, a gateway first adds the
-gradients of its node to its own, and then the home adds those of gateways.
+A home has the rows of documents, and a server computes with them. Every rank may be both. Travelling rows are *packed*:
+they lie one after the other, by (peer, row in the server's buffer). Sender and receiver use this order, so they need no
+message about it. On the way back several servers may return a gradient for one k,v row. These are added in float32, in
+the order of the servers' ranks, and rounded once. With a relay, keys and values travel once to each node, to a gateway
+there that hands them on. On the way back it first adds the gradients of its node to its own. Then the home adds those
+of gateways.
 """
 
 from __future__ import annotations
@@ -37,12 +39,11 @@ class RowMoves:
         keep_source: int64 source rows that stay on this rank.
         keep_destination: int64 where they go.
         keep_ranges: [N, 3] int64 on the host, the kept rows as ranges: source row, destination row, rows.
-        reduction: how rows received more than once are added up; None where every row has one sender.
-        travelling: rows that travel between any two ranks of the pool.
-        relay_before: moves between source tensors, which come first: rows are added to rows of a gateway; None for
-            none.
-        relay_after: moves between destination tensors, which come last: gateways hand on rows that arrived; None for
-            none.
+        reduction: how rows are added up that are received more than once, or received and kept; None for none.
+        travelling: number of rows that travel in the whole pool.
+        relay_before: moves that come first, within a node: ranks send gradients to their gateway, which adds them to
+            its own. None without a relay.
+        relay_after: moves that come last, within a node: a gateway hands on rows that arrived. None without a relay.
     """
 
     source_rows: int
@@ -65,7 +66,7 @@ class RowMoves:
     def in_hops(
         exchange: RowExchange, relay: RowExchange | None, ranks: int, device: Destination
     ) -> tuple[RowMoves, RowMoves]:
-        """Returns moves as :meth:`there_and_back` does, with a ``relay`` of rows that arrived at gateways."""
+        """Returns moves as :meth:`there_and_back` does. ``relay`` is what gateways hand on within their nodes."""
         to_server, to_home = RowMoves.there_and_back(exchange, ranks, device)
         if relay is None:
             return to_server, to_home
@@ -152,7 +153,7 @@ class RowMoves:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Adds up rows that were returned more than once.
+    """Adds up rows that were returned more than once, or returned to a row that is there.
 
     Example: the packed rows 0, 1 and 2 are for home rows 5, 9 and 5. Row 1 is single. Home row 5 is shared, with copies
     0 and 2; they are added in two rounds.
@@ -205,7 +206,7 @@ class Reduction:
         )
 
     def add(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
-        """Adds ``packed`` to ``destination``, which holds the kept rows, and zeros elsewhere."""
+        """Adds ``packed`` to ``destination``. Rows that have one sender and nothing else are written, not added."""
         move_rows(packed, self.single, destination, self.single_home)
         sum_rows(packed, self.copies, self.borders, self.rounds, destination, self.shared_home)
 

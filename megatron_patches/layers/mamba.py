@@ -1,6 +1,6 @@
 """A layer of Mamba-2 cut at its core, with Megatron's parameters and projections.
 
-Megatron's mixer needs packages with CUDA kernels to be built, but none of them is called. The core computes the
+Megatron's mixer cannot be built without packages of CUDA kernels, none of which is called here. The core computes the
 convolution and the scan, and the gated norm is written here.
 """
 
@@ -135,7 +135,7 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         return self.mixer.out_proj(self.mixer.norm(o.flatten(1), gate).unsqueeze(1)), hidden
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's output, where a mixer follows."""
+        """Returns the layer's output, where no MLP or experts come between this mixer and the next."""
         return self._add(branch, residual, self.mamba_bda, None)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]

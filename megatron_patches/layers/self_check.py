@@ -1,4 +1,4 @@
-"""Checks of the operations of a model's layers, once in a process, before the layers are built."""
+"""Checks that operations of a model's layers compute what they should, once for each size, before layers are built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _check_operations = cache(check_operations)
 
 
 def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> None:
-    """Compares fused operations, and Transformer Engine's products where they are used, with float64.
+    """Compares fused operations, and matrix products of Transformer Engine where they are used, with float64. A fused
+    operation that is wrong is replaced by torch's own, with a warning.
 
     All ranks call it together. Without a GPU no operation is fused.
 

@@ -1,4 +1,4 @@
-"""Options of a model beside core attention that Megatron-Core's configuration has no field for."""
+"""Options of a model that Megatron-Core's configuration has no field for."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Rotary:
 
     Attributes:
         base: base of the frequencies.
-        scaling: scaling for contexts longer than those at first. Its attention factor is on cosines and sines, as each
-            layer has its own.
+        scaling: scaling for contexts longer than the model was first trained on. Its attention factor multiplies the
+            cosines and sines, since layers may have different factors.
         percent: the part of each head that is rotated, from its first dimension on; 1 is all of it.
     """
 
@@ -47,19 +47,19 @@ class ModelOptions:
 
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: the rotary positions of each layer of the whole model. None is a layer with those that GPTModel was
-            built with, or, by Megatron's ``no_rope_freq``, with none. Empty where all layers have those of GPTModel.
+        rotations: the rotary positions of each layer of the whole model. A layer with None has GPTModel's, or no
+            positions where Megatron's ``no_rope_freq`` says so. Empty where all layers have GPTModel's.
         query_scaling: how queries grow with their position; None where they do not.
         norms: where a layer's norms are. "pre": before attention and before the MLP. "post": behind each, before the
             residual is added (OLMo 2). "both": before and behind (Gemma 2).
-        query_key_norm: the numbers that a norm of ``qk_layernorm`` goes over. "head": each head by itself. "width": all
-            query heads together, and all key heads (OLMo 2).
+        query_key_norm: the elements over which a norm of ``qk_layernorm`` goes. "head": each head by itself. "width":
+            all query heads together, and all key heads (OLMo 2).
         norm_after_rotation: whether these norms come behind the rotation (Hunyuan), not before it.
         attention_output_bias: whether the output projection of attention has a bias while ``add_bias_linear`` is off.
         mlp_bias: whether both linear layers of the MLP have a bias while ``add_bias_linear`` is off.
         norm_bias: whether LayerNorms have biases (Cohere's do not).
         parallel_mlp: whether the MLP reads the input of attention, and both are added to the residual at once (Cohere).
-        embedding_scale: factor on embeddings, rounded to their type (Gemma, Granite).
+        embedding_scale: factor on embeddings; the factor is rounded to their type (Gemma, Granite).
         residual_multiplier: factor on the outputs of attention and the MLP before they are added to the residual
             (Granite).
         logit_multiplier: factor on the logits (Cohere; one over Granite's ``logits_scaling``).
@@ -91,9 +91,9 @@ class ModelOptions:
 
     @property
     def own_layers(self) -> bool:
-        """Whether Megatron's own layers cannot compute these options, so that ours also run with attention at home."""
+        """Whether Megatron's own layers cannot compute these options. Then ours also run where attention is at home."""
         layer = ModelOptions(
-            # Layers need not know these, which are around the layers or in core attention.
+            # Layers need not know these: they work before or behind all layers, or in core attention.
             score_softcap=self.score_softcap,
             embedding_scale=self.embedding_scale,
             logit_multiplier=self.logit_multiplier,
@@ -103,4 +103,4 @@ class ModelOptions:
 
 
 MEGATRONS = ModelOptions()
-"""A model that is all in Megatron's configuration."""
+"""The options of a model that Megatron's configuration describes completely."""

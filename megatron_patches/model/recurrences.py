@@ -1,4 +1,7 @@
-"""The recurrent layers of a Megatron-Core configuration, and the recurrences of their cores.
+"""The recurrent layers of a Megatron-Core configuration, and the formulas that these compute.
+
+A recurrence is the formula of a layer's core, which lies between its projections, with the sizes of its heads. Layers
+of a HybridModel, Mamba's too, are named by its pattern instead (``pattern.py``).
 
 With ``experimental_attention_variant`` "gated_delta_net", every ``linear_attention_freq``-th layer has attention and
 all others are recurrent. As a list, ``linear_attention_freq`` has a 1 for each recurrent layer.
@@ -14,7 +17,7 @@ from distca.recurrent import Recurrence
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
-    """Whether some layers are recurrent."""
+    """Whether the configuration itself makes some layers gated delta nets. Mamba's layers come from a pattern."""
     return getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
 
 
@@ -27,7 +30,7 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
     """Whether a layer is recurrent; Megatron's layer numbers begin with 1.
 
     Raises:
-        SupportError: the list of layers means nothing.
+        SupportError: ``linear_attention_freq`` is neither a number from 2 on nor a list of a 1 or 0 for each layer.
     """
     if not has_recurrent_layers(config):
         return False
@@ -38,8 +41,8 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
         return bool(every[layer_number - 1])
     raise SupportError(
         f"linear_attention_freq is {every!r}, but the model has {config.num_layers} layers, of which some must have "
-        "softmax attention: set it to N of 2 or more, of which every N-th has, or to a list with a 1 for each "
-        "recurrent layer and a 0 for each other."
+        "softmax attention: set it to a number N of 2 or more, so that every N-th layer has attention, or to a list "
+        "with a 1 for each recurrent layer and a 0 for each other."
     )
 
 

@@ -1,4 +1,4 @@
-"""This process's place among the ranks: device, torch.distributed, megatron's groups."""
+"""This process's place among the ranks: its device, and torch.distributed. Megatron's groups are made behind it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["World", "join_world", "leave_world"]
 def join_world() -> World:
     """Initialises torch.distributed from the launcher's variables: NCCL on GPUs, gloo without.
 
-    Without a launcher (``python pretrain_llama.py``) this process is a world of one rank. Ranks of torchrun end when
-    torchrun is killed.
+    Without a launcher (``python pretrain_llama.py``) this process is a world of one rank. A process that torchrun
+    started will end when torchrun is killed. Call it before Megatron's groups are made.
 
     Raises:
         LaunchError: torch.distributed is initialised already, the launcher's variables contradict each other, or torch
@@ -49,13 +49,13 @@ def join_world() -> World:
 
 
 def leave_world() -> None:
-    """Undoes :func:`join_world`."""
+    """Ends torch.distributed and all groups, also Megatron's."""
     dist.destroy_process_group()
 
 
 def _use_cpu() -> None:
     with warnings.catch_warnings():
-        # megatron-core warns at import, once per module, that CUDA libraries are missing; on CPUs they are.
+        # megatron-core warns at import, once per module, that CUDA libraries are missing, which is expected on CPUs.
         warnings.simplefilter("ignore")
         from megatron_patches.patches.cpu import use_cpu
 

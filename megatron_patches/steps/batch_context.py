@@ -1,4 +1,4 @@
-"""The facts on a micro-batch beside its tokens that a model's forward needs, handed over as the attention mask.
+"""The facts on a micro-batch that a model's forward needs beside its tokens. They travel as the attention mask.
 
 megatron-core passes ``attention_mask`` to the block and to every layer's core attention without reading it. So an
 object in its place reaches them, and no signature changes.
@@ -24,17 +24,17 @@ from megatron_patches.experts.balance import MicroBatchBalance
 
 @dataclass(frozen=True)
 class DisaggregatedMicroBatch:
-    """A micro-batch whose core attention is disaggregated.
+    """A micro-batch whose core attention is computed on other ranks too, in two nano-batches, ping and pong.
 
     Attributes:
         routes: this rank's routes, by layer of its stage.
         nano_rows: padded home rows of each nano-batch.
-        chunks: tensor-parallel ranks that share the sequence; the micro-batch's rows are ordered so that each of their
-            contiguous chunks holds its part of every nano-batch.
+        chunks: tensor-parallel ranks that share the sequence. Rows are ordered so that the contiguous chunk of each
+            rank holds its part of every nano-batch; :func:`gather_nano_rows` has an example.
         document_lengths: [rows] int64 tokens of each row's document, where the model's positions need them.
         documents: [rows] int64 document of each row in the micro-batch; -1 in padding.
         document_count: number of the micro-batch's documents, over all ranks.
-        balance: the counts of routers, in models with experts.
+        balance: how many rows the routers gave to each expert, in models with experts.
     """
 
     routes: Sequence[LayerRoutes]
@@ -50,7 +50,7 @@ class DisaggregatedMicroBatch:
 class PackedMicroBatch:
     """A micro-batch of whole documents whose core attention stays at home.
 
-    Another way of computing core attention under unmodified layers is a subclass with its own :meth:`attend`.
+    A subclass with its own :meth:`attend` computes core attention in another way, as benchmarks' baselines do.
 
     Attributes:
         batch: borders of this rank's tasks.
@@ -124,8 +124,8 @@ class PackedMicroBatch:
         """
         if what.halo_rows not in self.recurrent:
             raise SupportError(
-                f"A {type(self).__name__} has no routes of recurrent layers: its way to spread documents is not served "
-                "with them. Take another mode."
+                f"A {type(self).__name__} has no routes of recurrent layers, so this mode of the benchmark cannot "
+                "train them: take packed, cp2-keep or distca."
             )
         routes, kernel = self.recurrent[what.halo_rows], choose_recurrent_kernel(what, mixed_NC.device, mixed_NC.dtype)
         return recurrent_core(pool, routes, what, kernel, layer, parameters, mixed_NC, g, beta_NH)

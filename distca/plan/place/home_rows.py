@@ -1,11 +1,13 @@
-"""From documents on ranks to the rows of every nano-batch: what is computed in ping, what in pong, and what is filler.
+"""From documents on ranks to the rows of every nano-batch: what a rank computes in ping, and what in pong.
 
-One placement serves both nano-batches: a document stays on its rank. Its first rows are computed in ping, the others in
-pong. Queries of pong find the keys of the first rows at home, so that nothing moves.
+One placement serves both nano-batches. A document on one rank has its first rows in ping and the others in pong. There
+queries find the keys of the first rows on the same rank. Longer documents are in shares of several ranks, and send
+keys.
 
-Every rank puts about the same part of its work into ping: whole documents, and one that is cut where they do not come
-out even. Ranks may be full of documents so long that half their rows are a head with little work. Then ping has less
-work than pong, on all ranks alike. All shares of a document are cut at the same row of it.
+Every rank puts about the same part of its work into ping: whole documents, and one that is cut where these do not
+suffice. In a document over whole ranks, the first half of the rows has little work, as they see few keys. Then ping has
+less work than pong, on all ranks alike. All shares of a document are cut at the same row: its head is before, its tail
+behind. Short documents are the filler of what is left on a rank.
 
 Example: two ranks have 6 tokens each, 3 of them in ping. Document a, of 8 rows, is in two equal shares and is cut at
 row 4. In ping, rank 0 has the outer rows of its head, 0 and 3, and rank 1 has 1 and 2. In pong, rank 0 has the inner

@@ -91,7 +91,7 @@ class NvshmemFabric:
         return self._peers.keep(parts, behind)
 
     def join(self, token: Sent) -> None:
-        # token.wait() would also wait until rows for inter-node peers have arrived, which is not needed here.
+        # token.wait() is not called: between nodes (SentInternode) it would also wait until rows have arrived there.
         for event in token.events:
             event.wait(torch.cuda.current_stream())
         if token.peers and token.reuses:
@@ -229,7 +229,7 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
     """Starts NVSHMEM over the ranks of ``group``, once per process.
 
     Raises:
-        TransportError: it does not start, or its settings fit no pool of several nodes.
+        TransportError: it does not start, or NVSHMEM_REMOTE_TRANSPORT rules out a pool of several nodes.
     """
     if not one_node and os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none":
         raise TransportError(
@@ -255,12 +255,14 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
     if uid is None:
         raise TransportError(str(failed))
     if isinstance(box[0], str):
-        raise TransportError(f"rank {dist.get_global_rank(group, 0)} gives no id: {box[0]}")
+        raise TransportError(
+            f"rank {dist.get_global_rank(group, 0)} made no NVSHMEM id, with which all ranks find each other: {box[0]}"
+        )
     uid._data.view(np.uint8)[:] = np.frombuffer(box[0], np.uint8)
     device = Device(torch.cuda.current_device())
     device.set_current()
     try:
         nvshmem.core.init(device=device, uid=uid, rank=rank, nranks=ranks, initializer_method="uid")
     except Exception as error:
-        network = "" if one_node else "; `distca doctor` says what there is for it between nodes"
+        network = "" if one_node else "; `distca doctor` says by which networks NVSHMEM can reach other nodes here"
         raise TransportError(f"{error}{network}") from error
