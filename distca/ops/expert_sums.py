@@ -12,26 +12,26 @@ from distca.ops.triton import has_kernels
 
 
 def expert_sums(x_PH: torch.Tensor, pair_RK: torch.Tensor) -> torch.Tensor:
-    """The sums of pairs by row, without autograd.
+    """Returns the sums of pairs by row, without autograd.
 
     Args:
-        x_PH: [P, H] or [P], contiguous.
+        x_PH: contiguous.
         pair_RK: [R, K] int64, contiguous; numbers from P on stand for no pair.
 
     Returns:
-        [R, H] or [R], added up in at least float32 and rounded once.
+        [R, H], added up in at least float32 and rounded once.
     """
-    if x_PH.dim() == 2 and has_kernels(x_PH, "expert sums"):
+    if has_kernels(x_PH, "expert sums"):
         from distca.ops.triton import expert_sums as kernels
 
         out = x_PH.new_empty(len(pair_RK), x_PH.shape[1])
         kernels.expert_sums(x_PH, pair_RK, out)
         return out
-    sums = x_PH.new_zeros(len(pair_RK), *x_PH.shape[1:], dtype=wide(x_PH.dtype))
+    sums = x_PH.new_zeros(len(pair_RK), x_PH.shape[1], dtype=wide(x_PH.dtype))
     if not len(x_PH):
         return sums.to(x_PH.dtype)
     for pair_R in pair_RK.unbind(1):
         is_pair = pair_R < len(x_PH)
         each = x_PH[pair_R.clamp(max=len(x_PH) - 1)]
-        sums += torch.where(is_pair.view(-1, *[1] * (each.dim() - 1)), each, 0)
+        sums += torch.where(is_pair[:, None], each, 0)
     return sums.to(x_PH.dtype)

@@ -111,9 +111,9 @@ class HalvesLayer(MoELayer):
 
         probs = _perhaps_again(again, route, hidden)
         assert self.layer_number is not None
-        rows_G, last_first = half.balance.rows_of_peers(half), lie_last_first(self.experts)
 
         def find() -> Dispatch:
+            rows_G, last_first = half.balance.rows_of_peers(half), lie_last_first(self.experts)
             return Dispatch.of(chosen[0], self.router.topk, self.ep_group, rows_G, last_first)
 
         way = half.balance.way(self.layer_number, half, find)

@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-_LEAST, MOST = 16, 128
+_LEAST, _MOST = 16, 128
 """Columns of a head that a product takes at least, and that a program has room for."""
 
 
 def serves(*columns: int) -> bool:
     """Whether heads of so many columns are served: powers of 2 from 16 to 128."""
-    return all(_LEAST <= each <= MOST and each & (each - 1) == 0 for each in columns)
+    return all(_LEAST <= each <= _MOST and each & (each - 1) == 0 for each in columns)
 
 
 def chunk_gradients(
