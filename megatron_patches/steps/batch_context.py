@@ -1,7 +1,15 @@
-"""The facts on a micro-batch that a model's forward needs beside its tokens. They travel as the attention mask.
+"""The objects that a model gets in place of Megatron's attention mask.
 
-megatron-core passes ``attention_mask`` to the block and to every layer's core attention without reading it. So an
-object in its place reaches them, and no signature changes.
+Megatron passes the argument ``attention_mask`` of a model down to its block and its core attention without reading it.
+So an object in its place reaches our block and our attention modules, and no signature changes. ``step.py`` makes one
+for every micro-batch of a rank.
+
+There are two classes. In a :class:`DisaggregatedMicroBatch` other ranks compute parts of a rank's core attention. Its
+rows are split into two nano-batches, ping and pong: transfers of one overlap with compute of the other. In a
+:class:`PackedMicroBatch` every document lies whole on one rank, and that rank computes its attention itself.
+
+Axes: N rows of this rank, H query heads, G key and value heads, D elements of a head. In recurrent layers: C channels
+of the convolution, V elements of a value.
 """
 
 from __future__ import annotations
@@ -24,17 +32,17 @@ from megatron_patches.experts.balance import MicroBatchBalance
 
 @dataclass(frozen=True)
 class DisaggregatedMicroBatch:
-    """A micro-batch whose core attention is computed on other ranks too, in two nano-batches, ping and pong.
+    """A micro-batch whose core attention is computed on several ranks.
 
     Attributes:
-        routes: this rank's routes, by layer of its stage.
-        nano_rows: padded home rows of each nano-batch.
-        chunks: tensor-parallel ranks that share the sequence. Rows are ordered so that the contiguous chunk of each
-            rank holds its part of every nano-batch; :func:`gather_nano_rows` has an example.
-        document_lengths: [rows] int64 tokens of each row's document, where the model's positions need them.
-        documents: [rows] int64 document of each row in the micro-batch; -1 in padding.
-        document_count: number of the micro-batch's documents, over all ranks.
-        balance: how many rows the routers gave to each expert, in models with experts.
+        routes: for each layer of this pipeline stage, which rows this rank sends and receives, by nano-batch.
+        nano_rows: number of this rank's rows in each nano-batch, with padding.
+        chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without it. Each
+            rank's contiguous chunk has a part of every nano-batch; :func:`gather_nano_rows` has an example.
+        document_lengths: [N] int64 tokens of each row's document; None where the model's positions do not need them.
+        documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
+        document_count: number of documents in the micro-batch, over all ranks.
+        balance: counts of rows by expert; None in models without experts.
     """
 
     routes: Sequence[LayerRoutes]
@@ -48,15 +56,15 @@ class DisaggregatedMicroBatch:
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """A micro-batch of whole documents whose core attention stays at home.
+    """A micro-batch of whole documents, whose core attention and recurrences this rank computes itself.
 
-    A subclass with its own :meth:`attend` computes core attention in another way, as benchmarks' baselines do.
+    Benchmarks' baselines subclass it: their :meth:`attend` computes core attention in another way.
 
     Attributes:
-        batch: borders of this rank's tasks.
-        rows: number of rows that belong to documents; rows beyond them are padding.
-        recurrent: routes of recurrent layers, which move nothing, by the number of rows that their convolution reads
-            before a row.
+        batch: the borders between this rank's documents, for the attention kernel.
+        rows: number of rows that belong to documents; all rows behind them are padding.
+        recurrent: where documents begin and end, for recurrent layers. The key is the number of earlier rows that a
+            layer's convolution reads.
         document_lengths, documents, document_count, balance: as in :class:`DisaggregatedMicroBatch`.
     """
 
@@ -70,7 +78,7 @@ class PackedMicroBatch:
 
     @property
     def nano_rows(self) -> Sequence[int]:
-        """The number of all rows, which are computed together."""
+        """One number, that of all rows: there are no nano-batches. Empty where ``documents`` is not set."""
         return [] if self.documents is None else [len(self.documents)]
 
     def attend(
@@ -83,16 +91,16 @@ class PackedMicroBatch:
         timer: Timer,
         sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """o_NHD of this rank's rows, differentiable with respect to q, k, v and the sinks.
+        """Returns o_NHD, core attention of this rank's rows; q, k, v and sinks get gradients from it.
 
         Args:
-            kernel: the kernel that computes a batch of tasks.
-            q_NHD: [rows, heads, head_dim].
-            k_NGD: [rows, kv_heads, head_dim].
-            v_NGD: [rows, kv_heads, head_dim].
-            kind: the layer's kind.
-            timer: gives contexts in which the kernel runs, "forward" and "backward".
-            sink_H: [heads] sinks of a layer that has some.
+            kernel: the attention kernel.
+            q_NHD: queries, without padding rows.
+            k_NGD: keys of the same rows.
+            v_NGD: values of the same rows.
+            kind: the layer's window, softmax scale and limit of scores.
+            timer: returns the context in which the kernel's "forward" or "backward" is timed.
+            sink_H: the heads' sinks; None in a layer without sinks.
         """
         if not self.rows:
             return q_NHD * 0
@@ -108,19 +116,19 @@ class PackedMicroBatch:
         g: torch.Tensor,
         beta_NH: torch.Tensor,
     ) -> torch.Tensor:
-        """o_NHV of a recurrent core of this rank's rows, zero in padding.
+        """Returns o_NHV, the output of a recurrent layer's core for this rank's rows; it is zero in padding.
 
         Args:
             pool: the model's server pool.
-            layer: number of the layer's unit, for the timeline.
-            what: the recurrence.
-            parameters: the core's weights.
+            layer: the layer's number on this stage, for the timeline.
+            what: the recurrence: its heads, dimensions and rule.
+            parameters: the core's own weights, such as those of its convolution.
             mixed_NC: rows before the convolution.
-            g: [rows, heads] or [rows, heads, channels of k] logarithms of the state's decay.
-            beta_NH: [rows, heads] factors of what each row adds to the state.
+            g: [N, H] or [N, H, channels of k] logarithm of the factor by which the state decays at each row.
+            beta_NH: the factor of each row's update of the state.
 
         Raises:
-            SupportError: this kind of micro-batch has no routes of recurrent layers.
+            SupportError: a baseline's micro-batch was made without ``recurrent``.
         """
         if what.halo_rows not in self.recurrent:
             raise SupportError(
@@ -132,18 +140,20 @@ class PackedMicroBatch:
 
 
 def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> list[torch.Tensor]:
-    """Returns the rows of each nano-batch, of which every chunk has a part.
+    """Splits rows of a micro-batch into its nano-batches, and puts the chunks of each one behind another.
 
-    Example: with 2 chunks and nano-batches of 2 and 4 rows, rows are in the order 0, 2, 3, 1, 4, 5: chunk 0 has row 0
-    of ping and rows 2 and 3 of pong.
+    Example: ping has rows a, b and pong has rows c, d, e, f; 2 tensor-parallel ranks share them. ``x`` is then
+    a, c, d | b, e, f, where the bar separates the ranks' chunks. The result is [a, b] and [c, d, e, f].
+
+    Layers' rotations use it: every tensor-parallel rank has the angles of all rows, and needs them by nano-batch.
 
     Args:
-        x: [sum(nano_rows), ...] rows in micro-batch order.
-        nano_rows: rows of each nano-batch, multiples of ``chunks``.
-        chunks: tensor-parallel ranks that share the sequence.
+        x: [sum(nano_rows), ...] all rows, chunk after chunk.
+        nano_rows: number of rows in each nano-batch, multiples of ``chunks``.
+        chunks: as in :class:`DisaggregatedMicroBatch`.
 
     Returns:
-        One [rows, ...] tensor per nano-batch.
+        A [rows, ...] tensor for each nano-batch.
     """
     sizes = [rows // chunks for rows in nano_rows] * chunks
     pieces = x.split(sizes)

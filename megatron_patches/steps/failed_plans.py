@@ -1,4 +1,8 @@
-"""Writes a step that the planner fails on into a file, with which the failure can be repeated anywhere."""
+"""Writes a file of a step whose planning failed, so that ``distca plan`` can repeat the failure on any machine.
+
+The file has the documents' lengths and the planner's options, but no token ids. ``make_step`` plans inside
+:func:`reporting_failure`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,14 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator[None]:
-    """Writes the step to a file if planning it, in the block, raises any error but a refusal.
+    """Writes the step's file if the ``with`` block raises an error that is not one of DistCA's own.
+
+    DistCA's own errors say what the user has to change, so they pass unchanged.
 
     Args:
-        inputs: the inputs of the plan.
-        number: number of the step, for the message and the file's name.
-        folder: the folder of the file; if it cannot be written there, it goes into the one for temporary files.
+        inputs: the documents' lengths and the planner's options.
+        number: the step's number, for the message and the file's name.
+        folder: the folder of the file. If this is not writable, the file goes into the folder for temporary files.
 
     Raises:
         FailedPlanError: planning failed; the message names the step, the file and the command.
@@ -43,6 +49,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
 
 
 def _written(inputs: StepInputs, name: str, folder: Path) -> Path | None:
+    """Returns the absolute path of the file that was written; None if neither folder could take it."""
     for place in (folder, Path(tempfile.gettempdir())):
         try:
             write_step(place / name, inputs)

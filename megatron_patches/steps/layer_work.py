@@ -1,4 +1,9 @@
-"""The weights that each layer multiplies a row with beside core attention, by a model's configuration."""
+"""Counts the weights by which each of a model's layers multiplies a row: its work beside core attention.
+
+The planner multiplies these counts by measured seconds per weight. So it can level linear layers and attention of all
+ranks together. A *unit* is an attention or recurrent layer with the MLP behind it: one layer of a GPTModel, one or two
+layers of a HybridModel.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +22,22 @@ from megatron_patches.model.recurrences import has_output_gate
 def layer_works(
     config: TransformerConfig, layer_kinds: LayerKinds, pattern: str, tp: int, recompute_segments: bool
 ) -> list[LayerWork]:
-    """Returns the work of each of the model's units.
+    """Returns the work of each of the model's units, over all tensor-parallel ranks.
 
     Args:
         config: Megatron's configuration.
-        layer_kinds: the kinds of its layers, whose recurrences are those of a tensor-parallel rank.
-        pattern: the pattern of a HybridModel's layers; empty for a GPTModel. Each of its layers counts with the mean of
-            all MLPs and experts.
-        tp: tensor-parallel ranks.
-        recompute_segments: whether everything but cores is computed again, not MLPs alone.
+        layer_kinds: the kinds of the model's layers; recurrences count the heads of one tensor-parallel rank.
+        pattern: the layers of a HybridModel, a letter each; empty for a GPTModel. All layers of a GPTModel count with
+            the mean weights of its MLPs and experts.
+        tp: number of tensor-parallel ranks.
+        recompute_segments: whether backward computes everything but core attention again. False leaves Megatron's own
+            recomputation, which recomputes MLPs or nothing.
     """
     units = units_of(config, pattern)
     recurrences = layer_kinds.recurrences or (None,) * len(units)
     works = []
     for unit, what in zip(units, recurrences, strict=True):
+        # In a HybridModel the MLP is a layer of its own, the next letter of the pattern.
         mlp = _behind(config, layers_of(pattern)[unit.layer_number :][:1]) if pattern else mlp_weights(config)
         weights = mlp + (_attention(config) if what is None else _recurrent(config, what, tp))
         recomputed = weights if recompute_segments else mlp if config.recompute_granularity else 0
@@ -40,11 +47,12 @@ def layer_works(
 
 
 def _behind(config: TransformerConfig, symbol: str) -> int:
-    """Weights of the layer behind a mixer, by its symbol."""
+    """Returns the weights of an MLP or a layer of experts, by its letter; 0 for other layers and for none."""
     return {MLP: weights_of_mlp, EXPERTS: expert_weights}[symbol](config) if symbol in (MLP, EXPERTS) else 0
 
 
 def _attention(config: TransformerConfig) -> int:
+    """Returns the weights of the projections before and behind core attention."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     if is_latent(config):
         latent = latent_of(config)
@@ -55,6 +63,8 @@ def _attention(config: TransformerConfig) -> int:
 
 
 def _recurrent(config: TransformerConfig, what: Recurrence, tp: int) -> int:
-    """Weights of the input projection (channels, the output's gate, the core's gates) and of the output projection."""
+    """Returns the weights of the projections before and behind a recurrent layer's core.
+
+    The input projection yields the convolution's channels, the output's gate, and one or two gates for each head."""
     values, gates = what.heads * what.value_dim, what.heads * (2 if what.delta else 1)
     return int(config.hidden_size * tp * (what.channels + 2 * values + gates))

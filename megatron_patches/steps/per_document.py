@@ -1,5 +1,9 @@
-"""Figures of rows, such as losses, by document; and figures of documents by row. A rank has only some rows of a
-document, in the order of its plan."""
+"""Brings figures of single tokens, such as losses, from the order of ranks' rows to that of documents, and back.
+
+A rank holds only some tokens of a document, in an order that the plan chose. For ``CAD.log_probabilities``
+:func:`gather_documents` puts every document's figures together. :func:`rows_of` goes the other way, from one list for
+each document to this rank's rows. Users call it as ``distca.rows_of``.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,21 @@ from megatron_patches.steps.step import Batch, Step
 
 
 def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Returns figures of all rows of a step by micro-batch and document, on every data-parallel rank; all ranks call
-    it.
+    """Returns the figures of all documents of a step, the same on every data-parallel rank; all ranks call it together.
 
     Args:
         step: the step that was run.
-        values: by micro-batch, [1, rows] of this rank; empty on pipeline stages without them.
+        values: by micro-batch, [1, rows] a figure for each row of this rank. It is empty on pipeline stages that have
+            no figures.
 
     Returns:
-        By micro-batch and document of n tokens, [n] figures in the order of its tokens; empty on those stages.
+        For each micro-batch and each of its documents [n], a figure for each of the document's n tokens, in their
+        order. Empty where ``values`` is.
     """
     gathered = []
     for batch, mine, documents in zip(step.batches, values, step.documents.micro_batches, strict=False):
         lengths = [len(document) for document in documents]
+        # Every rank fills in the tokens that it has, and the sum over ranks has all of them.
         whole = mine.new_zeros(sum(lengths))
         places, here = _places(batch, lengths)
         whole[places[here]] = mine.detach().flatten()[here]
@@ -37,15 +43,15 @@ def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[to
 
 
 def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequence[float]]) -> torch.Tensor:
-    """[1, rows] figures of a rank's rows; 0 in padding.
+    """Returns [1, rows], a figure for each row of this rank; 0 in padding.
 
     Args:
-        batch: the rank's rows.
-        documents: by document of the micro-batch, [n] figures for its n tokens, in their order, all on one device.
-            Documents are in the order of ``step.documents``, in which a plan may have dealt them anew.
+        batch: a micro-batch of ``step.batches``.
+        documents: for each document of the micro-batch [n], a figure for each of its n tokens, all on one device. The
+            documents are in the order of ``step.documents``, to which the plan may have moved the caller's.
 
     Raises:
-        PlanError: there is not a row of figures for each document, or not a figure for each of its tokens.
+        PlanError: the number of documents, or of a document's figures, is wrong.
     """
     try:
         figures = [torch.as_tensor(document) for document in documents]
@@ -72,8 +78,14 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 
 
 def _places(batch: Batch, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows] the place of each row among all tokens of the micro-batch, document after document; and [rows] bool
-    whether the row is a token, not padding."""
+    """Returns the place of each of a rank's rows among all tokens of the micro-batch, document after document.
+
+    Example: documents have 3 and 4 tokens, and the rank's rows are token 2 of document 0, token 1 of document 1, and
+    padding. The places are 2, 4 and 0.
+
+    Returns:
+        [rows] int64 places, 0 in padding; and [rows] bool, false in padding.
+    """
     numbers, positions = batch.documents.flatten(), batch.positions.flatten()
     starts = torch.tensor([0, *lengths], device=numbers.device).cumsum(0)
     here = numbers >= 0

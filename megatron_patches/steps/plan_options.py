@@ -1,4 +1,13 @@
-"""The options of plans, from Megatron's configuration, its process groups and the cost of attention on this machine."""
+"""Makes the planner's options from Megatron's configuration, its process groups and the arguments of ``CAD``.
+
+The planner needs the seconds of attention tasks. A task is the attention of a range of a document's queries over all
+keys up to them. The plan gives it to one rank, its server. Seconds come from a cost table, a file that
+``distca profile`` measured for one GPU model, kernel and shape of heads. Without a table for these an analytic model
+estimates them.
+
+A plan levels attention: all ranks get tasks of about equal seconds. Where some ranks have no linear layers to compute,
+as with pipeline stages, it may level the sum of both ("time").
+"""
 
 from __future__ import annotations
 
@@ -42,30 +51,33 @@ def plan_options(
     how: How,
     remote: RemoteServers | None = None,
 ) -> PlanOptions:
-    """Returns the options, which are the same on every rank; all ranks call it together.
+    """Returns the planner's options, the same on every rank; all ranks call it together.
 
     Args:
         config: Megatron's configuration.
-        layer_kinds: the kinds of its layers.
-        kernel: the kernel of core attention.
+        layer_kinds: the kinds of attention of the model's layers.
+        kernel: the attention kernel that runs.
         device: this rank's device.
-        given: how core attention is to be computed.
-        how: the way in which backward gets its rows, keep or resend.
+        given: the user's arguments of ``CAD``.
+        how: "keep" if servers keep rows for backward, "resend" if homes send them again.
         remote: the servers without a model; None for none.
 
     Raises:
-        PlanError: the cost table is unusable or for other heads, ``level`` needs figures that were not measured, or
-            nodes do not divide the servers.
+        PlanError: the cost table is unusable or for other heads; ``level`` is "time", but seconds of linear layers were
+            not measured; ``speeds`` has not one number for each server; or ``ranks_per_node`` does not divide the
+            servers.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    shares = tp if config.sequence_parallel else 1
+    shares = tp if config.sequence_parallel else 1  # parts into which sequence parallelism splits the rows
     machines = [] if remote is None else remote.machines
     cost = cost_model(config, kernel, device, given.cost_table)
     costs = tuple(_cost_of(kind, cost, kernel, device) for kind in layer_kinds.kinds)
     non_attention = None
     if given.disaggregate:
         unlike = stages > 1 or bool(given.servers or given.speeds)
+        # "auto" levels attention alone on CPUs, as ranks may share cores. So it does with NVSHMEM alone: its receive
+        # memory is too small for the rows that an idle server gets at once.
         usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         works = partial(layer_works, config, layer_kinds, given.hybrid_layer_pattern, tp, given.recompute == "all")
         non_attention = _non_attention(config, cost, given.level, usual, works)
@@ -97,10 +109,10 @@ def plan_options(
 
 
 def check_speeds(speeds: Sequence[float], servers: int) -> None:
-    """Refuses speeds that are not one for each of the pool's ``servers``.
+    """Refuses ``speeds`` unless it has one finite number above 0 for each of the pool's servers.
 
     Raises:
-        PlanError: there is another number of speeds, or one is not above 0.
+        PlanError: it has another length, or a number that is not finite and above 0.
     """
     if len(speeds) != servers or not all(0 < speed < math.inf for speed in speeds):
         raise PlanError(
@@ -109,12 +121,12 @@ def check_speeds(speeds: Sequence[float], servers: int) -> None:
 
 
 def attention_shape(config: TransformerConfig) -> AttentionShape:
-    """The attention heads of one tensor-parallel rank."""
+    """Returns the shape of core attention's heads on one tensor-parallel rank."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     assert config.num_query_groups is not None and config.kv_channels is not None
     dtype: torch.dtype = config.params_dtype
     key_dim, value_dim = latent_dims(config) if is_latent(config) else (config.kv_channels, 0)
-    value_dim = value_dim if value_dim < key_dim else 0
+    value_dim = value_dim if value_dim < key_dim else 0  # 0: values are as wide as keys
     heads, kv_heads = config.num_attention_heads // tp, config.num_query_groups // tp
     return AttentionShape(heads, kv_heads, key_dim, dtype.itemsize, value_dim)
 
@@ -122,13 +134,14 @@ def attention_shape(config: TransformerConfig) -> AttentionShape:
 def cost_model(
     config: TransformerConfig, kernel: Kernel, device: torch.device, cost_table: str | None = None
 ) -> CostModel:
-    """Returns seconds per CA-task for the planner, for the heads of one tensor-parallel rank.
+    """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
 
-    They come from the file ``cost_table``, else from the package's table of this device and kernel, else from the
+    It reads the file ``cost_table`` if one is named. Otherwise it takes the package's table for this device, kernel and
+    heads. Where there is none it takes an estimate: for the reference kernel the area of the mask, for others the
     analytic model.
 
     Raises:
-        PlanError: the file is not usable, or was measured for other heads.
+        PlanError: the named file is not usable, or was measured for other heads.
     """
     shape = attention_shape(config)
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
@@ -146,12 +159,16 @@ def cost_model(
 
 
 def _name(device: torch.device) -> str:
+    """Returns the name under which the package has this device's cost tables."""
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
 def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
-    """Returns the table that the first rank finds, since all ranks must plan alike, whatever files or GPUs they
-    have."""
+    """Returns on every rank the table that rank 0 finds. All ranks must plan alike, though files and GPUs may differ.
+
+    Raises:
+        PlanError: on every rank, where ``find`` raises it on rank 0.
+    """
     found: list[TableCost | PlanError | None] = [None]
     try:
         found = [find()]
@@ -164,8 +181,12 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
 
 
 def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch.device) -> CostModel:
-    """Returns seconds per CA-task of a kind: where ``cost`` is a measured table, from the table of its window, if there
-    is one; else from the analytic model."""
+    """Returns the object that gives the seconds of tasks in layers of one kind.
+
+    Without a window it is ``cost`` itself. With a window it is the measured table of that window, if there is one and
+    ``cost`` is measured too. Otherwise the analytic model estimates it, scaled to agree with ``cost`` on a long
+    document.
+    """
     if kind.window and isinstance(cost, TableCost):
         heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
         table = _first_ranks(lambda: find_table(_name(device), kernel.name, *heads, window=kind.window))
@@ -178,18 +199,18 @@ def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch
 def _non_attention(
     config: TransformerConfig, cost: CostModel, level: Level, usual: bool, works: Callable[[], Sequence[LayerWork]]
 ) -> NonAttention | None:
-    """Returns seconds per row that a rank computes between two attention layers; None where plans level attention
+    """Returns the seconds per row that a rank computes between two attention layers; None if plans level attention
     alone.
-
-    By default plans level time on GPUs with ping-pong alone. Ranks on CPUs may share cores. And where no other
-    transport may take over from NVSHMEM, its memory is too small for the rows that idle servers get at once.
 
     Args:
         config: Megatron's configuration.
-        cost: seconds per CA-task.
-        level: the argument of CAD.
-        usual: whether time is levelled with ``level`` "auto".
-        works: returns the work of the model's layers.
+        cost: the seconds of attention tasks; its ``linear`` has the rate of linear layers, if that is known.
+        level: the argument of ``CAD``.
+        usual: whether ``level`` "auto" means "time".
+        works: a function that returns the work of the model's layers.
+
+    Raises:
+        PlanError: ``level`` is "time", but the rate of linear layers was not measured.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()

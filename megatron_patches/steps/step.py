@@ -1,4 +1,13 @@
-"""A step that is ready to run: its plan, and this rank's routes and rows on the device."""
+"""Makes a step: plans one global batch, and brings this rank's part of the batch to its device.
+
+``CAD`` calls :func:`make_step` on every rank with the same documents. All ranks get the same plan from the documents'
+lengths, without messages. It places every token's row on one data-parallel rank, the row's home, where linear layers
+run. It also divides core attention into tasks, and gives each task to a rank of the server pool, its server. The pool
+has the ranks of all pipeline stages, and in some runs also servers without a model, which are further processes.
+
+A rank's routes are its part of the plan: the rows that it sends and receives, and the tasks that it computes. In one
+forward phase each stage runs the forward of one micro-batch, or has none and only serves; so in a backward phase.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +39,17 @@ from megatron_patches.steps.step_documents import StepDocuments
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's rows of a micro-batch on its device, in the order in which the model takes them.
+    """One rank's rows of a micro-batch on its device, in the order in which the model gets them.
 
     Attributes:
         tokens: [1, rows] int64.
         labels: [1, rows] int64 next token of the same document.
-        loss_mask: [1, rows] bool; false where there is no next token or it is not to be learned, and in padding. It is
-            float32 weights where documents have some.
+        loss_mask: [1, rows] bool, whether the row's label counts in the loss. It is false in padding, at the last token
+            of a document and where the label is not to be learned. Documents with weights make it float32 weights.
         positions: [1, rows] int64 position in the document.
         documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
-        attention: how core attention of these rows runs; the model takes it in place of the attention mask.
-        micro_batch_lengths: [documents] int64 tokens of every document of the micro-batch, wherever it lives; on the
-            host.
+        attention: the object that a model gets in place of the attention mask; see ``batch_context.py``.
+        micro_batch_lengths: [documents] int64 tokens of every document of the micro-batch on all ranks; a host array.
     """
 
     tokens: torch.Tensor
@@ -58,18 +66,20 @@ class Step:
     """One global batch, ready to run.
 
     Attributes:
-        documents: its documents, in the micro-batches into which the plan dealt them.
+        documents: the documents, by micro-batch. The plan may have moved them to other micro-batches than the caller's.
         plan: the plan of all ranks.
-        balance: the balance that the plan achieves.
-        routes: this rank's routes; None where attention stays at home.
+        balance: seconds of attention by rank, before and after planning.
+        routes: this rank's routes; None where every rank computes its own attention.
         batches: this rank's rows, by micro-batch.
-        planning_ms: milliseconds of planning and routing.
-        waited_ms: milliseconds that the caller waited for the step.
-        vocabulary: number of token ids that its documents were checked for; None where they were not.
-        announced: the number by which servers without a model know the step; 0 without servers, and on ranks that do
-            not tell them.
-        generation: number of the pool's generation that it was planned for.
-        queued: function to call when the step's work is queued on the device; from then on the next step is planned.
+        planning_ms: milliseconds that planning and making the routes took.
+        waited_ms: milliseconds that the training loop waited for the step.
+        vocabulary: token ids were checked to be below this number; None where they were not checked.
+        announced: the number by which servers without a model know the step. It is 0 without such servers, and on all
+            ranks but the one that announces steps to them.
+        generation: a number that rises when servers without a model come or go; a step of an older one is planned
+            again.
+        queued: a function that ``CAD.forward_backward`` calls once the step's work is queued on the device. In a loop
+            of ``CAD.plan_ahead`` it begins to plan the next step.
     """
 
     documents: StepDocuments
@@ -87,15 +97,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Taker:
-    """A rank that steps are made for, and what its model needs of them.
+    """The rank that a step is made for, and the needs of its model.
 
     Attributes:
         stage: the rank's pipeline stage.
-        rank: its data-parallel rank.
-        device: the device of its rows.
-        lengths: whether the model's positions need the lengths of the rows' documents.
-        vocabulary: number of the model's token ids; None checks none.
-        recurrences: by layer, the recurrence of its core, None for attention; empty where all layers have attention.
+        rank: the rank's data-parallel rank.
+        device: the device of the rank's rows.
+        lengths: whether the model's position embedding needs the length of every row's document.
+        vocabulary: token ids have to be below this number; None checks none.
+        recurrences: for each layer of the model its recurrence, or None for a layer with attention. It is empty where
+            all layers have attention.
     """
 
     stage: int
@@ -116,21 +127,23 @@ def make_step(
     folder: Path = Path(),
     remote: RemoteServers | None = None,
 ) -> Step:
-    """Plans a step and brings a rank's routes and rows to its device, in one transfer.
+    """Plans a step and brings a rank's routes and rows to its device.
 
     Args:
-        documents: the step's documents.
-        options: how to plan.
+        documents: the step's documents, by micro-batch.
+        options: the options of the planner.
         taker: this rank.
-        room: most tokens of a micro-batch; documents without homes are then dealt anew. 0 leaves them where they are.
-        number: number of the step, for messages.
-        folder: the folder in which the step is written if the planner fails on it.
-        remote: the servers without a model, which plan it too; None for none.
+        room: most tokens of a micro-batch on all its ranks. The planner then deals the step's documents over its
+            micro-batches anew, unless they have homes. 0 leaves every document in its micro-batch.
+        number: the step's number, for messages.
+        folder: the folder of the file that is written if the planner fails.
+        remote: the servers without a model, which plan the step as well; None for none.
 
     Raises:
-        FailedPlanError: the planner failed.
-        PlanError: documents cannot be laid out, or span ranks where attention stays at home.
-        DataError: a token of this rank is no whole number, or the model does not know it.
+        FailedPlanError: the planner failed with an unexpected error.
+        PlanError: documents do not fit, or one spans ranks while ``options.disaggregate`` is False; or a server planned
+            another plan.
+        DataError: a document on this rank has token ids that are not whole numbers or that the model does not have.
     """
     began = time.perf_counter()
     document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
@@ -197,8 +210,13 @@ def make_step(
 
 
 def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload: Upload) -> StepRoutes:
-    """Returns the routes of all layers of this stage: those of layers with attention, and new ones for recurrent
-    layers."""
+    """Returns the routes of all layers of this stage: the given ones of attention layers, and new ones of recurrent
+    layers.
+
+    A piece is a run of a document's rows that lie on one rank in one nano-batch. Routes of recurrent layers move states
+    between the ranks that have neighbouring pieces. They differ by ``halo_rows``, the earlier rows that a layer's
+    convolution reads; so they are made once for each number.
+    """
     options = plan.options
     stage, recurrences = taker.stage, taker.recurrences
     here, me = recurrences[: len(recurrences) // options.stages], options.pool_rank(stage, taker.rank)
@@ -215,7 +233,8 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
     def own(micro_batch: int, attention: Sequence[LayerRoutes]) -> tuple[LayerRoutes, ...]:
         there = pieces(plan.forward[plan.forward_phase(micro_batch, stage)])
-        if options.stages > 1:  # other stages have other micro-batches in the phase of its backward
+        # With several stages a micro-batch meets others on the other stages in backward than in forward.
+        if options.stages > 1:
             back = pieces(plan.backward[plan.backward_phase(micro_batch, stage)])
             there = {
                 size: tuple(one.with_backward(other) for one, other in zip(nanos, back[size], strict=True))
@@ -237,17 +256,20 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
 
 def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
-    """The numbers of rows before a row that the layers' convolutions read, each once."""
+    """Returns how many earlier rows the layers' convolutions read: each number that occurs, once."""
     return {each.halo_rows for each in recurrences if each is not None}
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
-    """Refuses token ids that the model does not know, which a split embedding would silently take for zeros.
+    """Refuses token ids that the model does not have. An embedding that is split over ranks would give them zeros.
 
-    ``drawn`` has where documents were before they were dealt anew, for the message.
+    Args:
+        batches: this rank's rows, by micro-batch.
+        vocabulary: token ids have to be below this number.
+        drawn: by micro-batch, [documents, 2] the micro-batch and place in which the caller gave each document.
 
     Raises:
-        DataError: a document has such a token.
+        DataError: a row has such a token; the message names its document as the caller gave it.
     """
     for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
@@ -260,7 +282,10 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
 
 
 def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:
-    """Returns documents, with their homes and weights, in the micro-batches into which a plan dealt them."""
+    """Returns the documents and their weights in the micro-batches into which the plan dealt them.
+
+    Homes need no change, as a plan does not deal documents that have homes. ``drawn`` is as in :func:`_check_ids`.
+    """
     given, weights = documents.micro_batches, documents.weights
     return replace(
         documents,
@@ -276,8 +301,9 @@ def batch_on_device(
     *,
     lengths: bool = False,
 ) -> Batch:
-    """Returns a rank's rows of a micro-batch, which are on the device once ``upload`` is sent; with ``lengths`` they
-    have the lengths of their documents."""
+    """Returns a rank's rows of a micro-batch as tensors; ``upload`` fills these when it is sent.
+
+    With ``lengths`` the attention object also gets the length of every row's document."""
     columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions, rows.documents)
     tokens, labels, loss_mask, positions, numbers = (upload.add(column)[None] for column in columns)
     if lengths:
@@ -294,16 +320,16 @@ def packed_batches(
     *,
     lengths: bool = False,
 ) -> tuple[Batch, ...]:
-    """Returns micro-batches whose attention stays at home, for Megatron's own schedules."""
+    """Returns micro-batches whose attention every rank computes for itself; Megatron's own schedules run them."""
     columns = with_equal_rows(rows) if options.stages > 1 else rows
     return tuple(batch_on_device(upload, *each, lengths=lengths) for each in zip(columns, attention, strict=True))
 
 
 def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBatch:
-    """Returns the attention of a rank's whole documents.
+    """Returns the attention object of a rank whose documents are all whole.
 
     Raises:
-        PlanError: a document spans ranks; every rank raises it.
+        PlanError: the layout cuts a document, on any rank; all ranks raise it, as they have the same layout.
     """
     everyone = layout.q
     cut = everyone.document[(everyone.start > 0) | (everyone.stop < layout.last[everyone.document])]
@@ -319,12 +345,13 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
 
 
 def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
-    """Pads a rank's micro-batches of a step to the rows of the largest one: token 0, no loss, part of no document.
+    """Pads all micro-batches of a rank to the rows of its largest one. Padding rows have token 0, no loss and no
+    document.
 
-    Megatron's 1F1B moves activations of one size between stages. If sizes differed, it would first send each size and
-    wait for it on the host, at every stage and micro-batch.
+    Megatron's 1F1B schedule then moves activations of one size between stages. For unequal sizes it would first send
+    each size and make the host wait for it, at every stage and micro-batch.
     """
-    assert all(len(batch.nano_rows) == 1 for batch in batches), "only rows of one nano-batch end where padding begins"
+    assert all(len(batch.nano_rows) == 1 for batch in batches), "padding is appended, so there is one nano-batch"
     rows = max(batch.nano_rows[0] for batch in batches)
 
     def padded(column: np.ndarray, value: int = 0) -> np.ndarray:

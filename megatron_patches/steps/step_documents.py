@@ -1,4 +1,9 @@
-"""The documents of a step as a caller gives them, and checks that they are documents."""
+"""The documents that a caller gives to ``CAD.plan_step`` or ``CAD.plan_ahead``, and the checks that they fit.
+
+A step is a list of micro-batches. A micro-batch is a list of documents over all data-parallel ranks. Every rank gets
+the same documents, and reads token ids of its own rows only. A document's *home* is the data-parallel rank that holds
+it whole.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,8 @@ from distca.data.batch import Document
 from distca.errors import PlanError
 
 _SAMPLES, _SAMPLE_IDS = 8, 16
-"""Documents of a step that ranks compare, and token ids of each. More would find rarer differences, but each document
-of another rank is read for it alone."""
+"""The number of documents in a step's checksum, and the number of token ids of each. Larger numbers would find rarer
+differences between ranks. But every rank reads these ids, also of documents whose rows it does not hold."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +27,12 @@ class StepDocuments:
     """The documents of one step, the same on every rank.
 
     Attributes:
-        micro_batches: by micro-batch, its documents; a document is anything with a length and slices of token ids.
-        homes: by micro-batch, [documents] the data-parallel rank on which each stays whole; None lets documents span
-            ranks.
-        note: anything that the caller wants to find again at the step.
-        weights: by micro-batch, [documents] weight of each target of a document in the loss; None weighs all by 1.
+        micro_batches: for each micro-batch a list of documents. A document is anything with a length and slices of
+            token ids.
+        homes: for each micro-batch [documents], the data-parallel rank that holds the whole document. None lets the
+            planner cut documents over ranks.
+        note: any object of the caller's; it comes back as ``step.documents.note``.
+        weights: for each micro-batch [documents], the factor of a document's tokens in the loss. None is 1 for all.
     """
 
     micro_batches: Sequence[Sequence[Document]]
@@ -36,11 +42,11 @@ class StepDocuments:
 
 
 def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments:
-    """Returns the same documents as lists, which can be read several times.
+    """Returns the given documents with lists in place of iterables, and with homes and weights as arrays.
 
     Raises:
-        PlanError: something is no micro-batch or no document; there is not one home or weight for each document; a
-            weight is negative or no number.
+        PlanError: a micro-batch or document has another type; there is not one home or weight for each document; a
+            weight is negative, infinite or nan.
     """
     documents = given if isinstance(given, StepDocuments) else StepDocuments(given)
     try:
@@ -64,13 +70,16 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
 
 
 def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> None:
-    """Refuses documents that have no place.
+    """Refuses documents that do not fit.
 
-    These are documents without tokens, micro-batches of more tokens than data-parallel ranks hold, and homes of more
-    tokens than one of them holds. A home that is no data-parallel rank is refused, too.
+    Args:
+        documents: from :func:`listed`.
+        ranks: number of data-parallel ranks.
+        tokens_per_rank: most tokens of a micro-batch on a rank, in the mean over ranks. It limits each rank where
+            documents have homes.
 
     Raises:
-        PlanError: a document has no place; it names the first.
+        PlanError: a document has no tokens, a micro-batch has too many, or a home has too many or does not exist.
     """
     most = ranks * tokens_per_rank
     for number, micro_batch in enumerate(documents.micro_batches):
@@ -102,6 +111,7 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
 
 
 def _check_row(name: str, document: Any) -> None:
+    """Refuses anything but a one-dimensional sequence; ``name`` is how the message calls it."""
     if not hasattr(document, "__len__") or isinstance(document, Mapping | str | bytes):
         found = f"a {type(document).__name__}"
     elif getattr(document, "ndim", 1) != 1:
@@ -114,10 +124,10 @@ def _check_row(name: str, document: Any) -> None:
 
 
 def checksum(documents: StepDocuments) -> int:
-    """Returns a CRC-32 of all weights and of some token ids of some documents.
+    """Returns a CRC-32 of all weights and of a sample of token ids, by which ranks find that their documents differ.
 
-    Ranks that read other documents, of lengths that happen to be the same, rarely have the same number. Reading all
-    tokens would mean reading every rank's rows on every rank.
+    The sample has the middle ids of documents that are spread evenly over the step. All ids would be too many: every
+    rank would read the documents of all ranks.
 
     Args:
         documents: from :func:`listed`.
@@ -130,13 +140,23 @@ def checksum(documents: StepDocuments) -> int:
         document = everyone[number]
         first = max(0, (len(document) - _SAMPLE_IDS) // 2)
         ids = np.asarray(document[first : min(first + _SAMPLE_IDS, len(document))])
-        if ids.dtype.kind in "iu":  # the rank that has the rows refuses other types
+        if ids.dtype.kind in "iu":  # other types are refused later, by the rank that holds the document
             value = zlib.crc32(ids.astype(np.int64).tobytes(), value)
     return value
 
 
 def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
-    """Returns, for each micro-batch, an array of one value per document, or None where that is given."""
+    """Checks homes or weights; returns one array per micro-batch, or None where the caller gave None.
+
+    Args:
+        name: "homes" or "weights", for messages.
+        kinds: the kinds of numpy dtypes that are allowed, such as "iu" for whole numbers.
+        given: for each micro-batch, one value per document, or None.
+        micro_batches: the documents.
+
+    Raises:
+        PlanError: the number of micro-batches or of values is wrong, or values have another type.
+    """
     if len(given) != len(micro_batches):
         raise PlanError(f"`{name}` are those of {len(given)} micro-batches, and the step has {len(micro_batches)}.")
     arrays = []

@@ -1,7 +1,8 @@
-"""Steps that are made one ahead in a background thread, and compared between ranks.
+"""Makes training steps in a background thread, one ahead, and compares each step's plan between ranks.
 
-Every rank knows the lengths of all documents, so all ranks plan alike without messages, while the step before runs. The
-training loop waits only if planning takes longer than a step; ``Step.waited_ms`` has that time.
+``CAD.plan_ahead`` yields the steps of :class:`AgreedSteps`. Every rank has the lengths of all documents and plans by
+itself, while the device still runs the previous step. Before a step is handed on, ranks compare checksums of its plan
+and of some tokens. The training loop waits only if planning takes longer than a step; ``Step.waited_ms`` has that time.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ from megatron_patches.steps.step_documents import checksum
 
 
 class AgreedSteps:
-    """Makes the steps of this rank's loops in one thread, and compares each with the other ranks' step. All ranks
-    create it together.
+    """Makes the steps of all this rank's loops in one thread, and compares each step with the other ranks' one.
+
+    All ranks create the object together, as it creates a process group.
 
     Args:
-        device: the device to which the thread copies.
+        device: the device to which the thread copies rows and routes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._agreement, self._thread = Agreement(), planning_thread(device)
 
     def ahead(self, steps: Iterable[Step], first: int) -> Generator[Step, None, None]:
-        """Yields the steps, made one ahead; all ranks call it in the same order.
+        """Yields the steps, each made one ahead; all ranks call this for the same loops in the same order.
 
         Args:
-            steps: an iterable that makes each step when it is asked for it.
+            steps: an iterator that makes a step at each ``next``.
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError: making a step raised it, or another rank planned a step differently, or could not plan it.
+            PlanError: a step could not be made here or on another rank, or ranks have different plans or documents.
         """
         return iter(StepsAhead(self._agreement.on(steps, _fingerprint, first), self._thread))
 
@@ -49,7 +51,7 @@ def _fingerprint(step: Step) -> Fingerprint:
 
 
 def planning_thread(device: torch.device) -> ThreadPoolExecutor:
-    """The background thread in which steps are made, which copies to ``device``."""
+    """Returns a pool of one background thread in which steps are made; its current CUDA device is ``device``."""
     return ThreadPoolExecutor(1, thread_name_prefix="distca-planning", initializer=_begin, initargs=(device,))
 
 
@@ -63,18 +65,18 @@ def _begin(device: torch.device) -> None:
 
 
 def _is_planning() -> bool:
-    """Whether this is a thread that makes steps, in which waiting for a step would never end."""
+    """Whether the caller runs in a thread that makes steps. Waiting there for a step would never end."""
     return getattr(_here, "plans", False)
 
 
 class StepsAhead:
-    """Makes steps in a background thread, one ahead.
+    """Makes the steps of one loop in a background thread, one ahead.
 
-    Several of these objects may share a thread. It makes their steps in the order in which they were begun, which is
-    the same on every rank, whichever rank leaves a loop first.
+    Several loops may share a thread, such as training and a validation inside it. Ranks begin steps in the same order,
+    and the thread makes them in that order. So ranks compare the same step, even if one rank leaves a loop earlier.
 
     Args:
-        steps: an iterable that makes each step when it is asked for it; only the thread asks, in order.
+        steps: an iterable that makes a step at each ``next``; only the thread calls it.
         thread: from :func:`planning_thread`.
     """
 
@@ -92,19 +94,19 @@ class StepsAhead:
             self.close()
 
     def start(self) -> None:
-        """Begins the next step, unless it is being made already, or nobody will take it."""
+        """Begins to make the next step, unless that was begun already or the loop has ended."""
         if self._next is None and not self._closed:
             stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
             self._next = self._thread.submit(self._make, stream)
 
     def _make(self, stream: torch.cuda.Stream | None) -> Step | None:
-        with torch.cuda.stream(stream):  # the caller's stream, on which copied rows are read
+        with torch.cuda.stream(stream):  # the training loop's stream, which reads the copied rows
             return next(self._steps, None)
 
     def close(self) -> None:
-        """Waits for a step that was begun, as other ranks may compare theirs with it, and drops it."""
+        """Ends the loop. A step that was begun is made to the end, as other ranks wait to compare it, and dropped."""
         self._closed, begun, self._next = True, self._next, None
-        if begun is not None and not _is_planning():  # garbage collection in the thread may call this
+        if begun is not None and not _is_planning():  # Python may collect a left loop in the planning thread
             wait([begun])
 
     def _take(self) -> Step | None:
@@ -122,6 +124,6 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # The next step is begun once the caller has queued this one. Before, the thread would hold Python's lock while
-        # the caller needs it.
+        # The next step is begun once this one's work is queued on the device. Until then the planning thread would hold
+        # Python's lock while the training loop needs it.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)
