@@ -1,11 +1,13 @@
-"""Dealing items of many sizes to bins: each bin gets the same work, none more tokens than it has room for.
+"""Dealing documents to bins, so that bins get equal work and none gets more tokens than it has room for.
 
-Placement deals documents with it, to nodes and then to the ranks of each node. Work is in units of the mean rank's.
+``shares.py`` calls this to place the documents of a micro-batch. The bins are nodes first, and then the ranks of each
+node. An *item* is a document, or the part of a document that a node got. An item that no bin can take whole is cut into
+*shares*, each in another bin. Work is attention time; the mean rank's work is 1.
 
-The *filler* is what comes after the items that are dealt here: the short documents that are laid into whatever room is
-left. The *surplus* of an item is its work, less the work of as many tokens of filler. A bin's surplus decides, not its
-work: whatever room an item does not take will be filled, and filler brings work too. Example: with filler of 0.1 work
-per 1,000 tokens, an item of 2,000 tokens and 0.5 work has a surplus of 0.3.
+The *filler* are the shortest documents. They are not dealt here: they later fill all room that items leave. Filler
+brings work too, so a bin with much room left will get work in any case. Bins and items are therefore compared by their
+*surplus*. The surplus of an item is its work, minus the work of as many tokens of filler. Example: filler has 0.1 work
+per 1,000 tokens. Then an item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
 """
 
 from __future__ import annotations
@@ -17,40 +19,45 @@ from typing import NamedTuple
 import numpy as np
 
 _DENSE = 0.6
-"""The work per token, over the mean, below which an item counts as sparse. Ranks that have enough work are filled up
-with sparse ones. With 0.4 or 0.8 bytes change by 1 % (benchmarks/results/planner.md, as of all constants here)."""
+"""An item is *sparse* if its work per token is below this multiple of the mean over all items and filler. Room that
+shares leave free on a rank is expected to be filled with sparse items. With 0.4 or 0.8 plans move 1 % more or fewer
+bytes. The measurements of all constants here are in benchmarks/results/planner.md."""
 _SAME_SIZE = 1.5
-"""The ratio of rows within which items are dealt together. They are compared with the same rate of filler, so that bins
-are sorted once for all of them."""
+"""Items are dealt in groups. The longest item of a group has at most this many times the rows of the shortest. Bins are
+sorted once for each group, by its rate of filler."""
 OVERFULL = 0.012
-"""The work above its goal that a rank may get so that an item stays whole, in parts of the mean rank's work. Beyond it
-the item is cut into shares. It is about what the scheduler tolerates anyway."""
+"""The work that a rank may get above its goal so that an item stays whole; the mean rank's work is 1. An item that
+would exceed it is cut into shares. The scheduler tolerates about this difference anyway."""
 _OVERFULL_WITH_KEYS = 0.09
-"""The same limit for the last share of a document with more keys than a rank has tokens. A further rank would read all
-these keys for this little work (benchmarks/results/planner.md)."""
+"""``OVERFULL`` for the last share of a document with more keys than a rank has tokens. Without it a further rank would
+read all these keys for this little work (benchmarks/results/planner.md)."""
 _LEVELLINGS = 3
-"""Rounds in which shares are resized. Each rank's change disturbs the others that share the document, less every time:
-without a round bytes grow by 1.2 %, with one by 0.1 %, with more than two they stay the same."""
+"""Rounds in which :func:`levelled` resizes shares. A round that levels one rank disturbs the others with shares of the
+same document, a little less each time. Without any round plans move 1.2 % more bytes, with one 0.1 % more. More than
+two change nothing further."""
 _NO_SURPLUS = 1e-6
-"""The part of an item's work below which its surplus is rounding, and its shares cannot level anything."""
+"""A surplus below this part of an item's work is taken for rounding. Resizing shares of such an item would level
+nothing."""
 _FEW_SHARES = 1.1
-"""The length of a document in shares, over a rank's tokens, up to which it begins where the document before left room.
-Longer ones begin on an empty rank, and their leftovers go to shorter documents, which have fewer keys."""
+"""A document with up to this many times a rank's tokens begins on the rank where the document before it ended. A longer
+document begins on the rank that lacks most surplus. Where it ends, the room goes to shorter documents, which have fewer
+keys."""
 LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
-"""The least work of a share, in parts of the mean rank's work. Where tokens are scarce, a share may be as small as the
-second part of that. Smaller shares would cost more in keys that are read again than they level."""
+"""The first is the least work of a share; the mean rank's work is 1. Where a bin's tokens limit a share, it may be
+smaller: the second is that limit, as a part of the first. Below these limits, reading the document's keys once more
+would cost more than the share levels."""
 
 
 @dataclass(frozen=True)
 class Items:
-    """The items that are dealt, longest document first. Array legend: I items.
+    """Documents, or nodes' parts of documents, longest first. Array legend: I items.
 
     Attributes:
         rows: [I] tokens.
-        work: [I] float64.
-        added: [I] float64 work that each share has beyond its part of the item's work.
+        work: [I] float64 work of the whole item.
+        added: [I] float64 work that every share of the item has on top of its part of ``work``.
         long: [I] bool, whether the item is to be cut into shares.
-        keys: [I] tokens of the document that the item is, or is a part of.
+        keys: [I] tokens of the whole document.
     """
 
     rows: np.ndarray
@@ -60,18 +67,18 @@ class Items:
     keys: np.ndarray
 
     def of(self, item: np.ndarray, part: np.ndarray) -> Items:
-        """Returns [N] parts of items as items of their own: the ``part`` of each ``item``."""
+        """Returns new items, each a fraction ``part`` [N] of the item with the index ``item`` [N]."""
         rows, work = self.rows[item] * part, self.work[item] * part
         return Items(rows, work, self.added[item], self.long[item], self.keys[item])
 
     def between(self, low: int, high: int) -> Items:
-        """The items from index ``low`` up to ``high``."""
+        """Returns the items from index ``low`` up to ``high``."""
         columns = (self.rows, self.work, self.added, self.long, self.keys)
         return Items(*(column[low:high] for column in columns))
 
 
 class Parts(NamedTuple):
-    """Parts of items in bins, [N] each: int64 item, int64 bin and float64 part of the item."""
+    """The parts of items that bins got, [N] each: index of the item, index of the bin, and the fraction of the item."""
 
     item: np.ndarray
     bin: np.ndarray
@@ -79,11 +86,11 @@ class Parts(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """Bins with what was dealt to them. Array legend: B bins.
+    """Bins with the parts that they got. Array legend: B bins.
 
     Attributes:
-        parts: the parts that were dealt.
-        mean: [B] float64 work that a rank of the bin should get.
+        parts: the parts of items.
+        mean: [B] float64 work that each rank of the bin should get.
         need: [B] float64 work that each bin still lacks; negative where it has too much.
         space: [B] float64 tokens that each bin still has room for.
     """
@@ -103,20 +110,21 @@ def deal_to_bins(
     most: tuple[float, float],
     in_turn: bool = False,
 ) -> tuple[Filled, list[tuple[int, float]]]:
-    """Deal items to bins: each to the bin that lacks most surplus and has the tokens, or in parts to several.
+    """Deals items to bins. Each goes to the bin that lacks most surplus and has the tokens, or in parts to several
+    bins.
 
     Args:
-        items: longest first.
+        items: the items, longest first.
         mean: work that each rank should get.
-        room: tokens that each bin has room for.
-        ranks: number of ranks that each bin stands for.
-        filler: work per token, and tokens, of the short documents that come after these items.
-        most: most work of shares on a rank, in parts of the mean, and most rows of them, in parts of its tokens.
-        in_turn: whether a document in few shares begins where the one before left room, and slivers of long ones are
-            avoided.
+        room: [B] tokens that each bin has room for.
+        ranks: [B] number of ranks that each bin stands for.
+        filler: work per token of the filler, and its number of tokens.
+        most: limits on the shares of one rank: their work over the mean work, and their rows over the rank's tokens.
+        in_turn: whether a document in few shares begins on the bin where the document before it ended. Then also no bin
+            gets a sliver of a document with many keys.
 
     Returns:
-        The bins; and (item, part of it) of everything that found no room.
+        The bins; and (item, fraction of the item) for all that found no room.
     """
     rates = Rates(items.rows, items.work, filler)
     bins = _Bins(mean, room, ranks, rates.sparse, most, in_turn)
@@ -125,9 +133,9 @@ def deal_to_bins(
     keys = items.keys.tolist()
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
-    # Items [begin, end) of about one size are dealt against the filler that begins at ``end``. Small ones are put whole
-    # into the neediest bin, quickly. Any other one is put whole, or cut: first into what bins lack, then, where all
-    # have enough work, into whatever tokens are left.
+    # Items [begin, end) are one group of about the same size; the filler for them are all items from "end" on. Small
+    # items are put whole, in one quick loop. Any other item is put whole if a bin can take it. Else it is cut: first
+    # into parts that bins lack in work. If something is left then, bins take what they have tokens for.
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -152,17 +160,18 @@ def deal_to_bins(
 
 
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
-    """Returns the dealt parts, with the shares of long documents resized.
+    """Returns the dealt parts, with the shares of long documents resized so that ranks have more equal work.
 
-    Whole documents were dealt after the shares, so ranks with shares may lack work by now, or have too much. Each
-    round gives every rank what it lacks. Then the shares of a document are scaled so that they add up as before.
+    Shares were dealt before shorter documents, so a rank with shares may have too little work by now, or too much. Each
+    round scales all shares of a rank so that the rank would have its goal. Then the shares of each document are scaled
+    to the same sum as before.
 
     Args:
         items: all items.
         filled: the bins with the parts that were dealt.
         rate: work per token of the filler.
     """
-    # An item without surplus brings no more work than the filler, so that resizing its shares would level nothing.
+    # An item without surplus has as much work per token as filler: resizing its shares would level nothing.
     resizable = items.long & (items.work - rate * items.rows > _NO_SURPLUS * items.work)
     in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
     if not len(in_shares):
@@ -176,8 +185,9 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
-        # Per share: its surplus, and its rows. A rank's shares all grow by the factor that covers what it lacks, and by
-        # no more than its space allows. "whole" is what the shares of one document add up to.
+        # "size" is the surplus of each share and "own" its rows. The shares of a rank all grow by the same factor,
+        # until the rank has what it lacks ("wanted") or is out of tokens ("most"). "whole" is the sum of a document's
+        # shares, which stays.
         size, own = part * surplus, part * rows
         lacks = need - rate * space
         wanted = size * (1 + (lacks / np.maximum(np.bincount(at, size, len(space)), tiny))[at])
@@ -193,19 +203,19 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
 
 
 class _Bins:
-    """Nodes or ranks while they fill up. Array legend: B bins.
+    """The bins while they are filled: a heap with the bin that lacks most surplus on top. Array legend: B bins.
 
     Args:
         mean: work that each rank should get.
         room: [B] tokens that each bin has room for.
         ranks: [B] number of ranks that each bin stands for.
-        sparse: work per token of the sparsest documents.
-        most: most work of shares on a rank, in parts of the mean, and most rows of them, in parts of its tokens.
-        in_turn: whether the bin with the newest share is set aside until :meth:`take_back`.
+        sparse: work per token of sparse items (:class:`Rates`).
+        most: as in :func:`deal_to_bins`.
+        in_turn: whether the bin that got the newest share leaves the heap until :meth:`take_back`.
 
     Attributes:
         least: least work of a share.
-        many_keys: whether the item being cut has so many keys that no rank should read them for little work.
+        many_keys: whether the item that is being cut has so many keys that no rank should read them for little work.
     """
 
     def __init__(
@@ -214,7 +224,8 @@ class _Bins:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
         self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
-        # The rows that shares leave free are filled with the sparsest documents, which bring some of the work.
+        # Shares may take up a part of a bin's rows ("most_rows"). The other rows will hold sparse documents, which
+        # bring a part of the work that the bin may have.
         self._need_shares = [
             most_work * lacks - sparse * (1 - most_rows) * tokens
             for lacks, tokens in zip(self._need, self._space, strict=True)
@@ -229,15 +240,15 @@ class _Bins:
 
     @property
     def filled(self) -> Filled:
-        """The bins with all that was put into them so far."""
+        """Returns the bins with all parts that they got so far."""
         item, at, part = self._dealt
         parts = Parts(np.array(item, np.int64), np.array(at, np.int64), np.array(part, np.float64))
         return Filled(parts, np.full(len(self._need), self._mean), np.array(self._need), np.array(self._space))
 
     def order_by(self, rate: float) -> None:
-        """Sorts bins by the surplus that they lack, most first, where filler has ``rate`` work per token.
+        """Sorts the bins by the surplus that each lacks, most first, for filler with ``rate`` work per token.
 
-        A bin lacks its missing work, less what filler will bring into all of its room."""
+        The lacking surplus is the work that the bin lacks, minus the work of filler in all of its room."""
         self._rate, self._newest = rate, -1
         pairs = zip(self._need, self._space, strict=True)
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
@@ -245,10 +256,10 @@ class _Bins:
         heapq.heapify(self._heap)
 
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
-        """Puts whole items, from ``first`` up to ``end``, each into the bin that lacks most surplus then.
+        """Puts whole items from index ``first`` up to ``end``, each into the bin that lacks most surplus at that time.
 
-        It goes on while items are ``small``, too small ever to be cut, and that bin has the tokens. Returns the first
-        item that was not put."""
+        This stops at an item that is not ``small``, or that the bin has no tokens for. Items are small if they have
+        less work than a share may have. Returns the index of the first item that was not put."""
         if first == end or not small[first]:
             return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace
@@ -268,10 +279,17 @@ class _Bins:
         return end
 
     def put_whole(self, item: int, own: float, brings: float) -> bool:
-        """Puts a whole item into the neediest bin that has the tokens; returns whether it did.
+        """Puts a whole item into the bin that lacks most surplus among those with enough tokens; returns whether it
+        did.
 
-        It does not where the bin would get more than ``OVERFULL`` too much, unless the excess is too small for a
-        share."""
+        The item is not put if the bin would get more than ``OVERFULL`` work above its goal. It is put all the same if
+        the item, or the part of it that fits, has too little work for a share.
+
+        Args:
+            item: index of the item.
+            own: rows of the item.
+            brings: work of the item.
+        """
         aside = []
         while self._heap and self._space[self._heap[0][1]] < own:
             aside.append(heapq.heappop(self._heap))
@@ -283,7 +301,7 @@ class _Bins:
             if found:
                 self._put(item, at, 1.0, own, brings)
         for each in aside:
-            # A bin with room for less than one token is out of this round: only parts may still fit.
+            # A bin without room for one token is left out until the next cut: only fractions of an item may still fit.
             if self._space[each[1]] < 1.0:
                 self._full.append(each)
             else:
@@ -291,10 +309,10 @@ class _Bins:
         return found
 
     def take_back(self, *, first: bool = False) -> None:
-        """Puts the bin with the newest share back among the others; in front, with ``first``, if it lacks two more
-        shares.
+        """Returns the bin with the newest share to the heap.
 
-        The next document then begins there. So no bin gets shares of many documents, and reads the keys of each."""
+        With ``first``, the bin comes out on top if it still lacks two least shares. Then the next document begins
+        there. This keeps the number of documents low whose keys one bin must read."""
         at, self._newest = self._newest, -1
         if at >= 0:
             first = first and self._need_shares[at] >= 2 * self.least
@@ -304,15 +322,15 @@ class _Bins:
         return self._rate * self._space[at] - self._need[at]
 
     def put_parts(self, item: int, part: float, own: float, brings: float, extra: float, *, within_need: bool) -> float:
-        """Puts ``part`` of an item into one bin after the other; returns the part that is left.
+        """Puts a fraction of an item into one bin after the other; returns the fraction that is left.
 
         Args:
-            item: its number.
-            part: how much of it is to be put.
+            item: index of the item.
+            part: fraction of the item that is to be put.
             own: rows of the whole item.
             brings: work of the whole item.
-            extra: work that each share has beyond its part.
-            within_need: whether a bin gets as much as it lacks, or as much as it has tokens for.
+            extra: work that each share has on top of its part of ``brings``.
+            within_need: True limits each bin to the work that it lacks; False limits it by its tokens alone.
         """
         aside = []
         while self._full:
@@ -328,7 +346,8 @@ class _Bins:
                 space = min(self._space[at], self._space_shares[at])
                 if most * part > lacks + over or own * part > space:
                     taken = min((lacks - extra) / most if most > 0 else part, space / own)
-                    # The rest must not be a sliver: this bin takes it too, or leaves a whole least share.
+                    # The rest must not be smaller than a least share. Either this bin takes the rest too, or it takes
+                    # less, so that a least share is left.
                     if part - taken < least:
                         taken = part if (part - taken) * most <= over else part - least
                 if taken < least and taken < part:
@@ -365,11 +384,12 @@ class _Bins:
 
 
 class Rates:
-    """Work per token of the filler, as dealing goes on.
+    """Work per token of the filler that is still to come, as items are dealt one after the other.
 
     Attributes:
-        of_shorter: [I + 1] number i is the work per token of the items from i on and of the filler together.
-        sparse: work per token of the sparse items together; where none is sparse, of the last item and the filler.
+        of_shorter: [I + 1] number i is the work per token of items i, i + 1, ... and the filler together.
+        sparse: work per token of all sparse items together (``_DENSE``). Where no item is sparse, it is that of the
+            last item and the filler.
     """
 
     def __init__(self, rows: np.ndarray, work: np.ndarray, filler: tuple[float, int]) -> None:

@@ -1,14 +1,16 @@
-"""Placing each nano-batch by itself: long documents in parts that are cut from their end.
+"""Placing one nano-batch's documents on ranks by work, where long documents are cut from their end.
 
-Documents with more work than one rank should have are cut, from their end, into parts of one rank's work each. The
-others are dealt by work, and the shortest are filler: they fill what is left of the budgets. Which documents are
-computed in ping and which in pong is settled before (``nano_batches.py``), so hardly any document has rows in both.
-Small pools take this placement where it costs less than that of both together (``shares.py``,
-``distca/plan/choice.py``).
+A micro-batch has two *nano-batches*, ping and pong: the transfers of one run beside the computation of the other.
+``nano_batches.py`` says before which documents are in ping and which in pong. ``lay_out.py`` then calls :func:`spread`
+for each by itself. So hardly any document has rows in both, unlike where both are placed together (``shares.py``).
+Small pools take the cheaper of the two placements (``distca/plan/choice.py``).
 
-What counts for a range is its *surplus*: its work, less the work of as many tokens of filler.
+Documents with more attention work than one rank should have are cut, from their end, into parts of one rank's work
+each. The others are dealt one by one, longest first. The shortest documents are the *filler*: they fill the tokens that
+are left, and bring work too. So ranges are compared by their *surplus*: their work minus the work of as many tokens of
+filler.
 
-Array legend: N ranges (a document, or a part of one), R ranks. Rows are int64. Work is in units of the mean rank's.
+Array legend: N ranges (documents, or parts of them), R ranks. Rows are int64. The mean rank's work is 1.
 """
 
 from __future__ import annotations
@@ -24,35 +26,38 @@ from distca.plan.place.shares import ONE_BY_ONE, Work, work_of
 from distca.plan.sorting import in_turns, order_by
 
 _DENSE = 0.6
-"""The work per token, over the mean, from which a document is cut where it exceeds a rank's work. Less dense ones are
-needed everywhere as filler. With 0.4 bytes grow by 0.7 % (benchmarks/results/planner.md, as of all constants here)."""
+"""A document is only cut for its work if it has at least this multiple of the mean work per token. Less dense ones are
+needed everywhere as filler. With 0.4 plans move 0.7 % more bytes. The measurements of all constants here are in
+benchmarks/results/planner.md."""
 _SAME_SIZE = 1.5
-"""The ratio of rows within which ranges are dealt together, against the same rate of filler, to sort ranks less
-often."""
+"""Ranges are dealt in groups. The longest of a group has at most this many times the rows of the shortest. Ranks are
+sorted once for each group, by its rate of filler."""
 _SHORT_DOCUMENTS = 0.03
-"""The part of all work in the shortest documents, which are filler and not dealt one by one. With 0.01 or 0.1 the
-slowest server is 0.05 to 0.12 % slower."""
+"""The shortest documents, with this part of all work, are filler. With 0.01 or 0.1 the slowest server is 0.05 to 0.12 %
+slower."""
 _ENOUGH_OVER = 0.005
-"""The surplus above a rank's that a document may keep uncut, as a part of it. The mean work is settled, too, when cuts
-change it by less."""
+"""A document is not cut if its surplus exceeds a rank's by at most this part of it. It also ends the search for the
+mean work, in :func:`_cut_long`: a smaller change of the mean does not count."""
 _LEAST_PART = 0.05
-"""The least surplus that a rank should get from long documents, in parts of the mean work. With less, filler alone
-gives ranks nearly all their work, and no document is cut."""
+"""No document is cut if each rank should get less surplus than this part of the mean work. Filler alone gives ranks
+nearly all their work then."""
 _PASSES = 3
-"""Times that documents are cut anew, as cuts add work and so raise the mean."""
+"""How often documents are cut anew, at most. Cuts add work, which raises the mean work that the next pass cuts for."""
 _CORRECTIONS = 2
-"""Times that the place of a document's first cut is corrected by its measured work. With one bytes grow by 1.8 %."""
+"""How often the place of a document's first cut is guessed, each time with the work that the guess before had. With one
+guess plans move 1.8 % more bytes."""
 
 
 def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool = False) -> tuple[Stream, np.ndarray]:
-    """Places ``stream`` on ranks with about equal attention work, both directions together.
+    """Places ``stream`` on ranks with about equal attention work, forward and backward together.
 
     Args:
         stream: [N] ranges of documents, in any order; at least one token.
         budgets: [R] tokens per rank; they add up to the stream's tokens.
-        cost: seconds per CA-task.
-        backwards: whether ranks are dealt to in the opposite order. The parts of a document go to one rank after the
-            other, and the last part needs the keys of all. So ping forwards and pong backwards level the keys of ranks.
+        cost: seconds per task.
+        backwards: whether ranks get documents in the opposite order. The parts of a document go to one rank after the
+            other, and the last part needs the keys of all. So the rank that needs most keys in ping needs fewest in
+            pong if pong is placed backwards.
 
     Returns:
         The ranges, some of them cut, and the rank of each.
@@ -73,10 +78,9 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
 
 
 def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, np.ndarray, Stream]:
-    """Returns parts that fill one rank each, the rank of each, and everything else.
+    """Returns parts of long documents with one rank's work each, the rank of each, and all other ranges.
 
-    Every part loads keys once more, which adds work: so the cuts are made again with the higher mean.
-    """
+    Every part reads keys once more, which adds work. So documents are cut again, with the higher mean work."""
     mean = 1.0
     for _ in range(_PASSES):
         parts, ranks, rest = _parts_of(stream, budgets, work, mean)
@@ -88,15 +92,16 @@ def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, 
 
 
 def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> tuple[Stream, np.ndarray, Stream]:
-    """Returns the parts for a rank's work of ``mean``, the rank of each, and what is left of all ranges."""
-    # A rank full of filler ("short_rate" per token) lacks the work "wanted"; each part brings that surplus. Documents
-    # of more surplus than "enough" are long.
+    """Returns parts for ranks with the work ``mean``, the rank of each part, and the ranges that are left."""
+    # A rank full of filler, which has "short_rate" work per token, still lacks the surplus "wanted". So every part gets
+    # that surplus. A document with more surplus than "enough" is long.
     start, stop = stream.start, stream.stop.copy()
     rows = stop - start
     whole = work(start, stop)
     dense = whole >= _DENSE * rows / budgets.mean()
     short_rate = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
-    # Only ranks with at least half of the largest budget get parts: ``align`` may leave the last ranks next to nothing.
+    # ``align`` may leave the last ranks next to no tokens, so only ranks with at least half of the largest budget get
+    # parts.
     ranks = np.flatnonzero(2 * budgets >= budgets.max())
     wanted = mean - short_rate * float(budgets[ranks].mean())
     if wanted <= _LEAST_PART * mean:
@@ -110,8 +115,9 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     corrections = _CORRECTIONS
     cut: list[Stream] = []
     parts = 0
-    # All long documents lose one rank's part from their end at once, until none is long or every rank has a part. The
-    # cut ("middle") is first guessed from pairs, as if surplus grew with them, then corrected by its own work.
+    # In each round all long documents lose one rank's part from their end. Rounds go on until no document is long or
+    # every rank has a part. The part begins at "middle". The first guess takes surplus to grow with query-key pairs;
+    # the next ones use the surplus per pair of the guess before.
     while parts < len(ranks) and len(long):
         order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
         long, pairs_per_work = long[order], pairs_per_work[order]
@@ -127,7 +133,7 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
         surplus = work(low, middle) - short_rate * (middle - low)
         still = surplus > enough
         long, surplus, pairs_per_work = long[still], surplus[still], pairs_per_work[still]
-        corrections = 1  # from now on the guess comes from the part cut before, which is much alike
+        corrections = 1  # the part cut before gives the next guess, and is much alike
     some = stop > start
     rest = Stream(stream.document[some], start[some], stop[some])
     found = _joined(*cut)
@@ -138,8 +144,15 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
 def _left_over(
     work_left: np.ndarray, tokens_left: np.ndarray, work: np.ndarray, placed: Stream, rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[R] work and [R] tokens that ranks still lack after they got ``placed``, with ``work`` [N] on the [N]
-    ``rank``."""
+    """Returns [R] work and [R] tokens that ranks still lack after they got ``placed``.
+
+    Args:
+        work_left: [R] work that each rank lacked before.
+        tokens_left: [R] tokens that it lacked.
+        work: [N] work of the placed ranges.
+        placed: [N] ranges.
+        rank: [N] rank of each.
+    """
     ranks = len(tokens_left)
     tokens = np.bincount(rank, weights=placed.stop - placed.start, minlength=ranks).astype(np.int64)
     return work_left - np.bincount(rank, weights=work, minlength=ranks), tokens_left - tokens
@@ -148,10 +161,11 @@ def _left_over(
 def _deal(
     ranges: Stream, work_left: np.ndarray, tokens_left: np.ndarray, work: Work
 ) -> tuple[Stream, np.ndarray, Stream]:
-    """Deals ranges, longest first, each to the rank that lacks most surplus and has the tokens; returns those dealt,
-    their ranks, and what is left as filler."""
-    # Ranges [begin, end) of about one size are dealt together. "short_rate" is the work per token of all shorter ones,
-    # and the heap has ranks by the surplus that they lack, most first.
+    """Deals ranges, longest first, each to the rank that lacks most surplus among those with enough tokens.
+
+    Returns the ranges that were dealt, their ranks, and the ranges that are left as filler."""
+    # Ranges [begin, end) are one group of about the same size; "short_rate" is the work per token of all shorter ones.
+    # The heap has the rank on top that lacks most surplus.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))

@@ -1,4 +1,13 @@
-"""The cuts of whole documents in two, so that every rank has about the same part of its work in ping.
+"""Cutting documents in two, so that every rank has about the same part of its attention work in ping.
+
+*Ping* and *pong* are the two nano-batches of a micro-batch: the transfers of one run beside the computation of the
+other. A document's first rows, its *head*, are computed in ping, the rest in pong. ``home_rows.py`` calls this when
+documents already have their ranks. Long documents lie on several ranks, each of which has a *share* (``shares.py``);
+these are cut there. This file chooses the cuts of the documents that lie on one rank.
+
+The shortest documents are the *filler*: they fill the tokens that are left in each nano-batch, and bring work too. So
+documents are compared by their *surplus*: their work minus the work of as many tokens of filler. The mean rank's work
+is 1.
 
 Array legend: D documents, R ranks, S shares, N ranges. All arrays of rows are int64.
 """
@@ -16,38 +25,39 @@ from distca.plan.place.shares import Dealt, Work
 from distca.plan.sorting import order_by
 
 _CLOSE = 0.003
-"""The difference from the wanted work of ping, in parts of the mean rank's, for which no document is cut: a cut costs
-keys that are read twice. With 0.02 nothing changes by 1 % (benchmarks/results/planner.md, as of all constants here)."""
+"""No document is cut if ping's work is off by at most this; the mean rank's work is 1. A cut costs time, since the
+document's keys are read twice. With 0.02 nothing changes by 1 %. The measurements of all constants here are in
+benchmarks/results/planner.md."""
 
 _HALVINGS, _NEARLY = 16, 0.02
-"""Steps of the bisection for the row up to which documents are for ping: 16 find it to a 65,536th of the longest. The
-second is how much less than the wanted work counts as reached, as a part of it."""
+"""Steps of the bisection for the row up to which documents are in ping: 16 steps find it to a 65,536th of the longest
+document. The second is how far ping may stay below the wanted work, as a part of it."""
 
 _LEVELLINGS, _FEW = 2, 0.1
-"""Times that ping's part of the work is set. Where some ranks have no room for it, the others are lowered to them once.
-The second is the part of all ranks that may stay below it, and is left to the scheduler."""
+"""Rounds in which ping's part of the work is set. If more ranks than the second part have no room for so much work in
+ping, all ranks get less in the second round. The few ranks below it are left to the scheduler."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""[N] document, start, stop and rank of query ranges, each int64."""
+"""[N] document, start, stop and rank of query ranges [start, stop), each int64."""
 
 
 def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[S] where shares begin and end in a nano-batch, 0 for ping and 1 for pong.
+    """Returns [S] where shares begin and end in a nano-batch (0 is ping, 1 is pong).
 
-    Shares are mirrored in pong. A rank with outer rows of a document reads most of its keys; so who has outer rows in
-    ping has inner ones in pong."""
+    Shares count from the ends of a document, at 0, to its middle, at 1. In pong they are mirrored. A rank with outer
+    rows reads most of the keys; so a rank that has outer rows in ping gets inner rows in pong."""
     return (1 - high, 1 - low) if nano else (low, high)
 
 
 def ranges_of_shares(
     document: np.ndarray, rank: np.ndarray, low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> Ranges:
-    """The rows of shares within [first, last) [D] of their documents: a range near the start and its mirror image near
-    the end, or the one around the middle.
+    """Returns the rows of shares, where only the rows [first, last) [D] of each document count.
 
-    Example: of rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7)."""
-    # "outer" and "inner" are where a share begins and ends, in rows from either end. The share that ends at 1 joins its
-    # two ranges around the middle.
+    A share is a range near the start and its mirror image near the end; the innermost share is one range around the
+    middle. Example: of rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7)."""
+    # "outer" and "inner" are the begin and end of a share, in rows from either end of the document. A share that ends
+    # at 1 becomes one range, from its outer row to the mirror image of that.
     first, last = first[document], last[document]
     half = (last - first) // 2
     outer, inner = (low * half).astype(np.int64), (high * half).astype(np.int64)
@@ -61,18 +71,20 @@ def ranges_of_shares(
 def cut_whole(
     length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], cut: np.ndarray, whole: np.ndarray, work: Work
 ) -> None:
-    """Sets where whole documents are cut: each rank gets about the same part of its work in ping, within both budgets.
+    """Writes into ``cut`` where documents that lie on one rank are cut.
+
+    Each rank gets about the same part of its work in ping, and neither nano-batch gets more tokens than its budget.
 
     Args:
         length: [D] tokens.
-        dealt: documents on ranks.
-        budgets: of ping and pong, [R] tokens each.
-        cut: [D] rows of each document in ping; those of whole documents are written here.
+        dealt: the documents on ranks.
+        budgets: of ping and of pong, [R] tokens each.
+        cut: [D] rows of each document in ping, its head. Those of documents on one rank are written here.
         whole: [S] bool, the shares that are whole documents.
-        work: of query ranges.
+        work: gives the work of query ranges.
     """
-    # For each nano-batch and rank: the room that documents in shares leave, and the work of these documents and of the
-    # filler ("more").
+    # For each nano-batch and rank: "room" is the tokens that shared documents leave. "more" is the work of these
+    # documents, and of filler in all of that room.
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
     parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
     room, more = [], []
@@ -93,7 +105,8 @@ def cut_whole(
     square, slope = _growth(own, dealt.work[document], work)
     documents = _Documents(owner, own, square, slope - rate, square / own**2)
     columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
-    # Shares may overfill a nano-batch: what exceeds it is cut off later (home_rows.py), and nothing else has room.
+    # Shares may exceed a nano-batch's budget. ``home_rows.py`` moves the excess to other ranks later; here no room is
+    # left.
     room = [np.maximum(each, 0.0) for each in room]
     spaces, level = [each.tolist() for each in room], dealt.split.ping
     for _ in range(_LEVELLINGS):
@@ -109,14 +122,14 @@ def cut_whole(
         head = np.array(found, np.int64)
         again = np.flatnonzero(off[owner] > 0)
         if len(again):
-            # Where no choice of whole documents and one cut fits, all documents of a rank are cut. Heads have less work
-            # than whole documents of as many rows, so they are taken only where they come nearer to what is wanted.
+            # Where one cut on a rank does not suffice, all its documents are cut. A head has less work than a whole
+            # document of as many rows. So these cuts are taken only if they come nearer to the wanted work.
             heads = documents.take(again).heads(wanted, *room)
             nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
             head[again] = np.where(nearer[owner[again]], heads, head[again])
         cut[document] = head
         reached = (more[0] + documents.surplus_of(head, ranks)) / np.maximum(total, 1e-300)
-        # Where some ranks have no room for so much work in ping, the others get no more than these.
+        # If some ranks have no room for so much work in ping, the others get no more than these in the next round.
         lowest = float(np.quantile(reached, _FEW))
         if lowest > level * (1 - _NEARLY):
             break
@@ -124,25 +137,27 @@ def cut_whole(
 
 
 def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarray, np.ndarray]:
-    """Fits the work of a head of p of a document's rows as square · p² + slope · rows · p.
+    """Returns [N] ``square`` and [N] ``slope``, with which the work of a head is square · p² + slope · rows · p.
 
-    Returns [N] ``square`` and [N] ``slope``, from the work of the ``whole`` documents and of their first halves."""
+    A head is the fraction p of a document's rows. The two are found from the work of whole documents, [N] ``whole``,
+    and of their first halves."""
     half = length // 2
     part = np.maximum(half / length, 1e-9)
-    # whole = square + slope * rows; of the first half: square * part^2 + slope * rows * part.
+    # Two equations are solved for slope. Of whole documents: whole = square + slope * rows. Of their first ``half``
+    # rows: work = square * part^2 + slope * rows * part.
     slope = (work(np.zeros_like(half), half) - whole * part**2) / (length * np.maximum(part - part**2, 1e-9))
     slope = np.where(length > 1, slope, 0.0)
     return whole - slope * length, slope
 
 
 class _OnRank(NamedTuple):
-    """A rank's whole documents, longest first. Array legend: W of them.
+    """One rank's documents that lie on no other rank, longest first. Array legend: W documents.
 
     Attributes:
         rows: [W] tokens.
-        surplus: [W] work, less the work of as many tokens of filler.
-        square: [W] part of the work that grows with the square of a head's rows.
-        slope: [W] the surplus that grows with the rows, per row.
+        surplus: [W] work, minus the work of as many tokens of filler.
+        square: [W] the part of a document's work that grows with the square of a head's rows.
+        slope: [W] the part of the surplus that grows with the rows of a head, per row.
         ping: tokens that ping has room for.
         pong: tokens that pong has room for.
     """
@@ -155,10 +170,10 @@ class _OnRank(NamedTuple):
     pong: float
 
     def cuts(self, wanted: float) -> tuple[list[int], float]:
-        """[W] rows in ping of each document, so that ping has ``wanted`` surplus, and how far off that is.
+        """Returns [W] rows in ping of each document, so that ping has ``wanted`` surplus, and how far ping is off.
 
-        Each document, longest first, goes to the nano-batch that lacks more, and has the room. At most one is cut. The
-        distance is 0 where it is close enough, and infinite where a document has no room."""
+        Each document, longest first, goes to the nano-batch that lacks more surplus, if it has the room. Then at most
+        one document is cut. The distance is 0 within ``_CLOSE``, and infinite where a document has no room."""
         missing, of_pong = wanted, sum(self.surplus) - wanted
         room = [self.ping, self.pong]
         cuts: list[int] = []
@@ -177,8 +192,8 @@ class _OnRank(NamedTuple):
                 cuts.append(own)
         if abs(missing) <= _CLOSE:
             return cuts, 0.0
-        # Where ping lacks work, it gets the head of one of pong's documents; else the tail of one of its own leaves it.
-        # The shortest document that has enough surplus and room is cut.
+        # If ping lacks work, it gets the head of one of pong's documents. If it has too much, pong gets the tail of one
+        # of its documents. The shortest document with enough surplus is cut, if there is room.
         giver = 1 if missing > 0 else 0
         for at in range(len(cuts) - 1, -1, -1):
             if (cuts[at] == 0) != (giver == 1) or self.surplus[at] < abs(missing):
@@ -192,12 +207,15 @@ class _OnRank(NamedTuple):
 
 
 class _Documents(NamedTuple):
-    """The whole documents of all ranks, those of a rank one after the other, longest first. Array legend: N documents.
+    """The documents of all ranks that lie on one rank each. Those of a rank are together, longest first. Array legend:
+    N documents.
 
     Attributes:
         rank: [N] home rank.
-        rows, square, slope: as in :class:`_OnRank`.
-        dense: [N] the square part of the work over the square of the rows.
+        rows: as in :class:`_OnRank`.
+        square: as in :class:`_OnRank`.
+        slope: as in :class:`_OnRank`.
+        dense: [N] ``square`` over the square of ``rows``.
     """
 
     rank: np.ndarray
@@ -210,17 +228,17 @@ class _Documents(NamedTuple):
         return _Documents(*(column[chosen] for column in self))
 
     def surplus_of(self, heads: np.ndarray, ranks: int) -> np.ndarray:
-        """[R] surplus in ping, where [N] rows of each document are there."""
+        """Returns each rank's [R] surplus in ping, if [N] ``heads`` rows of each document are there."""
         return np.bincount(self.rank, (self.dense * heads + self.slope) * heads, ranks)
 
     def heads(self, wanted: np.ndarray, ping: np.ndarray, pong: np.ndarray) -> np.ndarray:
-        """[N] rows of every document's head in ping, so that ranks have [R] ``wanted`` surplus there.
+        """Returns [N] rows of every document's head in ping, so that ranks have [R] ``wanted`` surplus there.
 
-        Neither nano-batch gets more rows than its [R] room, ``ping`` or ``pong``. On each rank, heads end at one
-        position for all documents, which leaves ping least work for its rows. Where that is too little, they are the
-        same part of each document."""
-        # Bisection, on all ranks at once, for the last position that fits ping and is needed: for its work, or because
-        # pong has no room for what is behind it.
+        Neither nano-batch gets more rows than its [R] room, ``ping`` or ``pong``. All heads of a rank end at the same
+        position: as many rows have the least work that way. If that is too little work, the heads of the rank are the
+        same fraction of each document instead."""
+        # Bisection, on all ranks at once, for the last position at which ping has room. It ends earlier if ping has the
+        # wanted work and pong has room for the rest.
         at, own = self.rank, self.rows
         ranks, total = len(wanted), np.bincount(at, own, len(wanted))
         low, high = np.zeros(ranks), np.zeros(ranks)
@@ -240,8 +258,7 @@ class _Documents(NamedTuple):
             part = _head_with(float(wanted[rank]), 1.0, float(self.square[here].sum()), slope)
             part = min(max(part, 1 - pong[rank] / total[rank]), ping[rank] / total[rank], 1.0)
             heads[here] = part * own[here]
-        # Rounding down took rows from ping, and pong may have no room for them: documents of that rank give them back,
-        # one after the other.
+        # Heads were rounded down, so pong may have got too many rows. They go back to ping, document by document.
         over = total - np.bincount(at, heads, ranks) - np.floor(pong)
         spare = own - heads
         before = np.cumsum(spare) - spare
@@ -250,6 +267,7 @@ class _Documents(NamedTuple):
 
 
 def _head_with(surplus: float, rows: float, square: float, slope: float) -> float:
-    """Rows of the head that has this surplus, the root of dense · rows² + slope · rows; at most ``rows``."""
+    """Returns the rows of the head with this surplus, at most ``rows``: the root of dense · rows² + slope · rows =
+    surplus."""
     dense = max(square, 1e-12) / rows**2
     return float(min(max((-slope + (slope**2 + 4 * dense * max(surplus, 0.0)) ** 0.5) / (2 * dense), 0.0), rows))

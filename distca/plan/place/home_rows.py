@@ -1,17 +1,17 @@
-"""From documents on ranks to the rows of every nano-batch: what a rank computes in ping, and what in pong.
+"""Choosing the rows of every document that each rank computes in *ping* and in *pong*, the two nano-batches.
 
-One placement serves both nano-batches. A document on one rank has its first rows in ping and the others in pong. There
-queries find the keys of the first rows on the same rank. Longer documents are in shares of several ranks, and send
-keys.
+``lay_out.py`` calls :func:`home_rows` after ``shares.py`` has dealt documents to ranks. A rank keeps its documents for
+both nano-batches: their first rows, the *head*, are in ping, the others in pong. So queries in pong find the keys of
+the head on the same rank. A long document lies on several ranks. Each of these has a *share*: a range of rows and its
+mirror image. All shares of a document are cut into head and tail at the same row.
 
-Every rank puts about the same part of its work into ping: whole documents, and one that is cut where these do not
-suffice. In a document over whole ranks, the first half of the rows has little work, as they see few keys. Then ping has
-less work than pong, on all ranks alike. All shares of a document are cut at the same row: its head is before, its tail
-behind. Short documents are the filler of what is left on a rank.
+Every rank should have about the same part of its work in ping. ``head_cuts.py`` chooses cuts of the documents on one
+rank for that. A long document's head has little work for its rows, since early queries see few keys. So ping may have
+less work than pong, by the same part on all ranks. The shortest documents, the *filler*, fill the tokens that are left.
 
-Example: two ranks have 6 tokens each, 3 of them in ping. Document a, of 8 rows, is in two equal shares and is cut at
-row 4. In ping, rank 0 has the outer rows of its head, 0 and 3, and rank 1 has 1 and 2. In pong, rank 0 has the inner
-rows of its tail, 5 and 6, and rank 1 has 4 and 7. One row on each rank and nano-batch is left for short documents.
+Example: two ranks have 6 tokens each, 3 of them in ping. A document of 8 rows is in two equal shares and is cut at row
+4. In ping, rank 0 has the outer rows of the head, 0 and 3, and rank 1 has 1 and 2. In pong, rank 0 has the inner rows
+of the tail, 5 and 6, and rank 1 has 4 and 7. Each rank has one token left in each nano-batch, for filler.
 
 Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
 """
@@ -27,48 +27,50 @@ from distca.plan.place.nano_batches import Stream, laid_end_to_end
 from distca.plan.place.shares import Dealt, Work
 
 _HEAD = 0.5
-"""The part of the rows that is for ping, for documents that are in shares only because no rank had room for them."""
+"""The part of the rows that is in ping, for documents that were cut into shares only because no rank had room for
+them."""
 
 
 def home_rows(
     length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], work: Work, node: np.ndarray
 ) -> list[tuple[Stream, np.ndarray]] | None:
-    """The ranges of every nano-batch and the rank of each, so that all budgets are met exactly.
+    """Returns the ranges of every nano-batch and the rank of each, so that all budgets are met exactly.
 
     Args:
         length: [D] tokens.
-        dealt: documents on ranks.
+        dealt: the documents on ranks.
         budgets: by nano-batch, [R] tokens.
-        work: of query ranges.
+        work: gives the work of query ranges.
         node: [R] node of every rank.
 
     Returns:
-        By nano-batch, the ranges and [N] the rank of each; None where documents in shares exceed a nano-batch's room.
+        By nano-batch, N ranges and the [N] rank of each; None where documents in shares need more room than a
+        nano-batch has.
     """
     shares = dealt.shares
     whole = (shares.low == 0) & (shares.high == 1)
     cut = length.copy()
     if len(budgets) == 2:
-        # Documents that are in shares for want of room are cut in the middle, whatever the split of long ones says.
+        # Documents that were cut for want of room have half of their rows in ping; the split by work is for long ones.
         cut = np.rint(length * np.where(dealt.long, dealt.split.head, _HEAD)).astype(np.int64)
         cut_whole(length, dealt, budgets, cut, whole, work)
     keys = np.bincount(shares.rank, length[shares.document], len(node))
     found = []
     in_ping = 0
     for nano, budget in enumerate(budgets):
-        # Rows [low, high) of every document are of this nano-batch. Shares take theirs; what exceeds a rank's budget is
-        # cut off, and put beside other ranks' rows. What found no room so far ("fixed") is then laid end to end, with
-        # the filler behind it, into the room that is left.
+        # This nano-batch has the rows [low, high) of every document. First every share's rows are placed. The part of
+        # them that exceeds a rank's budget moves to a rank with room, as far as there is one. The rest ("fixed") and
+        # then the filler are laid end to end into the room that is left.
         low, high = (np.zeros_like(cut), cut) if nano == 0 else (cut, length)
         begin, end = bounds_in_nano_batch(nano, shares.low, shares.high)
         placed = [ranges_of_shares(shares.document, shares.rank, begin, end, low, high)]
         placed[0], cut_off = _within(placed[0], budget)
         room = budget - np.bincount(placed[0][3], placed[0][2] - placed[0][1], len(budget)).astype(np.int64)
-        left, nobody, begin, end = _columns(dealt.left)
+        left, no_rank, begin, end = _columns(dealt.left)
         begin, end = bounds_in_nano_batch(nano, begin, end)
-        beside, cut_off = _beside(cut_off, room, keys, node)
+        beside, cut_off = _moved_to_room(cut_off, room, keys, node)
         placed.append(beside)
-        missed = [ranges_of_shares(left, nobody, begin, end, low, high)[:3], cut_off[:3]]
+        missed = [ranges_of_shares(left, no_rank, begin, end, low, high)[:3], cut_off[:3]]
         fixed = tuple(np.concatenate(column) for column in zip(*missed, strict=True))
         short = dealt.short
         spare = int(room.sum()) - int((fixed[2] - fixed[1]).sum())
@@ -92,13 +94,15 @@ def home_rows(
 
 
 def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the documents, zeros in place of ranks, the lows and the highs of ``left``, as arrays."""
     document, low, high = zip(*left, strict=True) if left else ((), (), ())
     none = np.zeros(len(document), np.int64)
     return np.array(document, np.int64), none, np.array(low, np.float64), np.array(high, np.float64)
 
 
 def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Ranges that keep to the [R] budgets, and what had to be cut off: the ends of a rank's longest ranges."""
+    """Returns the ranges cut down to the [R] budgets, and the rows that were cut off: the ends of a rank's longest
+    ranges."""
     document, start, stop, rank = ranges
     over = np.bincount(rank, stop - start, len(budget)).astype(np.int64) - budget
     if (over <= 0).all():
@@ -116,16 +120,17 @@ def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
     )
 
 
-def _beside(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Puts ranges that were cut off on other ranks, the longest first; returns these, and the ranges that fit nowhere.
+def _moved_to_room(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
+    """Moves ranges that exceed their rank's budget to other ranks, the longest first; returns the moved, and those that
+    fit nowhere.
 
-    A range goes to a rank of its own node that has enough tokens left: the one that reads fewest keys. Where there is
-    none, it goes to the rank of any node with most room.
+    A range goes to a rank of its own node with enough tokens left, of these to the one that reads fewest keys. If there
+    is none, it goes to the rank with most room on any node.
 
     Args:
-        ranges: what was cut off, with the ranks that it was on.
-        room: [R] tokens left; those of placed ranges are subtracted here.
-        keys: [R] keys that ranks read; those of placed ranges are added here.
+        ranges: the rows that were cut off, with the ranks that they were on.
+        room: [R] tokens left; those of moved ranges are subtracted here.
+        keys: [R] keys that ranks read; those of moved ranges are added here.
         node: [R] node of every rank.
     """
     document, start, stop, rank = ranges

@@ -1,14 +1,17 @@
-"""Laying out a micro-batch: documents are dealt to nano-batches and placed on ranks.
+"""Laying out a micro-batch: which tokens each home rank holds, and in which nano-batch they are computed.
 
-Dealing cuts at most one document per stream in two: its head is computed in ping, its tail in pong. Documents are
-placed in one of four ways:
+A *home rank* holds rows of documents, its tokens. A micro-batch is computed as one or two *nano-batches*, ping and
+pong: the transfers of one run beside the computation of the other. A document may be cut in two: its head is computed
+in ping, its tail in pong. ``step.py`` calls :func:`lay_out`, which places documents in one of four ways:
 
-- by work, ping and pong together, long documents in shares (``shares.py``, ``home_rows.py``);
-- by work, each nano-batch by itself (``by_nano_batch.py``);
+- by attention work, ping and pong together, where long documents lie on several ranks (``shares.py``,
+  ``home_rows.py``);
+- by attention work, each nano-batch by itself (``by_nano_batch.py``);
 - one after the other;
 - on ranks that are given.
 
-Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are int64.
+Array legend: D documents of the micro-batch, S shards (ranges of documents, each on one rank), R ranks. All arrays are
+int64.
 """
 
 from __future__ import annotations
@@ -53,26 +56,26 @@ def lay_out(
 ) -> tuple[Layout, ...]:
     """Places a micro-batch's documents on ranks, as one or two nano-batches.
 
-    Documents are placed in the order given, except as ``dealing`` and ``placement`` say. Without ``rank_of`` every rank
-    gets equally many tokens of each nano-batch, and a document that overflows goes on on the next rank. That number is
-    a multiple of ``align``, so that sequence-parallel ranks need no padding, except those of the last home.
+    Without ``rank_of`` every rank gets about equally many tokens of each nano-batch, in multiples of ``align`` on all
+    ranks but the last. So these need no padding where tensor-parallel ranks split the rows.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
         ranks: number of home ranks.
         nano_batches: 1, or 2 for ping and pong.
-        rank_of: [D] home rank of each document; documents then never span ranks, and each rank deals its own
-            documents to the nano-batches.
+        rank_of: [D] home rank of each document; documents then never span ranks, and each rank deals its own documents
+            to the nano-batches.
         align: rows per rank are multiples of this where documents may span ranks.
         dealing: which documents go into which of two nano-batches of equal tokens; ping may be up to 1/32 longer so as
             not to leave a short tail. "in_order": ping gets the first ones. "even": documents are dealt by length, so
-            that both also have about equal attention work. "lean": where documents are spread, ping may have less work,
-            if that moves fewer bytes; else as "even".
-        placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other. "spread":
-            every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks,
-            in shares that live in both nano-batches. "spread_by_nano_batch": the same for each nano-batch by itself; it
-            is also taken where shares do not fit. With ``rank_of`` it is always "in_order".
-        cost: what "spread" counts as work; None counts query-key pairs.
+            that both also have about equal attention work. With "spread" ping has less, as far as long documents ask
+            for it. "lean": with "spread", ping may have still less work, where that moves fewer bytes; else as "even".
+        placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other; where a
+            rank is full, the document continues on the next one. "spread": every rank gets about equal attention work
+            with its equal tokens. Long documents are cut over several ranks, with rows in both nano-batches.
+            "spread_by_nano_batch": the same for each nano-batch by itself; also "spread" does this where its cuts do
+            not fit. With ``rank_of`` the placement is always "in_order".
+        cost: seconds per task, which "spread" balances; None balances query-key pairs.
         ranks_per_node: consecutive ranks that share a node; "spread" deals to nodes first. 0 where all share one.
 
     Returns:
@@ -107,6 +110,7 @@ def _check(
     dealing: str,
     placement: str,
 ) -> None:
+    """Raises PlanError for arguments of :func:`lay_out` that cannot be used."""
     if ranks < 1:
         raise PlanError(f"A layout needs at least one rank, not {ranks}.")
     if nano_batches not in (1, 2):
@@ -133,14 +137,14 @@ def _check(
 def _place_nano_batches(
     length: np.ndarray, ranks: int, nano_batches: int, align: int, dealing: Dealing, cost: CostModel | None
 ) -> list[tuple[Shards, np.ndarray]]:
-    """Deals documents to nano-batches, then places each by itself: by work where there is a cost, else in order."""
+    """Deals documents to nano-batches, then places each by itself: by work if there is a ``cost``, else in order."""
     total = int(length.sum())
     documents = np.arange(len(length))
     cut = _half(total, align)
     if nano_batches == 2 and dealing != "in_order":
         documents = dealt_evenly(length, documents, ping_first=True)
     if nano_batches == 2:
-        # Ping gets equally many rows on all ranks, so that no rank has more rows in all than the others.
+        # A moved cut is a multiple of this, so that ping's tokens still divide evenly over the ranks.
         cut = without_short_tail(length, documents, cut, ranks * align)
     placed = []
     for stream, bounds in zip(
@@ -149,7 +153,7 @@ def _place_nano_batches(
         if cost is None or not bounds[-1]:
             placed.append(_cut_at_ranks(stream, bounds))
             continue
-        # The rank that needs most keys in ping is to need fewest in pong, so pong is placed backwards.
+        # Pong is placed backwards, so that the rank with most keys in ping has fewest in pong.
         found, rank = spread(stream, np.diff(bounds), cost, backwards=len(placed) == 1)
         goes_on = np.zeros(len(length), bool)
         goes_on[stream.document] = stream.stop < length[stream.document]
@@ -158,18 +162,21 @@ def _place_nano_batches(
 
 
 def _half(total: int, align: int) -> int:
-    """Returns half of ``total`` tokens, rounded up to a multiple of ``align``."""
+    """Returns half of ``total`` tokens, rounded up to a multiple of ``align``: ping's tokens."""
     return min(total, -(-total // (2 * align)) * align)
 
 
 def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
-    """Returns for each nano-batch [R + 1] borders: rank r gets its tokens from bounds[r] up to bounds[r + 1]."""
+    """Returns [R + 1] borders for each nano-batch: rank r gets its tokens from bounds[r] up to bounds[r + 1].
+
+    Of two nano-batches, ping has the first ``cut`` of ``total`` tokens."""
     return [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
 
 
 def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
-    """[R + 1] borders of about equal parts, all but the last in multiples of ``align``. Example: 10 tokens for 3 ranks
-    in multiples of 2 are cut at 0, 2, 6 and 10."""
+    """Returns [R + 1] borders that divide ``tokens`` about evenly, all but the last in multiples of ``align``.
+
+    Example: 10 tokens for 3 ranks in multiples of 2 are cut at 0, 2, 6 and 10."""
     return np.minimum(np.arange(ranks + 1) * -(-tokens // align) // ranks * align, tokens)
 
 
@@ -188,7 +195,10 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
 def _in_shares(
     length: np.ndarray, ranks: int, nano_batches: int, align: int, cost: CostModel, ranks_per_node: int, lean: bool
 ) -> list[tuple[Shards, np.ndarray]] | None:
-    """Places the documents of ping and pong together by work; None where documents in shares do not fit."""
+    """Places the documents of ping and pong together by work; returns None if rows of cut documents do not fit.
+
+    Returns the shards and the [R] rows per rank of each nano-batch. With ``lean``, ping may have less work than pong.
+    If documents do not fit that way, they are placed without it."""
     if not len(length):
         return None
     total = int(length.sum())
@@ -211,9 +221,10 @@ def _in_shares(
 
 
 def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
-    """Shards of placed ranges, on every rank in order of document and position, and [R] rows per rank.
+    """Numbers the rows of placed ranges on their ranks; returns their shards, and [R] rows per rank.
 
-    Documents that go on in pong, [D] bool ``goes_on``, come last: carried rows are the last rows of a rank."""
+    Rows of a rank are in order of document and position. Documents that continue in pong, [D] bool ``goes_on``, come
+    last. So their rows, which pong needs again, are the last rows of a rank in ping."""
     order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
     document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
     row = np.cumsum(stop - start) - (stop - start) - bounds[rank]
@@ -225,7 +236,7 @@ def _place_whole(
 ) -> list[tuple[Shards, np.ndarray]]:
     """Places whole documents on their [D] ranks ``rank_of``; each rank deals its own to the nano-batches.
 
-    Where dealing is by work, a rank begins with the nano-batch that has less work so far."""
+    Unless dealing is in order, a rank's longest document goes to the nano-batch with less work on the ranks before."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
     ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far
@@ -247,16 +258,21 @@ def _place_whole(
 
 
 def _sorted(shards: Shards) -> Shards:
+    """Returns the shards by (document, start)."""
     order = order_by(shards.document, shards.start)
     return Shards(*(column[order] for column in shards.columns()))
 
 
 def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previous: Layout | None) -> Layout:
-    """The layout of one nano-batch, whose k,v rows are its own and those carried over from the ``previous`` one."""
+    """Returns the layout of one nano-batch.
+
+    Its k,v rows are its own rows and *carried* ones: the rows of its documents in the ``previous`` nano-batch. Carried
+    rows stay where they are; this nano-batch's queries need them."""
     q = _sorted(shards)
     first = np.zeros(documents, np.int64)
     last = np.zeros(documents, np.int64)
-    # Shards are sorted by (document, start): writing in reverse leaves each document's first start.
+    # Shards are sorted by (document, start). Written in reverse, each document's first start is written last, and
+    # stays.
     first[q.document[::-1]] = q.start[::-1]
     last[q.document] = q.stop
     carried_rows = np.zeros(ranks, np.int64)
@@ -265,7 +281,8 @@ def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previo
         split = np.flatnonzero(first > 0)
         head = np.isin(previous.q.document, split)
         np.add.at(carried_rows, previous.q.rank[head], (previous.q.stop - previous.q.start)[head])
-        # A split document is the last one a rank holds in the previous nano-batch, so its rows are that rank's tail.
+        # On each rank, documents that continue come last, so carried rows are its last rows. The rows before them,
+        # "skipped", are left out, and carried rows are numbered from 0; own rows follow.
         skipped = previous.q_rows - carried_rows
         document, start, stop, rank, row = (column[head] for column in previous.q.columns())
         carried = (document, start, stop, rank, row - skipped[rank])

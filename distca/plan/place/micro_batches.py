@@ -1,14 +1,15 @@
-"""Dealing a step's documents over its micro-batches, so that few rows have to travel.
+"""Dealing a step's documents over its micro-batches, so that few documents must be cut over several ranks.
 
-The gradient of a step is the same sum however its documents are grouped. So they may be dealt over its micro-batches
-freely, as long as each has room for them. A document is cut over several ranks where it has more work than the mean
-rank of its micro-batch. Among documents of its own length that happens only if it has more tokens than a rank. So the
-longest documents share a micro-batch, the next ones the next, and the shortest fill up what room is left. Every
-micro-batch is balanced over the ranks by itself, and may have more work than another.
+``step.py`` calls this before it lays out each micro-batch. The gradient of a step is the same sum however its documents
+are grouped. So any document may go to any micro-batch that has room for it. Few rows travel between ranks where
+documents lie whole on one rank. A document must be cut if it has more attention work than the mean rank of its
+micro-batch. Among documents of its own length, that happens only if it has more tokens than a rank. So the longest
+documents share a micro-batch, the next ones the next, and the shortest fill up the room that is left. Micro-batches may
+have unequal work, since each is balanced over the ranks by itself.
 
-With pipeline stages the first and the last micro-batches get the longest documents, those between the shortest. While a
-pipeline fills and drains, stages without a micro-batch compute the attention of the others. The more attention there
-is, the less they wait.
+With pipeline stages, the first and the last micro-batches get the longest documents, those in the middle the shortest.
+While a pipeline fills and drains, stages without a micro-batch compute a part of the others' attention. The more
+attention there is, the less these stages wait.
 
 Array legend: D documents of the step, M micro-batches.
 """
@@ -25,7 +26,7 @@ from distca.errors import PlanError
 def deal_over_micro_batches(
     lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray, stages: int = 1
 ) -> list[np.ndarray] | None:
-    """Deals documents to micro-batches; the same arguments give the same answer.
+    """Returns which documents each micro-batch gets; the same arguments always give the same answer.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
@@ -33,11 +34,11 @@ def deal_over_micro_batches(
         stages: pipeline stages that run the micro-batches in order.
 
     Returns:
-        By micro-batch, the numbers of its documents, ascending; every document is in one of them. None where some
-        document finds no micro-batch with room for all of it.
+        By micro-batch, the numbers of its documents, ascending; every document is in one of them. None if some document
+        finds no micro-batch with enough room left.
 
     Raises:
-        PlanError: a document has no tokens, or room is below 0.
+        PlanError: a document has no tokens, room is below 0, or there is no micro-batch.
     """
     length = np.asarray(lengths, np.int64).reshape(-1)
     tokens = np.asarray(room, np.int64).reshape(-1)
@@ -53,7 +54,8 @@ def deal_over_micro_batches(
     rows = length[order]
     heads = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
     ends = np.append(heads[1:], len(rows))[: len(heads)]
-    # Documents of one length fill one micro-batch after the other.
+    # All documents of one length ("own") are dealt at once: as many as fit into the first micro-batch, then into the
+    # next.
     for own, begin, end in zip(rows[heads].tolist(), heads.tolist(), ends.tolist(), strict=True):
         for at in turn:
             some = min(left[at] // own, end - begin)

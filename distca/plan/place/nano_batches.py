@@ -1,4 +1,9 @@
-"""Dealing documents to the two nano-batches of a micro-batch, ping and pong."""
+"""Dealing documents to *ping* and *pong*, the two nano-batches of a micro-batch, before they are placed on ranks.
+
+The transfers of one nano-batch run beside the computation of the other, so both get equally many tokens. The documents
+are put in an order, the *stream*, which is then cut in two: the tokens before the cut are ping's. ``lay_out.py`` uses
+this where each nano-batch is placed by itself.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,11 @@ from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
 _DEALT_ONE_BY_ONE = 64
-"""Documents that are dealt one by one, the longest. Shorter ones are dealt in turns, which levels them without a look
-at each. With 8 the slowest server is 0.1 % slower (benchmarks/results/planner.md)."""
+"""The longest documents, this many, are dealt one by one by their work. Shorter ones are dealt in turns, which levels
+them without a look at each. With 8 the slowest server is 0.1 % slower (benchmarks/results/planner.md)."""
 _SHORT_TAIL = 1 / 32
-"""The part of a document's head below which its tail counts as short and joins the head in ping. It is also the part of
-its tokens by which ping may get longer for that."""
+"""The longest tail, as a part of its document's head, that joins the head in ping where the cut would divide them. Ping
+may get longer by at most this part of its tokens for that."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,12 @@ class Stream:
 
 
 def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarray]:
-    """Lays ranges end to end into [R] tokens of room, cut where a rank's room ends; returns the pieces and their ranks.
+    """Lays ranges end to end over the ranks, which have [R] tokens of room, and cuts them where a rank's room ends.
 
-    Example: ranges of 3 and 4 rows in room for 5 and 2: rank 0 gets 3 and 2 rows, rank 1 the last 2."""
-    # On one line of tokens, "ends" and "tops" are where ranges and ranks end. Every piece begins at one of both.
+    Returns the pieces, and their ranks. Example: ranges of 3 and 4 rows, room for 5 and 2. Rank 0 gets 3 and 2 rows,
+    rank 1 the last 2."""
+    # All tokens are on one line. Ranges end at "ends", and the room of ranks at "tops". Every piece begins where a
+    # range begins, or where a rank's room begins.
     ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(room)
     begins = ends - (ranges.stop - ranges.start)
     cuts = merged(begins, tops[tops < (ends[-1] if len(ends) else 0)])
@@ -49,7 +56,8 @@ def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarra
 
 
 def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, Stream]:
-    """Cuts the stream of ``documents`` after ``cut`` tokens; the document at the cut is split in two."""
+    """Cuts the stream of ``documents`` after ``cut`` tokens, and returns both sides; the document at the cut is
+    split."""
     own = length[documents]
     ends = np.cumsum(own)
     in_ping = np.clip(cut - (ends - own), 0, own)
@@ -62,12 +70,12 @@ def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, 
 
 
 def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit: int = 1) -> int:
-    """Returns the token at which to cut the stream of ``documents``: ``cut``, or the end of the document there.
+    """Returns the token at which to cut the stream of ``documents``: usually ``cut`` itself.
 
-    It is the document's end, rounded up to a multiple of ``unit``, if only a short tail would be left of it. Whoever
-    computes a tail needs the keys and values of the whole document once more, even for a single token. Contexts that
-    are powers of two make such tails usual: ping is a few tokens shorter than two full documents.
-    """
+    The cut moves if only a short tail of a document would lie behind it. It then is the document's end, rounded up to a
+    multiple of ``unit``. The rank that computes a tail needs all keys and values of the document, even for a single
+    token. Contexts that are powers of two make such tails usual: ping is often a few tokens shorter than two full
+    documents."""
     ends = np.cumsum(length[documents])
     at = int(np.searchsorted(ends, cut))
     if at == len(ends):
@@ -81,20 +89,27 @@ def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit
 
 
 def streams_of(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut: int) -> list[Stream]:
-    """Returns the stream of ``documents`` for each nano-batch; with two, ping's has the first ``cut`` tokens."""
+    """Returns the ranges of each nano-batch; of two, ping has the first ``cut`` tokens of the stream of
+    ``documents``."""
     if nano_batches == 1:
         return [Stream(documents, np.zeros(len(documents), np.int64), length[documents])]
     return list(_deal(length, documents, cut))
 
 
 def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) -> np.ndarray:
-    """``documents`` reordered so that cutting the stream in the middle leaves about equal work on both sides.
+    """Returns ``documents`` in an order whose first and second half have about equal attention work.
 
-    The longest ones go one by one to the nano-batch with less work, the many short ones to ping, pong, pong, ping, ...
-    Inside a nano-batch documents keep their order, but the shortest stand next to the cut. It moves through these to
-    even out tokens, so that only a short document is cut.
+    The longest documents go one by one to the nano-batch with less work; the many short ones go to ping, pong, pong,
+    ping, and so on. In each nano-batch documents keep their order, except that the shortest stand next to the cut. The
+    cut moves over these until both sides have equal tokens, so only a short document is cut.
+
+    Args:
+        length: [D] tokens of all documents.
+        documents: the documents to order.
+        ping_first: whether ping gets the longest document.
     """
-    # In ping or not, by rank of length; "ahead" is the work, as rows squared, that ping has more than pong.
+    # "ranking" has the longest documents first, and "in_ping" says for each whether it goes to ping. "ahead" is the
+    # work that ping has more than pong, counted as rows squared.
     ranking = documents[np.argsort(-length[documents], kind="stable")]
     in_ping = (np.arange(len(ranking)) + 1) // 2 % 2 == 0
     ahead = 0.0 if ping_first else 1.0

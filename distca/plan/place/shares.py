@@ -1,20 +1,19 @@
-"""Placing documents so that most of the work is balanced before anything moves.
+"""Dealing the documents of a micro-batch to ranks, so that most attention work is balanced before any row is moved.
 
-The order of documents inside a micro-batch means nothing, so home ranks may be chosen freely as long as each gets its
-token budget. A query row whose home computes it never travels; only the k,v rows before it in its document do.
+Each document gets *home ranks*, which hold its rows. A query row that its home rank computes never travels; only the
+keys and values before it in its document do. The order of documents in a micro-batch means nothing, so homes may be
+chosen freely. Each rank's number of tokens, its *budget*, is given. ``lay_out.py`` calls :func:`deal` first. Then
+``home_rows.py`` says which rows are in *ping* and which in *pong*, the two nano-batches of a micro-batch.
 
-Documents are dealt longest first, to nodes and then to the ranks of each node. One that no rank has room for is dealt
-to several ranks in *shares*. A share is a part of the head and the part of the tail that mirrors it. Example: two equal
-shares of 8 rows are rows 0, 1, 6, 7 and rows 2 to 5. So a rank with a tenth of a document has a tenth of its rows, of
-its work, and of the keys that it sends. Ranks are level in forward and in backward, and none sends a long head to all.
+Documents are dealt longest first, to nodes and then to the ranks of each node. A document that no rank has room for
+goes to several ranks in *shares*. A share is a part of the document's head, together with the part of its tail that
+mirrors it. Example: 8 rows in two equal shares are rows 0, 1, 6, 7 and rows 2 to 5. Early queries see few keys and late
+ones see many. So a share with a tenth of the rows has about a tenth of the work, and of the keys to send.
 
-What counts for a document is its *surplus*: its work, less the work of as many tokens of filler (``bins.py``). So a
-rank with little room for tokens gets as much work as the others. The shortest documents are the filler: they are laid
-into what is left of the budgets, and cut where a budget ends.
+The shortest documents are the *filler*: they fill the tokens that are left of the budgets, and are cut where a budget
+ends. So documents are compared by their *surplus*: their work minus the work of as many tokens of filler (``bins.py``).
 
-Ping and pong are placed together (``home_rows.py``): where a document lives says nothing about when it is computed.
-
-Array legend: D documents, R ranks, S shares. Rows are int64. Work is in units of the mean rank's.
+Array legend: D documents, R ranks, S shares. Rows are int64. The mean rank's work is 1.
 """
 
 from __future__ import annotations
@@ -32,31 +31,34 @@ from distca.plan.sorting import in_turns, order_by
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
-"""Most ranks of a stage for which two placements are planned, and the cheaper one taken (``distca/plan/choice.py``).
-Larger pools take shares, as a second plan would take tens of milliseconds there (benchmarks/results/planner.md)."""
+"""The most ranks of a stage for which two placements are planned and the cheaper one is taken
+(``distca/plan/choice.py``). Larger pools use shares without a comparison: the second plan takes tens of milliseconds
+there (benchmarks/results/planner.md)."""
 _SHORT_DOCUMENTS = 0.03
-"""The part of all work in the shortest documents, which are filler and not dealt one by one. With 0.1 bytes grow by
-3.5 %, with 0.01 planning takes 10 % longer (benchmarks/results/planner.md, as of all constants here)."""
+"""The shortest documents, with this part of all work, are filler. With 0.1 plans move 3.5 % more bytes; with 0.01
+planning takes 10 % longer. The measurements of all constants here are in benchmarks/results/planner.md."""
 ONE_BY_ONE = 2048
-"""Most documents per rank that are dealt one by one; shorter ones are filler. It limits planning time for millions of
-short documents. Ranks with this many documents are level whatever comes after."""
+"""The most documents per rank that are dealt one by one; all shorter ones are filler. It limits planning time for
+millions of short documents. Ranks with this many documents are level whatever the filler is."""
 _PING = 0.25
-"""The part of the work that ping gets where documents are in shares: as much as the heads with half of all rows have.
-With less, little attention of ping would be left to hide pong's transfers behind. 0.15 and 0.4 move more bytes."""
+"""Ping's part of the work where documents are in shares. The first half of a document's rows has a quarter of its work.
+With less, too little attention of ping would be left to hide pong's transfers. With 0.15 and 0.4 plans move more
+bytes."""
 _LITTLE_PING = 0.06
-"""The least part of the work for ping where documents in shares are all for pong. Below it they are cut between both,
-so that ping still has attention to hide transfers behind."""
+"""The least part of the work for ping if documents in shares are wholly in pong. Below it these documents are cut, so
+that ping still has attention that hides transfers."""
 _FEW_SHARED, _SPARE, _MOST_ROWS_IN_PONG = 0.01, 1.05, 0.35
-"""Limits on documents in shares. With less than the first part of all work, they do not decide how much is for ping.
-The second is a reserve: pong should have room for their work times this. The third is the largest part of all rows that
-they may have where they are all for pong: pong has half of all rows, and needs room for other documents too."""
+"""Limits on documents in shares. If they have less than the first part of all work, they do not decide about ping's
+part. The second is a reserve: pong should have room for their work times this. The third is the largest part of all
+rows that they may have if they are wholly in pong. Pong has half of all rows, and needs room for other documents
+too."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The part of each document that each rank has. Whole documents are one share from 0 to 1.
+    """The fraction of each document that each rank has. A whole document is one share, from 0 to 1.
 
-    A share [low, high) counts from a document's outer rows, at 0, to its middle ones, at 1. Example: of 8 rows, [0,
+    A share [low, high) is measured from the ends of the document, at 0, to its middle, at 1. Example: of 8 rows, [0,
     0.5) is rows 0, 1, 6 and 7, and [0.5, 1) is rows 2 to 5.
 
     Attributes:
@@ -74,13 +76,13 @@ class Shares:
 
 @dataclass(frozen=True)
 class NanoSplit:
-    """How the work of a micro-batch is split between ping and pong.
+    """The split of a micro-batch's work between ping and pong.
 
     Attributes:
-        ping: part of every rank's work that is for ping.
-        head: part of the rows of a document in shares that is for ping.
-        most_work: most work of shares on a rank, in parts of the mean.
-        most_rows: most rows of shares on a rank, in parts of its budget.
+        ping: part of every rank's work that is in ping.
+        head: part of a shared document's rows that is in ping: its first rows.
+        most_work: most work of shares on a rank, over the mean work.
+        most_rows: most rows of shares on a rank, over its budget.
     """
 
     ping: float
@@ -92,19 +94,21 @@ class NanoSplit:
     def of(shared: float, rows: float, filler: float, longest: float, lean: bool) -> NanoSplit:
         """Returns the split of a micro-batch.
 
-        The rank that computes the tail of a document in shares needs all keys of the document once more. So, with
-        ``lean``, such documents are all for pong, as long as ping has enough work left. With very long ones in both
-        nano-batches the fullest rank would keep a tenth fewer keys. But reading the keys twice takes 1 % more of
-        attention's time.
+        A rank that computes the tail of a shared document reads all keys of the document, also those of the head. If
+        the head is in ping and the tail in pong, these keys are read twice, which takes 1 % more of attention's time.
+        So, with ``lean``, shared documents are wholly in pong as long as ping has enough other work. The price is
+        memory: with very long documents in both nano-batches, the fullest rank would hold a tenth fewer keys.
 
         Args:
-            shared: part of all work that documents in shares have.
+            shared: part of all work that shared documents have.
             rows: part of all rows that they have.
-            filler: work of a rank that has nothing but the sparsest documents.
-            longest: rows of the longest whole document, over a rank's budget.
+            filler: work of a rank that has nothing but sparse documents.
+            longest: rows of the longest document that stays whole, over a rank's budget.
             lean: whether ping may have less work than pong, where that moves fewer bytes.
         """
         if shared <= _FEW_SHARED or not lean:
+            # Work grows with the square of a head's rows. If one document fills a rank, the half of its rows that ping
+            # has room for has a quarter of the work. Ping's part of the work is what the longest whole document allows.
             ping = min(max((0.5 / max(longest, 0.5)) ** 2, _PING), 0.5)
             return NanoSplit(ping, ping**0.5, 1.0, 1.0)
         ping = min(1.0 - filler / 2 - _SPARE * shared, _PING)
@@ -115,16 +119,16 @@ class NanoSplit:
 
 @dataclass(frozen=True)
 class Dealt:
-    """Documents that were dealt to ranks, and what is left to fill budgets with.
+    """Documents that were dealt to ranks, and documents that are still to be placed.
 
     Attributes:
         shares: the documents that were dealt; the shares of one document follow each other.
         short: [N] int64 documents that are filler.
-        left: [M] (document, low, high) of what found no room.
+        left: (document, low, high) of each range that found no room; low and high as in :class:`Shares`.
         work: [D] work of every document.
         short_rate: work per token of the filler.
-        split: how much of the work is for ping.
-        long: [D] bool, whether a document was meant to be in shares; others came to be, for want of room.
+        split: the split of work between ping and pong.
+        long: [D] bool, whether a document was chosen for shares by its size. Others were cut because no rank had room.
     """
 
     shares: Shares
@@ -137,9 +141,10 @@ class Dealt:
 
 
 def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
-    """Returns a function for the work of query ranges [start, stop).
+    """Returns a function from [N] starts and [N] stops to the [N] work of the query ranges [start, stop).
 
-    Forward and backward count equally. The work of the ranges given here adds up to 1 per rank."""
+    Forward and backward count equally: each is divided by the sum over the ranges given here. The work of these ranges
+    adds up to 1 per rank."""
     unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -151,18 +156,19 @@ def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) ->
 def deal(
     length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray, nano_batches: int, lean: bool = True
 ) -> Dealt:
-    """Deal documents to ranks with about equal work, both directions together.
+    """Deals documents to ranks so that ranks have about equal work, forward and backward together.
 
     Args:
-        length: [D] tokens; at least one document.
+        length: [D] tokens of each document; at least one document.
         budgets: [R] tokens per rank; they add up to all tokens.
-        work: of query ranges.
+        work: gives the work of query ranges, as :func:`work_of` returns it.
         node: [R] node of every rank, ascending.
         nano_batches: 1, or 2 for ping and pong.
         lean: whether ping may have less work than pong, where that moves fewer bytes.
     """
-    # Documents longest first; those from ``count`` on are filler. "surplus" is their work over filler's. "wanted" is
-    # the surplus of a rank with the mean work. "added" is the work that every share adds to a document.
+    # "order" has documents longest first, and those from "count" on are filler. "surplus" is the work of each document
+    # minus that of as much filler, and "wanted" the surplus that a rank should have. "added" is the work that each
+    # share adds to its document. "extra" is what all shares of a document add.
     order = order_by(length.max() - length)
     rows, whole = length[order], work(np.zeros_like(length), length[order])
     from_here = np.append(np.cumsum(whole[::-1])[::-1], 0.0)
@@ -189,7 +195,7 @@ def deal(
     limits = split.most_work, split.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
     items = Items(rows, whole, added, in_shares, rows)
-    # Where the pool is small, most ranks share their documents anyway: the order of shares saves no keys.
+    # In small pools most ranks read the same documents anyway, so the order of shares saves no keys.
     few_keys = nano_batches == 2 and len(budgets) > SMALL_POOL
     first = np.unique(node, return_index=True)[1]
     bounds = [*first.tolist(), len(budgets)]
@@ -219,19 +225,21 @@ def _dealt_in_nodes(
     most: tuple[float, float],
     in_turn: bool,
 ) -> tuple[Parts, list[tuple[int, float]]]:
-    """Deals every node's parts of items to the ranks of the node; returns these parts and what found no room.
+    """Deals each node's parts of items to the ranks of the node; returns the ranks' parts, and what found no room.
 
     Args:
-        items: the items as they were dealt to nodes.
-        work: [I] work of each item, with what shares add.
+        items: the items that were dealt to nodes.
+        work: [I] work of each item, with the work that its shares add.
         by_node: the parts of items on nodes.
         budgets: [R] tokens.
-        bounds: [nodes + 1] ranks; node n has those from bounds[n] up to bounds[n + 1].
-        filler: work per token, and tokens, of the documents that come after the items.
-        most: most work of shares on a rank, in parts of the mean, and most rows, in parts of its tokens.
+        bounds: [nodes + 1] borders: node n has the ranks from bounds[n] up to bounds[n + 1].
+        filler: work per token of the filler, and its number of tokens.
+        most: as in :func:`distca.plan.place.bins.deal_to_bins`.
         in_turn: as in :func:`distca.plan.place.bins.deal_to_bins`.
     """
-    # Parts sorted by node; for each node its parts are dealt as items of their own, numbered from "begin" on.
+    # "inside" has one new item for each part, sorted by node; a node's new items are those from "begin" up to "end".
+    # They are dealt to the ranks "low" up to "high". At the end, indices of new items become indices of ``items``
+    # again.
     order = order_by(by_node.bin)
     item, part = by_node.item[order], by_node.part[order]
     ends = np.searchsorted(by_node.bin[order], np.arange(len(bounds))).tolist()
@@ -253,14 +261,16 @@ def _dealt_in_nodes(
 
 
 def _shares_each(surplus: np.ndarray, added: np.ndarray, in_shares: np.ndarray, most: float) -> np.ndarray:
-    """[N] number of shares of each document, if a rank can take a share of ``most`` surplus; 0 for whole ones."""
+    """Returns the [N] number of shares of each document, where a share has ``most`` surplus at most; 0 for whole
+    documents."""
     return np.where(in_shares, np.ceil(surplus / np.maximum(most - added, 2 * LEAST_SHARE)), 0.0)
 
 
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
-    """[N] work that every share of a document has beyond its part of the whole: its two ranges read keys once more.
+    """Returns the [N] work that every share of a document has on top of its fraction of the whole document's work.
 
-    It is measured on a share of half the document: its rows from 1/8 to 3/8 and from 5/8 to 7/8."""
+    A share is two ranges, and each reads the keys before it once more. The added work is that of one sample share, half
+    of the document: its rows from 1/8 to 3/8 and from 5/8 to 7/8."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)
@@ -271,11 +281,12 @@ def _shares(
 ) -> tuple[Shares, list[tuple[int, float, float]]]:
     """Returns the shares of ranks, and (document, low, high) of what no rank has.
 
-    Example: parts 0.2, 0.3 and 0.5 of a document become [0, 0.2), [0.2, 0.5) and [0.5, 1). The shares of a document
-    follow one another from its outer rows on. Ranks that read most ``keys`` [I] come first: in pong, which needs more
-    keys than ping, they have inner rows."""
-    # Parts by document; in it, ranks with most keys first. Cumulated from each document's first part ("heads") on,
-    # parts become [low, high).
+    The parts of a document become neighbouring intervals. Example: parts 0.2, 0.3 and 0.5 become [0, 0.2), [0.2, 0.5)
+    and [0.5, 1). Ranks that read many ``keys`` [I] in all get the first intervals, which are a document's outermost
+    rows. In pong intervals are mirrored, so these ranks get inner rows there. That helps as pong needs more keys than
+    ping."""
+    # Parts are sorted by document, and within one by the keys that their ranks read, most first. Sums of parts, counted
+    # from the first part of each document ("heads"), give [low, high).
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)
     order = order_by(dealt.item, (read.max(initial=0) - read)[dealt.bin])
     item, rank, part = (column[order] for column in dealt)
@@ -284,7 +295,8 @@ def _shares(
     of_head = np.repeat(heads, np.diff(np.append(heads, len(item))))
     before = ends[of_head] - part[of_head]
     low, high = (np.minimum(x - before, 1.0) for x in (ends - part, ends))
-    # Parts add up to 1 but for rounding: the last share of a document ends at 1, unless some of it found no room.
+    # The parts of a document add up to 1, except for rounding. So its last share ends at exactly 1, unless a part found
+    # no room.
     without = sorted({i for i, _ in missed})
     last = np.append(item[1:] != item[:-1], True)[: len(item)]
     if without:
