@@ -2,16 +2,22 @@
 
     enter: launch q,k,v → join → serve → launch o → leave: join o
 
-Each transfer is a launch node and a join node. So backward *launches* the reverse transfer where forward joined, and
-joins it where forward launched. Between the two, callers put the other nano-batch's compute (see ping_pong.py).
+Every rank has two roles. As a *home* it holds rows of documents: it sends their q, k and v, and gets o back. As a
+*server* it computes attention tasks on rows that homes sent to it. A *nano-batch* is one of the two parts of a
+micro-batch, ping (first) and pong (second). ``ping_pong.py`` makes one call for each layer and nano-batch.
 
-The tensors are fields of an :class:`AttentionCall`. Nodes pass each other only a graph token, which gives autograd the
-edges of its graph: under *resend*, backward's buffers belong to another plan and have other shapes than forward's.
-Which rows wait for backward, and where, is in ``kept_rows.py``. Sinks are added at home, where o and its log-sum-exp
-arrive, so that servers need none of a layer's parameters.
+Each transfer has a node that launches it and a node that joins it, which means waiting for it. Backward reverses them:
+where forward joined a transfer, backward launches the gradients' transfer, and the other way round. Between launch and
+join the caller runs the other nano-batch's compute.
+
+The tensors are fields of an :class:`AttentionCall`. Nodes pass each other only a *graph token*, a dummy scalar that
+gives autograd an edge from node to node. Rows themselves cannot be passed: backward may follow another plan, whose
+buffers have other shapes. ``kept_rows.py`` holds the rows that wait for backward, on servers (*keep*) or at home
+(*resend*). A sink is a learned score of a head that takes a part of each softmax. Homes apply sinks to the o and
+log-sum-exp (lse) that they get back, so servers need no parameters.
 
 Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers; H
-query heads, G key/value heads, D head dimension.
+query heads, G key/value heads, D head dimension; 2 stands for k and v.
 """
 
 from __future__ import annotations
@@ -40,11 +46,11 @@ class AttentionCall(LayerCall):
     """State of one layer's core attention for one nano-batch, from the launch of q,k,v to the end of its backward.
 
     Args:
-        pool: the server pool.
-        routes: this rank's routes of the nano-batch.
+        pool: all ranks that serve attention to each other, with this rank's transport and kernel.
+        routes: the rows that this rank sends, receives and computes in the nano-batch.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
-        before: the layer's call for the nano-batch before, whose k,v rows this one may need again.
+        before: in pong, the same layer's call for ping. Pong's tasks may need k,v rows that ping's servers kept.
     """
 
     def __init__(
@@ -58,13 +64,14 @@ class AttentionCall(LayerCall):
         super().__init__(pool, layer, nano)
         self._routes = routes
         self._kept: Keep | Resend = Keep(routes) if pool.backward == "keep" else Resend(routes, pool.offload)
-        self._server: ServerRows | None = None  # rows that this rank computes with, while it does
-        self._arriving: list[torch.Tensor] = []  # rows that arrive at home, until they were joined
-        self._gradients: tuple[torch.Tensor, ...] = ()
+        self._server: ServerRows | None = None  # this server's rows, from their launch to the end of its compute
+        self._arriving: list[torch.Tensor] = []  # o at home, and perhaps lse, from launch_o to join_o
+        self._gradients: tuple[torch.Tensor, ...] = ()  # dO, later dq and dkv, from one backward node to the next
         self._sink: torch.Tensor | None = None
-        self._home_rows = (0, 0)
+        self._home_rows = (0, 0)  # query rows and k,v rows that this rank has as a home
         self._before = before if routes.forward.before else None
-        self._later: Sums | None = {}  # gradients from the next nano-batch; None until they are there
+        # In ping, the k,v gradients that pong's tasks computed for rows that ping received; None until pong's backward.
+        self._later: Sums | None = {}
         if self._before is not None:
             self._before._later = None
 
@@ -73,10 +80,10 @@ class AttentionCall(LayerCall):
     def launch_qkv(
         self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Starts sending q and k,v rows; returns the graph token for :meth:`join_qkv`.
+        """Starts sending q and k,v rows to servers; returns the graph token for :meth:`join_qkv`.
 
-        ``prefix_N2GD`` has keys and values of the previous nano-batch that are sent again, ahead of its own. Their copy
-        lives only while they travel."""
+        ``prefix_N2GD`` is given in pong, if it continues documents of ping: their keys and values of ping. They come
+        ahead of ``kv_N2GD``, and travel again to servers that did not keep them."""
         return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
@@ -88,33 +95,33 @@ class AttentionCall(LayerCall):
         return Node.apply(graph_token, self._serve_forward, self._serve_backward)
 
     def launch_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
-        """Starts sending o rows home, with their log-sum-exp where the layer has sinks, which :meth:`join_o` adds."""
+        """Starts sending o rows home; with lse if the layer has sinks or if home ranks keep lse for backward."""
         self._sink = None if sink_H is None else sink_H.detach()
         return Node.apply(graph_token, self._launch_o, self._join_do)
 
     def join_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
-        """Waits for the o rows that live here; returns o_NHD, zero in padding rows. ``sink_H`` are the layer's
-        sinks."""
+        """Waits for o of the rows that live here and applies the sinks; returns o_NHD, zero in padding rows."""
         return _Leave.apply(graph_token, sink_H, self)
 
-    # For a rank without tokens, which serves a backward phase but not the forward of the same micro-batches.
+    # For a rank that only serves in a backward phase of a pipeline: its stage has no micro-batch there. It has no
+    # autograd nodes for that phase, so ``idle_stage.py`` calls these methods directly.
 
     @classmethod
     def for_backward(
         cls, pool: AttentionPool, routes: NanoRoutes, layer: int, nano: int, home: HomeRows
     ) -> AttentionCall:
-        """A call that begins with its backward, under *resend*; ``home`` has no rows, in the shapes of the layer's."""
+        """A call that begins with its backward, with *resend*; ``home`` has tensors of 0 rows in the layer's shapes."""
         call = cls(pool, routes, layer, nano)
         assert isinstance(call._kept, Resend)
         call._kept.home = home
         return call
 
     def backward_launch_do(self, do_NHD: torch.Tensor) -> None:
-        """Starts sending q, k, v, o, lse and dO."""
+        """Starts sending q, k, v, o, lse and dO to servers."""
         self._launch_do(do_NHD)
 
     def backward_serve(self) -> None:
-        """Waits for the rows that were launched, computes this server's gradients and starts sending them home."""
+        """Waits for the rows that homes sent, computes this server's gradients and starts sending them home."""
         self._join_do()
         self._serve_backward()
         self._launch_gradients()
@@ -147,7 +154,7 @@ class AttentionCall(LayerCall):
         self._kept.served(rows)
 
     def _kv_of_before(self) -> torch.Tensor | None:
-        """The k,v rows that this server keeps of the nano-batch before; None where it needs none."""
+        """The k,v rows that this server received in ping and kept; None where its tasks in pong need none of them."""
         return None if self._before is None else self._before._kept.kv_on_server
 
     def _launch_o(self) -> None:
@@ -170,14 +177,14 @@ class AttentionCall(LayerCall):
             o, lse = with_sink(o, lse, self._sink)
         if has_backward:
             self._kept.joined(o, lse)
-        # Autograd makes the returned tensor part of the graph, and what is kept for backward must not be in it. So a
-        # new view is returned.
+        # Autograd sets grad_fn on the returned tensor, which would tie the kept o to the graph. A view keeps them
+        # apart.
         return o.detach()
 
     # Backward.
 
     def _launch_do(self, do_NHD: torch.Tensor) -> torch.Tensor | None:
-        """Starts sending what servers need for backward; returns the gradient of the sinks, None without sinks."""
+        """Starts sending dO and, with resend, all other rows of backward; returns the sinks' gradient, or None."""
         do_NHD = do_NHD.contiguous()
         of_sink = None
         if self._sink is not None:
@@ -222,7 +229,10 @@ class AttentionCall(LayerCall):
     # Shared.
 
     def _moved_home(self, rows: torch.Tensor, moves: RowMoves) -> tuple[torch.Tensor, list[Part]]:
-        """Returns query rows at home, which an exchange fills, and the exchange's parts; padding rows are zero."""
+        """Moves query rows from this server to their homes.
+
+        Returns the tensor of this rank's home rows, which the exchange fills, and the exchange's parts. Padding rows
+        are zero."""
         home, parts = moved(rows, moves, self._home_rows[0])
         if parts:
             home[moves.destination_rows :] = 0

@@ -1,9 +1,14 @@
-"""A server without a model: it plans as homes do, from documents' lengths, and serves forward and backward attention.
+"""A server without a model: a process that only computes attention for the ranks that train, which are its *homes*.
 
-It has no parameters, no optimizer and no data. The homes' first rank leaves in the pool's store what a server must know
-of the model: heads, kinds of layers, and how steps are planned. It leaves each step's lengths there, too. A server
-walks the same layers as a home without tokens: its layers do nothing, and autograd gives backward the order that it has
-at home.
+Users' scripts and the trainer's (``distca/train/run/serve.py``) call :func:`serve`. The process has no parameters, no
+optimizer and no data. Homes and servers together are the *pool*, and they meet in a torch.distributed store. There the
+homes' first rank writes a :class:`PoolTerms` (heads, kinds of layers, planning options) and, for each step, the lengths
+of its documents.
+
+From these lengths a server makes the same plan as the homes. It then runs a stand-in for each layer, which has no
+tokens and only takes part in the exchanges of rows. So its forward and backward exchanges have the homes' order.
+
+Servers may join or die while homes train. Each change of the pool begins a new *generation* with new process groups.
 """
 
 from __future__ import annotations
@@ -42,25 +47,28 @@ from distca.transport.collective import nccl_goes_first
 logger = logging.getLogger(__name__)
 
 _PLANNED_AHEAD = 3
-"""Plans that a server keeps: that of the step that runs, the next one, and one of another loop, such as validation."""
+"""Plans that a server holds at most: the running step's, the next step's, and one of another loop such as validation.
+When a fourth arrives the oldest is dropped; if its step still comes, the server plans it again."""
 _REMEMBERED = 16
-"""Steps whose figures stay in the store. Homes ask for those of some steps, and soon; older ones are dropped."""
+"""The number of latest steps whose :class:`Served` stays in the store. Homes that log a step read it within a few
+steps; older entries are deleted."""
 FORMING = timedelta(seconds=20)
-"""The time in which all homes and servers of a generation, but the first, have to connect. Then the pool changes once
-more, without those that did not."""
+"""The longest time in which all homes and servers of a later generation may connect. Then homes start another
+generation, without the servers that did not connect. The first generation has the longer TIMEOUT."""
 HOMES_QUIET = timedelta(days=7)
-"""The time that homes may send no message, as they evaluate, save, or wait for data. Then the server ends."""
+"""The longest time that homes may send no message, since evaluating, saving or waiting for data takes long. After it
+the server raises LaunchError."""
 
 
 @dataclass(frozen=True)
 class PoolTerms:
-    """Facts that a server must know of the homes' model.
+    """The facts about the homes' model that a server needs.
 
     Attributes:
-        options: how steps are planned.
-        spec: core attention of one tensor-parallel rank; its device is the homes'.
-        kernel: name of the kernel that homes asked for.
-        backward: how backward gets its rows.
+        options: the planner's options.
+        spec: heads, dtype and kinds of the core attention of one tensor-parallel rank; its device is the homes'.
+        kernel: the name of the kernel that homes were told to use, such as "auto".
+        backward: "keep" or "resend", as in :class:`distca.runtime.server.AttentionPool`.
     """
 
     options: PlanOptions
@@ -71,13 +79,13 @@ class PoolTerms:
 
 @dataclass(frozen=True)
 class Comer:
-    """A server without a model that offers to serve.
+    """A server process that offers to serve.
 
     Attributes:
-        number: the number that was given to it.
-        machine: name of its machine.
+        number: the server's number, from its command line.
+        machine: host name.
         device: "cuda" or "cpu".
-        process: its process.
+        process: identity of the process; a restarted server has the same number and another process.
     """
 
     number: int
@@ -92,10 +100,10 @@ class Generation:
 
     Attributes:
         number: number of the generation, from 0; each has process groups of its own.
-        servers: those that serve, in order. With tensor parallelism every ``tp`` of them share a place in the pool, one
-            for each rank.
-        terms: facts of the homes' model, planned with these servers.
-        told: number of the first message to these servers.
+        servers: the servers, in the order of their places in the pool. With a tensor-parallel size of ``tp``, each
+            place has ``tp`` consecutive servers, one for each tensor-parallel rank.
+        terms: facts about the homes' model; its options count these servers.
+        told: number of the first message in the store that is meant for these servers.
     """
 
     number: int
@@ -105,20 +113,19 @@ class Generation:
 
 
 def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta = TIMEOUT) -> int:
-    """Serve core attention to homes until they let their servers go; returns how many steps were served.
+    """Serves core attention until homes end the pool or leave this server out; returns the number of served steps.
 
-    A process that sees GPUs serves on its current device, and rows go by NCCL; one without serves on its CPU by gloo.
-    It may come while homes train already, also with the number of a server that has died: they take it in before their
-    next step.
+    A process that sees GPUs serves on its current device over NCCL, another one serves on its CPU over gloo. A server
+    may start while homes already train, and may have the number of one that died. Homes add it before their next step.
 
     Args:
-        store: that of the homes' world: a TCPStore at their MASTER_ADDR and MASTER_PORT.
-        number: of this server, from 0; numbers are given by whoever starts servers.
-        pool: which of the homes' pools, from 0: each of their ``distca.CAD`` with servers makes the next one.
-        patience: in which homes must come.
+        store: the store of the homes' world: a TCPStore at their MASTER_ADDR and MASTER_PORT.
+        number: this server's number, from 0; whoever starts the servers gives each another one.
+        pool: number of the homes' pool, from 0; each ``distca.CAD`` with servers in the homes makes the next one.
+        patience: the longest wait for homes.
 
     Raises:
-        LaunchError: no homes come, or they have a server of this number.
+        LaunchError: no homes come in time, or they already have a server of this number.
         SupportError: the homes compute on GPUs and this process has none, or the other way round.
         KernelError: the homes' kernel cannot run here, or is wrong here.
     """
@@ -147,22 +154,23 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
 
 
 def group_name(generation: int, part: int) -> str:
-    """The name of the process group of a tensor-parallel rank's pool."""
+    """The name of the process group that one tensor-parallel rank (``part``) of homes and servers has in a
+    generation."""
     return f"{generation}/part/{part}"
 
 
 def _host(store: dist.Store) -> str:
-    """Returns the address of the homes, on whose interface process groups listen."""
+    """Returns the homes' address, by which :func:`bind_gloo` picks the network interface that gloo listens on."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else LOOPBACK
 
 
 def check_device(homes: str, own: str, number: int) -> None:
-    """Refuse a server on a CPU beside homes on GPUs, and the other way round: no process group connects them.
+    """Refuses a CPU server beside homes on GPUs, and the reverse, since no process group connects them.
 
     Raises:
-        SupportError: their kinds of devices differ.
+        SupportError: the kinds of devices differ.
     """
     if homes != own:
         raise SupportError(
@@ -173,11 +181,11 @@ def check_device(homes: str, own: str, number: int) -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """The facts that a server tells of a step that it has served.
+    """A server's report of one step.
 
     Attributes:
-        seconds: in which its kernels ran, by direction, in the order in which they ran.
-        peak: bytes of device memory at most; on CPUs those that the process has now.
+        seconds: by direction, the seconds of each time that it computed attention, in order.
+        peak: peak bytes of device memory in the step; on CPUs the resident bytes of the process at its end.
     """
 
     seconds: dict[str, list[float]]
@@ -195,8 +203,9 @@ class _Server:
         return self._me.number
 
     def _join(self, generation: Generation) -> None:
-        """Become part of the pool; all its homes and servers do together. Where one of them does not come, homes say
-        that the pool changes once more."""
+        """Joins a generation of the pool, as all its homes and servers do at the same time.
+
+        If a member does not connect in a later generation, this returns; homes then announce another generation."""
         terms, spec, options = generation.terms, generation.terms.spec, generation.terms.options
         place = generation.servers.index(self._me)
         tp = len(generation.servers) // options.servers
@@ -218,12 +227,12 @@ class _Server:
         logger.info("Server %d of the pool serves core attention of %d homes.", self._number, options.homes)
 
     def _leave(self) -> None:
-        """Give up the pool, also where it is broken: whoever waits for this server must learn that it is not there."""
+        """Leaves the pool, whether it is broken or not; ranks that wait for this server then get an error."""
         self._watch.end()
         self._transport.give_up()
 
     def _rejoin(self, number: int) -> bool:
-        """Be part of the pool's next generation; returns whether this server is."""
+        """Leaves the pool and joins its generation ``number``; False if homes left this server out of it."""
         self._leave()
         self._planned.clear()
         self._store.put(f"here/{number}/{self._number}", self._me)
@@ -234,6 +243,15 @@ class _Server:
         return True
 
     def run(self, generation: Generation) -> int:
+        """Handles the homes' messages, one after the other, until "end"; returns the number of served steps.
+
+        | message | action |
+        |---|---|
+        | plan | plans a coming step in the background thread |
+        | change | joins the next generation |
+        | timeline | writes the recorded spans to the store |
+        | run | serves a step |
+        """
         served = 0
         self._join(generation)
         with ThreadPoolExecutor(1, "distca-plan", initializer=self._begin) as thread:
@@ -259,11 +277,13 @@ class _Server:
                 if not self._transport.broken and self._has_served(*found.result(), forward_only, zero):
                     self._tell_served(step)
                     served += 1
-                else:  # homes will see it, and change the pool
+                else:  # None tells homes that the step failed here, so that they start another generation
                     self._store.put(f"served/{step}/{self._number}", None)
 
     def _has_served(self, plan: StepPlan, routes: StepRoutes, forward_only: bool, zero: float | None) -> bool:
-        """Serve a step; False where another rank of the pool was gone. It is recorded where ``zero`` says from when on.
+        """Serves a step; returns False if another rank of the pool was gone.
+
+        If ``zero`` is given, the step is recorded on the timeline; it is the homes' zero of time.
 
         Raises:
             RuntimeError: this server itself failed.
@@ -278,18 +298,18 @@ class _Server:
             if not is_lost_peer(error):
                 raise
             logger.warning("Server %d lost another rank of the pool: %s", self._number, str(error).splitlines()[0])
-            error.__traceback__ = None  # its frames hold the group
+            error.__traceback__ = None  # Its frames refer to the group, which would keep connections open.
             self._leave()
             return False
         return True
 
     def _begin(self) -> None:
-        """In the planning thread, before it copies routes to the device."""
+        """Initializes the planning thread, which copies routes to the device."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def _tell_served(self, step: int) -> None:
-        """Leave what a step took, for homes that ask. It waits for the device: the host runs no step ahead of it."""
+        """Writes the report of a step to the store. It waits for the device, so the host never runs a step ahead."""
         seconds = self._pool.timeline.take_serves()
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
@@ -300,12 +320,12 @@ class _Server:
         self._store.drop(f"served/{step - _REMEMBERED}/{self._number}")
 
     def _tell_recorded(self, question: int) -> None:
-        """Leave the spans that were recorded, for homes that ask. Those of a pool that was given up are lost."""
+        """Writes the recorded spans to the store; none if the pool is broken."""
         spans = [] if self._transport.broken else self._pool.timeline.take(self._number)
         self._store.put(f"timeline/{question}/{self._number}", spans)
 
     def _plan(self, step: int, lengths: tuple[Any, ...]) -> tuple[StepPlan, StepRoutes]:
-        """The plan of a step, whose fingerprint, or what went wrong, the homes are told."""
+        """Plans a step, and writes the plan's fingerprint to the store, or the error; homes compare it with theirs."""
         try:
             plan = StepInputs(lengths[0], self._terms.options, *lengths[1:]).plan()
             with uploading(self._device) as upload:
@@ -331,7 +351,7 @@ class _Server:
                 serve_backward(self._pool, of_phase, [self._layer] * len(of_phase))
 
     def _serve_micro_batch(self, routes: Sequence[LayerRoutes], forward_only: bool) -> None:
-        """Forward and backward of all layers, as on a home without tokens."""
+        """Runs forward and backward of all layers with no tokens of its own, as a home without tokens would."""
         options = self._terms.options
         kinds = options.layer_kinds[0] if options.layer_kinds else (0,) * len(routes)
         layers = [_TracedLayer(self._layer, options.kinds[kind].sink) for kind in kinds]
@@ -343,11 +363,11 @@ class _Server:
 
 
 class _TracedLayer:
-    """A layer without tokens whose nodes are part of autograd's graph, which gives backward its order.
+    """A stand-in for a layer, with 0 rows. Its tensors require gradients, so autograd orders its backward as at home.
 
     Args:
-        empty: says which rows it would have.
-        has_sink: whether the homes' layer has sinks, which they add themselves.
+        empty: the shapes of the layer's rows.
+        has_sink: whether the homes' layer has sinks; their exchange of o then also carries lse.
     """
 
     def __init__(self, empty: EmptyLayer, has_sink: bool) -> None:
@@ -355,7 +375,7 @@ class _TracedLayer:
         self.sink = torch.zeros(empty.heads, device=empty.device) if has_sink else None
 
     def hidden(self) -> torch.Tensor:
-        """[0, width] what goes into the first layer: q, k and v of no tokens."""
+        """[0, width] input of the first layer, wide enough for q, k and v to be slices of it."""
         each = self._empty
         width = each.head_dim * (each.heads + 2 * each.kv_heads)
         return torch.empty(0, width, dtype=each.dtype, device=each.device, requires_grad=True)

@@ -1,4 +1,13 @@
-"""A rank's routes as tensors on its device, made once per micro-batch and used by all layers."""
+"""A rank's routes as tensors on its device, made once per micro-batch and shared by all layers of a kind.
+
+A *plan* says which *server* (a rank that computes attention) computes which *CA-task*: a range of a document's queries
+with all their keys. A *route* is one rank's part of a plan: the rows that it sends from its *home* tensors, receives as
+a server, and keeps. The planner makes routes in numpy (``distca/plan/routes.py``); :class:`StepRoutes` turns those of a
+step into index tensors. ``AttentionCall`` and the transports run them.
+
+Two micro-batch parts, the *nano-batches* ping and pong, take turns, and each has routes of its own. A *kind* of layer
+has one window, scale and softcap. A *region* is the copy of a task's keys and values that a kernel reads in one piece.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +28,16 @@ from distca.transport import RowMoves
 
 @dataclass(frozen=True)
 class SharedRows:
-    """A range of rows in a server's buffer, and its copies in the regions of the tasks that read rows of it.
+    """A range of k,v rows in a server's receive buffer, and the copies of it that tasks read.
 
-    Example: buffer rows [10, 17) are copied for two tasks, rows [10, 14) to region row 0, and all to region row 4. Then
-    ``first`` is 10 and ``places`` are (0, 0, 4) and (0, 4, 7).
+    The regions of all tasks lie one after the other in one tensor. Example: buffer rows [10, 17) are copied for two
+    tasks, rows [10, 14) to row 0 of that tensor, and all seven to row 4. Then ``first`` is 10 and ``places`` are
+    (0, 0, 4) and (0, 4, 7).
 
     Attributes:
-        first: first row of the range.
-        places: (first row within the range, first row of the region, rows) of every copy, in task order; the last one
-            reaches to the end of the range.
+        first: first row of the range in the buffer.
+        places: for every copy, in task order: its first row counted from ``first``, its first row among the regions,
+            and its number of rows. The last copy reaches to the end of the range.
     """
 
     first: int
@@ -35,7 +45,7 @@ class SharedRows:
 
     @staticmethod
     def of(copies: Segments) -> list[SharedRows]:
-        """Returns ranges such that copies of different ranges do not overlap in the buffer."""
+        """Groups copies that read overlapping buffer rows into one range each; different ranges do not overlap."""
         found: list[SharedRows] = []
         columns, end = (copies.source.tolist(), copies.destination.tolist(), copies.rows.tolist()), -1
         for source, target, rows in sorted(zip(*columns, strict=True)):
@@ -48,13 +58,13 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class KindBatch:
-    """CA-tasks of one kind of layer that follow each other in a server's buffers.
+    """Consecutive CA-tasks of one kind of layer: one kernel call.
 
     Attributes:
         kind: the kind of layer.
-        batch: borders of the tasks, counted from the first task's rows.
-        q: the query rows of these tasks in the server's buffer.
-        kv: the key/value rows of these tasks among all regions.
+        batch: first and last row of each task, counted from this batch's first row.
+        q: the batch's rows in the server's query buffer.
+        kv: the batch's rows among all regions.
     """
 
     kind: AttentionKind
@@ -64,7 +74,7 @@ class KindBatch:
 
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> tuple[KindBatch, ...]:
-        """All tasks of a route, a batch for each run of tasks of one kind."""
+        """Cuts a route's tasks into one batch for each run of consecutive tasks of one kind."""
         changes = np.flatnonzero(np.diff(route.kind)) + 1
         borders = [0, *changes.tolist(), len(route.kind)]
         return tuple(
@@ -82,20 +92,21 @@ class KindBatch:
 
 @dataclass(frozen=True)
 class ServerRoute:
-    """A route ready to run.
+    """One rank's route of one plan, as index tensors on its device.
 
     Attributes:
-        q_to_server: query rows (also o and dO in backward) from home ranks to servers.
-        q_to_home: o, log-sum-exp and dQ rows back home.
-        kv_to_server: key/value rows to servers, in one hop or two.
-        kv_to_home: dK and dV rows back home, added up where several servers return the same row.
-        repeats: rows of the server's k,v buffer and their copies in the tasks' regions. Empty where no two tasks share
-            rows, and none have rows from the nano-batch before.
-        before: rows of the server's k,v buffer of the nano-batch before, and their copies.
-        batches: this server's CA-tasks, a batch for each run of tasks of one kind of layer.
-        q_rows: query rows in the server's buffer.
-        kv_rows: key/value rows in the server's buffer, which holds every row once.
-        region_rows: key/value rows of all tasks' regions.
+        q_to_server: moves of q from homes to servers; backward also moves o, lse and dO by them.
+        q_to_home: moves of o, lse (log-sum-exp) and dQ back home.
+        kv_to_server: moves of k and v to servers. Between nodes they may take two hops: to one server of the node, the
+            *gateway*, and from there to the node's other servers.
+        kv_to_home: moves of dK and dV back home, which add them up if several servers return the same row.
+        repeats: copies from this server's k,v buffer to the regions. It is empty if the buffer itself can serve as the
+            regions: no two tasks share rows, and no task needs rows that ping left here.
+        before: in pong, copies to the regions from the k,v buffer that this server kept of ping.
+        batches: this server's CA-tasks.
+        q_rows: rows of the server's query buffer.
+        kv_rows: rows of the server's k,v buffer, which holds every row once.
+        region_rows: k,v rows of all regions together.
     """
 
     q_to_server: RowMoves
@@ -111,13 +122,12 @@ class ServerRoute:
 
     @cached_property
     def kinds(self) -> str:
-        """The names of the kinds of layers that this server has tasks of."""
+        """The names of the kinds in this server's tasks, for the timeline."""
         return " and ".join(dict.fromkeys(each.kind.name for each in self.batches))
 
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> ServerRoute:
-        """Brings a route to ``device``, without blocking the host; ``kinds`` of layers are numbered as in the route's
-        plan."""
+        """Copies a route to ``device`` without blocking the host. ``kinds`` has the kind of each number in the plan."""
         with uploading(device) as upload:
             return ServerRoute(
                 *RowMoves.there_and_back(route.q, route.ranks, upload),
@@ -136,11 +146,11 @@ class NanoRoutes:
     """Everything a rank needs to run one nano-batch.
 
     Attributes:
-        q_rows: query rows that live on this rank; rows of a home tensor beyond them are padding and take no part.
-        prefix: (first row, one past the last) of the previous nano-batch's rows whose keys and values this one needs
-            again, one range after the other.
+        q_rows: query rows that this rank has as a home; further rows of a home tensor are padding and stay out.
+        prefix: in pong, ranges (first row, one past the last) of ping's home rows whose documents pong continues. Their
+            keys and values come ahead of pong's own, and travel again to servers that did not keep them.
         forward: route of the forward plan.
-        backward: route of the backward plan; it is ``forward`` where gradients are computed by the forward's servers.
+        backward: route of the backward plan; the same object as ``forward`` if both directions have one plan.
     """
 
     q_rows: int
@@ -163,11 +173,11 @@ class NanoRoutes:
         Args:
             forward: the forward plan.
             backward: the backward plan, over the same layout; it may be ``forward`` itself.
-            rank: this rank in the server pool.
+            rank: this rank's number in the server pool.
             kinds: kinds of layers, numbered as in the plans.
-            device: where the rows live, or an upload to it; then the routes are ready once the upload was sent.
-            previous: layout of the nano-batch before, if this is the second.
-            links: which ranks share a node; keys and values travel once to each node. None where all share one.
+            device: the rows' device, or an upload to it. With an upload the tensors have no values until it is sent.
+            previous: for pong, the layout of ping; None for ping.
+            links: which ranks share a node; None if all do.
         """
         layout = forward.layout
         with uploading(device) as upload:
@@ -177,17 +187,22 @@ class NanoRoutes:
 
 
 LayerRoutes = tuple[NanoRoutes | RecurrentRoutes, ...]
-"""A rank's routes of one layer, one for each nano-batch: of core attention, or of a recurrent core."""
+"""A rank's routes of one layer, by nano-batch; those of a recurrent layer (linear attention, SSM) are another class."""
 
 
 @dataclass(frozen=True)
 class StepRoutes:
-    """One rank's routes of a step, for the layers of its stage. Layers of the same combination of kinds share routes.
+    """One rank's routes of a step, for the layers of its pipeline stage.
+
+    A *phase* is the forward, or the backward, that all stages run at the same time; each stage has one micro-batch in
+    it or none. Layer i of all stages runs together. Layers whose stages have the same combination of kinds there share
+    their routes.
 
     Attributes:
-        own: by micro-batch and layer, the routes of the micro-batch's forward phase and of its backward phase.
+        own: by micro-batch and layer, the routes of this stage's micro-batches: forward from one phase, backward from
+            another.
         served_forward: by forward phase and layer, the routes of phases in which this stage has no micro-batch and only
-            serves; None for other phases.
+            serves the others; None for phases with one.
         served_backward: the same for backward phases.
     """
 
@@ -197,14 +212,15 @@ class StepRoutes:
 
     @staticmethod
     def of(plan: StepPlan, stage: int, rank: int, device: Destination) -> StepRoutes:
-        """The routes of a stage's data-parallel rank."""
+        """The routes of data-parallel rank ``rank`` of pipeline stage ``stage``."""
         return StepRoutes._of(plan, plan.options.pool_rank(stage, rank), stage, device)
 
     @staticmethod
     def of_server(plan: StepPlan, place: int, device: Destination) -> StepRoutes:
-        """The routes of a server without a model, by its ``place`` in the pool.
+        """The routes of a server without a model, a process that only serves; ``place`` is its number in the pool.
 
-        Without pipeline stages it has routes of all micro-batches, with them of all phases."""
+        Without pipeline stages they are in ``own``, by micro-batch. With stages they are in the two others, by
+        phase."""
         return StepRoutes._of(plan, place, None, device)
 
     @staticmethod

@@ -1,4 +1,10 @@
-"""A rank without tokens that serves a phase of others: the same exchanges in the same order, and no work of its own."""
+"""Serving a phase in which this rank has no micro-batch: the same exchanges in the same order, with no rows of its own.
+
+With pipeline stages, a *phase* is the forward or the backward that all stages run at the same time. A stage that has no
+micro-batch in it still computes attention for the others. Every exchange needs all ranks, so the idle rank runs
+stand-ins for its layers, with tensors of 0 rows. The pipeline schedule (``megatron_patches/training``) and servers
+without a model call :func:`serve_forward` and :func:`serve_backward`.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +25,15 @@ from distca.runtime.server import AttentionPool, together
 
 @dataclass(frozen=True)
 class EmptyLayer:
-    """Stands in for a transformer layer where there are no tokens.
+    """A stand-in for a transformer layer, with 0 rows; it has the methods of ``ping_pong.SplitLayer``.
 
     Attributes:
         heads: query heads of this tensor-parallel rank.
         kv_heads: key/value heads of this tensor-parallel rank.
         head_dim: elements per head of queries and keys.
         dtype: dtype of the rows.
-        device: where the server computes.
-        value_dim: elements per head of values, where these are narrower; 0 for ``head_dim``.
+        device: the rank's device.
+        value_dim: elements per head of values, if these are narrower; 0 for ``head_dim``.
     """
 
     sink = None
@@ -62,7 +68,7 @@ class EmptyLayer:
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> AttentionCall:
-        """The layer's call for one nano-batch, which begins with its backward."""
+        """The layer's call for one nano-batch, without a forward; ``before``, ping's call, is not needed here."""
         _, q, kv = self.pre(torch.empty(0), nano)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         return AttentionCall.for_backward(pool, routes, layer, nano, HomeRows(q, kv, None, self.output, lse))
@@ -70,14 +76,14 @@ class EmptyLayer:
 
 @dataclass(frozen=True)
 class EmptyRecurrentLayer:
-    """Stands in for a layer with a recurrent core where there are no tokens.
+    """A stand-in for a layer with a recurrent core (linear attention, SSM), with 0 rows.
 
     Attributes:
         recurrence: the formula that the core computes.
         core_kernel: the kernel that computes it.
         core_parameters: the core's weights, without gradients.
         dtype: dtype of the rows.
-        device: where the rank computes.
+        device: the rank's device.
     """
 
     recurrence: Recurrence
@@ -101,15 +107,14 @@ class EmptyRecurrentLayer:
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> RecurrentCall:
-        """The layer's call for one nano-batch, which begins with its backward; ``before`` is that of the nano-batch
-        before."""
+        """The layer's call for one nano-batch, without a forward; ``before`` is ping's call if this is pong's."""
         call = RecurrentCall(pool, routes, self.recurrence, self.core_kernel, layer, nano, before)
         call.begin_backward(self._rows, self.core_parameters)
         return call
 
     @property
     def _rows(self) -> tuple[torch.Tensor, ...]:
-        """mixed_NC, g and beta_NH of no rows."""
+        """mixed_NC, g and beta_NH of no rows, as ``RecurrentCall.launch_halo`` takes them."""
         what, dtype = self.recurrence, torch.promote_types(self.dtype, torch.float32)
         return (
             torch.empty(0, what.channels, dtype=self.dtype, device=self.device),
@@ -125,9 +130,9 @@ def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Se
     """Serves a forward phase in which this rank has no micro-batch.
 
     Args:
-        pool: the server pool.
-        routes: this rank's routes of every layer.
-        layers: layers that stand in for this rank's own.
+        pool: the ranks, with this one's transport and kernel.
+        routes: this rank's routes in the phase, by layer.
+        layers: stand-ins for this rank's layers.
     """
     with torch.no_grad():
         run_layers(layers, [torch.empty(0)] * len(routes[0]), routes, pool)
@@ -136,15 +141,16 @@ def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Se
 def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
     """Serves a backward phase in which this rank has no micro-batch; arguments as in :func:`serve_forward`.
 
-    Exchanges have the order in which autograd runs them on ranks with tokens."""
+    Its exchanges have the order that autograd gives them on ranks with tokens: from the last layer to the first, in
+    each layer pong before ping."""
     above: list[AttentionCall | RecurrentCall] = []
     for number, (layer, of_layer) in reversed(list(enumerate(zip(layers, routes, strict=True)))):
         calls: list[AttentionCall | RecurrentCall] = []
         for nano, each in enumerate(of_layer):
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
-        # As on ranks with tokens, a nano-batch's gradients of the layer above are joined right before its dO is
-        # launched. So every rank has the same exchanges under way whenever one is launched.
+        # On ranks with tokens autograd waits for dq, dk, dv of the layer above right before it sends dO of this layer.
+        # Here too, so that every rank has the same exchanges under way whenever it launches one.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

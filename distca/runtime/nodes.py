@@ -1,4 +1,8 @@
-"""The base of attention calls and recurrent calls: nodes of autograd's graph, and one transfer at a time."""
+"""The base of attention calls and recurrent calls: autograd nodes, and the launch and join of their transfers.
+
+A *call* (attention_call.py, recurrent_call.py) is the core of one layer for one nano-batch. A nano-batch is one of the
+two parts of a micro-batch, ping and pong. A call is a chain of autograd nodes, and between them its rows travel.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from distca.transport.interface import sent_by
 
 
 class LayerCall:
-    """The core of a layer in one nano-batch. At most one of its transfers is under way.
+    """The core of one layer for one nano-batch. At most one of its transfers is under way at a time.
 
     Args:
-        pool: the server pool.
+        pool: the ranks that exchange rows, with this one's transport and timeline.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
     """
@@ -41,16 +45,17 @@ class LayerCall:
 
 
 def graph_token(device: torch.device) -> torch.Tensor:
-    """A scalar whose value is never read; it only links nodes of autograd's graph.
+    """A scalar whose value is never read; passing it from node to node makes an edge of autograd's graph.
 
-    It is on the rows' device, as the autograd engine runs a device's nodes in one thread, in reverse order of
-    creation."""
+    It must be on the rows' device. Autograd has one thread for each device, and runs nodes in reverse order of creation
+    only within that thread."""
     return torch.empty((), device=device)
 
 
 class Node(torch.autograd.Function):
-    """A node: ``apply(graph_token, forward, backward)`` calls ``forward`` now, and ``backward`` when the node's turn in
-    backward comes."""
+    """An autograd node: ``apply(graph_token, forward, backward)`` calls ``forward`` now.
+
+    It calls ``backward`` when autograd runs the node's backward."""
 
     @staticmethod
     def forward(

@@ -1,22 +1,26 @@
 """The order in which a stack of layers runs one or two nano-batches, so that every transfer hides behind compute.
 
-For layer i and nano-batches 0 (ping) and 1 (pong), nodes are created in this order:
+A micro-batch is cut into two *nano-batches*, ping (0) and pong (1). Core attention of a layer is computed by *servers*:
+the ranks, each for rows that others hold. ``pre`` is the part of a layer before core attention, ``post`` the part after
+it; both run at home, on the rank that holds the rows. Megatron's block (``megatron_patches/layers``) calls
+:func:`run_layers`, and so do ranks that only serve (``idle_stage.py``).
+
+For layer i, autograd nodes of nano-batches 0 and 1 are created in this order. A *join* waits for a launched transfer:
 
     join q,k,v(i,0) · serve(i,0) · launch o(i,0) · join q,k,v(i,1) · serve(i,1) · launch o(i,1)
     join o(i,0) · post(i,0)+pre(i+1,0) · launch q,k,v(i+1,0) · join o(i,1) · post(i,1)+pre(i+1,1) · launch q,k,v(i+1,1)
 
-The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror image. Each reverse
-transfer is launched before the other nano-batch's compute and joined after it. Ranks wait for each other's rows, and
-for nothing else.
+The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror image. There, too, a
+transfer is launched before the other nano-batch's compute and joined after it.
 
-Where ``post`` sends rows to experts, it has three parts, and each runs for both nano-batches before the next one:
+If ``post`` sends rows to experts on other ranks, it has three parts. Each part runs for ping and pong before the next:
 
-- everything up to the experts, with the launch of their rows(i,n);
-- experts(i,n), with the launch of their outputs;
-- the sum of outputs, with pre(i+1,n).
+- everything up to the experts; then the rows for experts are launched;
+- the experts; then their outputs are launched;
+- the sum of the outputs, and pre of the next layer.
 
-A recurrent layer sends the halo of its convolution in place of q,k,v, and states in place of o. In place of tasks it
-computes summaries of pieces.
+A recurrent layer (linear attention, SSM) goes through the same order with other transfers. In place of q,k,v it sends
+the *halo*, the few rows before a run of rows that its convolution reads. In place of o it sends recurrent states.
 """
 
 from __future__ import annotations
@@ -36,16 +40,20 @@ from distca.runtime.server import AttentionPool
 
 
 class SplitLayer(Protocol):
-    """A transformer layer cut at its core attention. ``nano`` is 0 or 1; hidden tensors are opaque here."""
+    """A transformer layer cut at its core attention.
+
+    ``nano`` is 0 for ping, 1 for pong. N rows of the home rank, H query heads, G key/value heads, D head dimension.
+    Hidden tensors may have any shape, since :func:`run_layers` only passes them from ``post`` to ``pre``."""
 
     @property
     def sink(self) -> torch.Tensor | None:
-        """[heads] learned scores without values of this rank's heads; None for a layer without sinks."""
+        """[heads] sinks of this rank's heads: learned scores in the softmax that have no value; None without sinks."""
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Computes everything before core attention; returns one or more tensors for :meth:`post`, then q_NHD and
-        kv_N2GD."""
+        """Computes everything before core attention.
+
+        Returns one or more tensors that :meth:`post` will need, then q_NHD and kv_N2GD."""
         ...
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
@@ -64,12 +72,13 @@ class ExchangingLayer(SplitLayer, Protocol):
     def post_parts(
         self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int
     ) -> Generator[None, None, torch.Tensor]:
-        """Computes what post does, as a generator: it pauses while rows are on their way to experts, and back."""
+        """Does the same as post, as a generator that pauses twice: when rows were sent to experts, and when sent
+        back."""
         ...
 
 
 class RecurrentLayer(Protocol):
-    """A layer cut at its recurrent core."""
+    """A layer cut at its recurrent core. C channels of the convolution, V elements of a head of v."""
 
     @property
     def recurrence(self) -> Recurrence:
@@ -83,12 +92,14 @@ class RecurrentLayer(Protocol):
 
     @property
     def core_parameters(self) -> CoreParameters:
-        """The core's weights of this rank's heads."""
+        """The core's weights, for this rank's heads."""
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Computes everything before the core; returns one or more tensors for :meth:`post`, then mixed_NC, g and
-        beta_NH as in :class:`RecurrentCall`."""
+        """Computes everything before the core.
+
+        Returns one or more tensors that :meth:`post` will need, then mixed_NC, g and beta_NH, which are explained at
+        :meth:`RecurrentCall.launch_halo`."""
         ...
 
     def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
@@ -112,11 +123,11 @@ def run_layers(
 
     Args:
         layers: the split layers.
-        hidden: input of each nano-batch.
-        routes: this rank's routes of every layer.
-        pool: the server pool.
+        hidden: input of each nano-batch; one or two.
+        routes: by layer, the rows that this rank sends, receives and computes.
+        pool: the ranks that exchange rows, with this one's transport and kernel.
         checkpoint: ``checkpoint(function, *tensors)`` recomputes ``function`` in backward. It is applied to
-            post(i)+pre(i+1), never to core attention, so that nothing is sent twice.
+            post(i)+pre(i+1), never to core attention: its rows would travel twice.
 
     Returns:
         The output of each nano-batch.
@@ -143,11 +154,13 @@ class _Run:
         self._checkpoint = checkpoint or (lambda function, *tensors: function(*tensors))
         self._calls: list[AnyCall] = []
         self._residuals: list[tuple[torch.Tensor, ...]] = []  # by nano-batch, for the next post
-        self._previous_kv: torch.Tensor | None = None
+        self._previous_kv: torch.Tensor | None = None  # of the newest attention call; ping's when pong is launched
         self.outputs: list[torch.Tensor] = []
 
     def first(self, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs pre of the first layer and launches its core; returns a graph token for each nano-batch."""
+        """Runs pre of the first layer and launches its q, k and v.
+
+        Returns for each nano-batch a graph token, a dummy scalar that links autograd's nodes."""
         graph_tokens = []
         for nano, each in enumerate(hidden):
             with self._pool.timeline.compute("pre", 0, nano, "forward"):
@@ -156,12 +169,12 @@ class _Run:
         return graph_tokens
 
     def attend(self, layer: int, graph_tokens: list[torch.Tensor]) -> None:
-        """Runs the core of a layer."""
+        """Runs the core of a layer, up to the launch of its results."""
         for nano, call in enumerate(self._calls):
             graph_tokens[nano] = _through_core(call, self._layers[layer], graph_tokens[nano])
 
     def between(self, layer: int, graph_tokens: list[torch.Tensor]) -> None:
-        """Runs post of a layer and pre of the next one, and launches that one's core."""
+        """Runs post of a layer and pre of the next layer, and launches the next layer's q, k and v."""
         last = layer + 1 == len(self._layers)
         calls, self._calls = self._calls, []
         residuals, self._residuals = self._residuals, []
@@ -172,8 +185,8 @@ class _Run:
         for nano, call in enumerate(calls):
             o = _out_of_core(call, self._layers[layer], graph_tokens[nano])
             with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
-                # A recomputed function must not hold this object. The graph leads from k,v of the last launch back to
-                # it, which makes a circle that Python's garbage collector cannot see.
+                # A recomputed function stays in autograd's graph, so it must not refer to this object: _previous_kv
+                # refers to the graph. Python's garbage collector cannot find cycles through autograd's graph.
                 if last:
                     post = partial(self._layers[layer].post, nano=nano)
                     self.outputs.append(self._checkpoint(post, o, *residuals[nano]))
@@ -190,8 +203,9 @@ class _Run:
         residuals: list[tuple[torch.Tensor, ...]],
         graph_tokens: list[torch.Tensor],
     ) -> None:
-        """Runs :meth:`between` where post sends rows to experts: those of one nano-batch travel beside the other's
-        compute."""
+        """Does the work of :meth:`between` if post sends rows to experts on other ranks.
+
+        The generators of ping and pong advance in turn, so one's rows travel during the other's compute."""
         split: Any = self._layers[layer]
         posts, last, paused = [], layer + 1 == len(self._layers), True
         for nano, call in enumerate(calls):
@@ -212,7 +226,8 @@ class _Run:
                     self.outputs.append(hidden)
 
     def _launch(self, layer: int, nano: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Launches the core of a layer with the tensors that its pre returned; returns the graph token."""
+        """Launches q, k and v (a recurrent layer's halo) from the tensors that pre returned; returns the graph
+        token."""
         routes, before = self._routes[layer][nano], self._calls[-1] if self._calls else None
         if isinstance(routes, RecurrentRoutes):
             *residual, mixed, g, beta = made
@@ -235,7 +250,7 @@ class _Run:
         return call
 
     def _prefix(self, routes: NanoRoutes) -> torch.Tensor | None:
-        """The keys and values of ping that pong needs again, since it continues documents of ping; None for none."""
+        """In pong, ping's keys and values of documents that pong continues; None for none."""
         if not routes.prefix:
             return None
         assert self._previous_kv is not None
@@ -244,19 +259,19 @@ class _Run:
 
 
 def _through_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor:
-    """Joins the rows that the core needs, computes it and launches its results; returns the graph token."""
+    """Waits for the rows that the core needs, computes it and launches its results; returns the graph token."""
     if isinstance(call, RecurrentCall):
         return call.launch_states(call.summarise(call.join_halo(token), layer.core_parameters))
     return call.launch_o(call.serve(call.join_qkv(token)), layer.sink)
 
 
 def _out_of_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor:
-    """Joins the core's results; returns o of this rank's rows."""
+    """Waits for the core's results; returns o of this rank's rows."""
     return call.join_states(token) if isinstance(call, RecurrentCall) else call.join_o(token, layer.sink)
 
 
 def _gone_on(post: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:
-    """Runs the next part of a post; returns its output after the last part, else None."""
+    """Runs a post's generator to its next pause; returns None then, and post's output once it has ended."""
     try:
         next(post)
     except StopIteration as end:

@@ -1,20 +1,27 @@
-"""The core of a recurrent layer for one nano-batch as a chain of five autograd nodes.
+"""The core of a recurrent layer (linear attention, SSM) for one nano-batch as a chain of five autograd nodes.
 
     enter: launch halo → join → summarise → launch states → leave: join states, finish
 
-The chain has the form of core attention's (attention_call.py). Every row is computed where it lies. The halo of
-convolutions travels, and the states between the pieces of a document (distca/plan/recurrent). Every piece is computed
-once forward and once backward, in the first of these nodes in which all that it needs is there:
+The core is a short causal convolution, then a recurrence that turns a state S into the next one, row after row. A
+document may be cut over ranks and over the two *nano-batches* of a micro-batch, ping and pong. Each run of its rows on
+one rank is a *piece*, computed where it lies. Two things travel between pieces:
+
+- the *halo*: the few rows before a piece that its convolution reads;
+- states. A whole piece turns the state S before it into A·S + B. B is its *own state*, A its *transition*; both are its
+  *summary*. Each rank gets the summaries of earlier pieces and computes the states before its own pieces.
+
+``ping_pong.py`` calls the five nodes. Every piece is computed once forward and once backward, in the earliest node that
+has its inputs. ``distca/plan/recurrent`` plans the transfers.
 
 | piece of its document | summarise | finish | launch of gradients | join of gradients |
 |---|---|---|---|---|
 | the only one | forward | | backward | |
 | the first | forward, sends its state | | | backward |
-| the last | | forward | backward, sends the gradient of its state | |
-| another | summary | forward | gradient of its state alone | backward |
+| the last | | forward | backward, sends the gradient of the state before it | |
+| an inner one | sends its summary | forward | gradient of the state before it, from its outputs | backward |
 
-A nano-batch keeps the projection's rows and the states before its pieces; the convolution is computed again in
-backward. Pong uses ping's halo rows and states, since ping has the first rows of every document.
+For backward a nano-batch keeps the convolution's inputs and the states before its pieces; backward computes the
+convolution once more. Ping has the first rows of every document, so pong also reads ping's halo rows and states.
 
 Shape suffixes: N rows of the home rank (padding included), C channels of the convolution, U halo rows that arrived; H
 heads, K elements of a head of k, V of one of v.
@@ -36,20 +43,20 @@ from distca.runtime.recurrent_routes import RecurrentRoutes, StateRoutes
 from distca.runtime.server import AttentionPool
 
 States = Mapping[int, torch.Tensor]
-"""States, summaries or gradients of states, by number of the piece in this nano-batch."""
+"""States or their gradients by piece, numbered within this rank and nano-batch; in ``passed`` by document."""
 
 
 class RecurrentCall(LayerCall):
     """State of one recurrent layer for one nano-batch, from the launch of its halo to the end of its backward.
 
     Args:
-        pool: the ranks, and how they move rows.
-        routes: this rank's routes of the nano-batch.
-        what: the recurrence.
+        pool: the ranks that exchange rows, with this one's transport and timeline.
+        routes: this rank's pieces, and the halo rows and summaries that it sends and receives.
+        what: the recurrence's formula and shapes.
         kernel: the kernel that computes it.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
-        before: the layer's call for the nano-batch before.
+        before: in pong, the same layer's call for ping; None in ping.
     """
 
     def __init__(
@@ -67,29 +74,32 @@ class RecurrentCall(LayerCall):
         self._rows: tuple[torch.Tensor, ...] = ()  # mixed_NC, g, beta_NH
         self._parameters: CoreParameters | None = None
         self._halo: torch.Tensor | None = None  # halo_UC that arrived in this nano-batch
-        self._core: tuple[CoreRows, torch.Tensor] | None = None  # the core's rows, and o or dO, between two nodes
-        self._arriving: list[torch.Tensor] = []  # own states and transitions, or their gradients
-        self._own: dict[int, torch.Tensor] = {}  # states or gradients that are sent
-        self._transitions: dict[int, torch.Tensor] = {}
-        self._states: dict[int, torch.Tensor] = {}  # before the pieces that continue a document
-        self._passed: dict[int, torch.Tensor] = {}  # by document, the state or gradient behind this nano-batch
+        self._core: tuple[CoreRows, torch.Tensor] | None = None  # q, k, v, g, beta, and o or dO, between two nodes
+        self._arriving: list[torch.Tensor] = []  # own states and transitions that other ranks sent
+        self._own: dict[int, torch.Tensor] = {}  # by piece, the own state (in backward its gradient) to send
+        self._transitions: dict[int, torch.Tensor] = {}  # by inner piece; forward and backward send them
+        self._states: dict[int, torch.Tensor] = {}  # by piece that continues a document, the state before it
+        # By document that goes on in pong: ping's last state. In backward, pong's gradient of that state.
+        self._passed: dict[int, torch.Tensor] = {}
         self._passed_back: dict[int, torch.Tensor] = {}
-        self._of_halo: torch.Tensor | None = None  # gradient of halo rows from the next nano-batch
-        self._gradients: tuple[torch.Tensor, ...] = ()
-        self._core_gradients: CoreRows | None = None
+        self._of_halo: torch.Tensor | None = None  # in ping, pong's gradient of ping's halo rows
+        self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and the halo, between two nodes
+        self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta
+        # Numbers of this rank's pieces, by their place in their document.
         pairs = list(zip(routes.opens, routes.closes, strict=True))
         self._only = [n for n, each in enumerate(pairs) if each == (True, True)]
         self._first = [n for n, each in enumerate(pairs) if each == (True, False)]
         self._inner = [n for n, each in enumerate(pairs) if each == (False, False)]
         self._last = [n for n, each in enumerate(pairs) if each == (False, True)]
 
-    # For a rank without tokens, which takes part in a backward phase without a forward.
+    # For a rank that only serves in a backward phase of a pipeline (``idle_stage.py``): it has no pieces and no
+    # autograd nodes there, but takes part in the exchanges.
 
     def begin_backward(self, rows: tuple[torch.Tensor, ...], parameters: CoreParameters) -> None:
-        """Sets the state in which forward would have ended.
+        """Sets the fields that forward would have set.
 
         Args:
-            rows: mixed_NC, g and beta_NH of no rows, in the shapes of the layer's.
+            rows: mixed_NC, g and beta_NH with 0 rows, in the layer's shapes.
             parameters: the core's weights, without gradients.
         """
         self._rows, self._parameters, self._halo = rows, parameters, rows[0]
@@ -111,8 +121,15 @@ class RecurrentCall(LayerCall):
     # Public: the five nodes, called in this order.
 
     def launch_halo(self, mixed_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor) -> torch.Tensor:
-        """Starts sending halo rows to the pieces behind them; returns the graph token for :meth:`join_halo`. g is g_NH
-        or g_NHK."""
+        """Starts sending halo rows to the pieces that read them; returns the graph token for :meth:`join_halo`.
+
+        A graph token is a dummy scalar that links autograd's nodes.
+
+        Args:
+            mixed_NC: the convolution's input, with q, k and v side by side.
+            g: g_NH or g_NHK, logarithms of the state's decay, 0 or less.
+            beta_NH: factors on what each row adds to the state.
+        """
         token: torch.Tensor = _Enter.apply(mixed_NC, g, beta_NH, self)
         return token
 
@@ -122,12 +139,12 @@ class RecurrentCall(LayerCall):
         return joined
 
     def summarise(self, token: torch.Tensor, parameters: CoreParameters) -> torch.Tensor:
-        """Computes pieces that need no state, and summaries of the pieces between others."""
+        """Computes the pieces that begin a document, and the summaries of inner pieces."""
         done: torch.Tensor = _Summarise.apply(token, parameters.kernel, parameters.bias, parameters.skip, self)
         return done
 
     def launch_states(self, token: torch.Tensor) -> torch.Tensor:
-        """Starts sending states and transitions."""
+        """Starts sending own states and transitions."""
         launched: torch.Tensor = Node.apply(token, self._launch_states, self._join_state_gradients)
         return launched
 
@@ -177,7 +194,7 @@ class RecurrentCall(LayerCall):
                 o_NHV += (self._parameters.skip[:, None] * rows.v).to(o_NHV.dtype)
         if not has_backward:
             self._rows, self._states, self._transitions = (), {}, {}
-        # A new view is returned, as autograd makes the returned tensor part of the graph.
+        # Autograd sets grad_fn on the returned tensor, so it gets a view of its own.
         return o_NHV.detach()
 
     # Backward.
@@ -198,7 +215,9 @@ class RecurrentCall(LayerCall):
         self._join("dstates", "backward")
 
     def _summarise_backward(self) -> tuple[torch.Tensor | None, ...]:
-        """Computes the other pieces' backward; returns gradients of the convolution's kernel and bias, and of skip."""
+        """Computes backward of first and inner pieces, and of the convolution of all pieces.
+
+        Returns the gradients of the convolution's kernel and bias and of skip, None for what the layer lacks."""
         assert self._core is not None and self._core_gradients is not None and self._parameters is not None
         (rows, do_NHV), gradients = self._core, self._core_gradients
         with self._pool.timeline.compute("finish", *self._where, "backward"):
@@ -218,7 +237,7 @@ class RecurrentCall(LayerCall):
         return of_kernel, of_bias, of_skip
 
     def _convolution_backward(self, gradients: CoreRows) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns gradients of the convolution's kernel and bias; those of its rows are kept for the next nodes."""
+        """Returns gradients of the convolution's kernel and bias; stores those of its rows in ``_gradients``."""
         assert self._parameters is not None
         (mixed, g, beta), given = self._rows, self._parameters
         leaves = [each.detach().requires_grad_() for each in (mixed, self._halo_rows(), given.kernel)]
@@ -257,7 +276,7 @@ class RecurrentCall(LayerCall):
     # Shared.
 
     def _halo_rows(self) -> torch.Tensor:
-        """halo_UC of ping, then in pong its own."""
+        """halo_UC that this nano-batch's pieces read: ping's, and in pong its own behind them."""
         assert self._halo is not None
         if self._before is None:
             return self._halo
@@ -273,7 +292,7 @@ class RecurrentCall(LayerCall):
         return [self._routes.pieces.spans[each] for each in numbers]
 
     def _stacked(self, states: States, numbers: Sequence[int]) -> torch.Tensor | None:
-        """The states of these pieces in one tensor; None where they have none. Either all of them have one, or none."""
+        """The states of these pieces in one tensor. None if the first has none; then the others have none either."""
         has_states = bool(numbers) and numbers[0] in states
         return torch.stack([states[each] for each in numbers]) if has_states else None
 
@@ -301,7 +320,9 @@ class RecurrentCall(LayerCall):
         return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
 
     def _send_states(self, routes: StateRoutes, what: str, direction: str) -> None:
-        """Launches the exchange of own states, or of their gradients, and of transitions."""
+        """Launches the exchange of own states (in backward of their gradients) and of transitions.
+
+        Each is one row of the exchange."""
         mixed_NC = self._rows[0]
         self._arriving, parts = [], []
         for by_piece, numbers, shape, moves in (
@@ -319,11 +340,19 @@ class RecurrentCall(LayerCall):
     def _reached(
         self, routes: StateRoutes, passed: States, backward: bool
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Folds the summaries that arrived; returns states by own piece, and those that the other nano-batch goes on
-        with, by document.
+        """Computes states from the summaries that arrived: S ← A·S + B, piece after piece of each document.
 
-        A piece gets the state before it; in backward it gets the gradient of the state behind it. ``passed`` has the
-        states with which the other nano-batch ended, by document."""
+        In backward the same is done with gradients, from the last piece to the first.
+
+        Args:
+            routes: the pieces of each document that this rank reads, and where their summaries arrived.
+            passed: by document, the state (gradient) with which the other nano-batch ended.
+            backward: whether these are gradients.
+
+        Returns:
+            By own piece, the state before it (the gradient of the state behind it); and by document that goes on in the
+            other nano-batch, the state (gradient) reached here.
+        """
         (states, transitions), self._arriving = self._arriving, []
         found: dict[int, torch.Tensor] = {}
         goes_on: dict[int, torch.Tensor] = {}
@@ -339,8 +368,8 @@ class RecurrentCall(LayerCall):
                         assert reached is not None
                         reached = own + carried(transitions[link.transition], reached, backward)
                     else:
-                        reached = own.clone()  # A view would keep all that arrived until backward.
-            if reached is not None and links[-1].state >= 0:  # a piece of the other nano-batch reads it
+                        reached = own.clone()  # A view would keep the whole receive tensor alive until backward.
+            if reached is not None and links[-1].state >= 0:  # A later piece, in the other nano-batch, reads it.
                 goes_on[document] = reached
         return found, goes_on
 
@@ -356,8 +385,9 @@ def recurrent_core(
     g: torch.Tensor,
     beta_NH: torch.Tensor,
 ) -> torch.Tensor:
-    """o_NHV of one nano-batch by itself, with transfers that nothing hides; arguments as in :class:`RecurrentCall` and
-    its nodes."""
+    """Runs the five nodes one after the other, for a nano-batch without another one beside it; returns o_NHV.
+
+    No compute hides its transfers. Arguments are those of :class:`RecurrentCall` and its nodes."""
     call = RecurrentCall(pool, routes, what, kernel, layer, 0)
     token = call.summarise(call.join_halo(call.launch_halo(mixed_NC, g, beta_NH)), parameters)
     return call.join_states(call.launch_states(token))

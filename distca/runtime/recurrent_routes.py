@@ -1,6 +1,13 @@
-"""The routes of a rank's pieces, their halo and their states, as tensors on its device.
+"""A rank's routes for recurrent layers (linear attention, SSM) as tensors on its device.
 
-They are made once per micro-batch and used by all recurrent layers whose convolutions have the same size."""
+A *piece* is a run of a document's rows on one rank in one nano-batch (ping or pong, the two parts of a micro-batch).
+Its convolution reads a few rows before it, the *halo*. It turns the state S before it into A·S + B, with the
+*transition* A and the *own state* B, its *summary*. Halo rows and summaries travel between ranks.
+``distca/plan/recurrent`` plans that in numpy; this file brings the plan to the device. ``RecurrentCall``
+(recurrent_call.py) runs it.
+
+Routes are made once per micro-batch and shared by all recurrent layers whose convolutions have the same size.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +27,15 @@ from distca.transport import RowMoves
 
 @dataclass(frozen=True)
 class StateRoutes:
-    """The exchanges of summaries of one nano-batch in one direction.
+    """The exchanges of summaries in one nano-batch, forward; or in backward, those of the states' gradients.
 
     Attributes:
-        sends_state: pieces of this rank and nano-batch whose own state is sent, in the exchange's order.
-        sends_transition: pieces whose transition is sent.
-        states: moves of own states.
-        transitions: moves of transitions.
-        chains: (document, its links in this nano-batch) for each document that this rank reads.
+        sends_state: numbers of this rank's pieces whose own state is sent, in the order of the exchange's rows.
+        sends_transition: the same for transitions.
+        states: moves of own states, one row each.
+        transitions: moves of transitions, one row each.
+        chains: for each document whose summaries this rank reads, its number and a link for each piece up to this
+            rank's last one. A link says where the piece's summary arrives, and whether the piece is this rank's.
     """
 
     sends_state: list[int]
@@ -38,7 +46,7 @@ class StateRoutes:
 
     @staticmethod
     def of(route: ChainRoute, ranks: int, device: Destination) -> StateRoutes:
-        """Brings a route to ``device``."""
+        """Copies a route to ``device``."""
         return StateRoutes(
             route.sends_state.tolist(),
             route.sends_transition.tolist(),
@@ -53,14 +61,14 @@ class RecurrentRoutes:
     """Everything a rank needs to run one nano-batch of a recurrent layer.
 
     Attributes:
-        pieces: where the pieces lie, and which halo rows come before them; ping's halo rows are counted first.
+        pieces: each piece's rows, and its halo among the rows that arrived; pong's pieces count ping's rows first.
         opens: for each piece, whether it is the first of its document.
         closes: for each piece, whether it is the last of its document.
-        given: int64 rows of this rank that are sent as halo.
+        given: int64 home rows of this rank that are sent as halo.
         halo_to_pieces: moves of halo rows to the ranks whose pieces read them.
-        halo_to_home: moves of their gradients back, added up.
-        forward: exchanges of the states before pieces.
-        backward: exchanges of the gradients of the states behind pieces.
+        halo_to_home: moves of their gradients back, which add up a row's gradients.
+        forward: exchanges of summaries, which give the states before pieces.
+        backward: exchanges that give the gradients of the states behind pieces.
     """
 
     pieces: PieceRows
@@ -77,10 +85,10 @@ class RecurrentRoutes:
         """The routes of a micro-batch, one for each nano-batch.
 
         Args:
-            layouts: the layouts of the nano-batches.
+            layouts: for each nano-batch, the ranks and rows on which documents lie.
             rank: this rank, numbered as in the layouts.
-            halo_rows: rows that the layers' convolution reads before a row.
-            device: where the rows live, or an upload to it; then the routes are ready once the upload was sent.
+            halo_rows: number of rows that the convolution reads before a row.
+            device: the rows' device, or an upload to it. With an upload the tensors have no values until it is sent.
         """
         with uploading(device) as upload:
             arrived, routes = 0, []
@@ -90,15 +98,18 @@ class RecurrentRoutes:
             return tuple(routes)
 
     def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
-        """Returns these routes with the backward exchanges of another phase.
+        """Returns these routes with the backward exchanges of ``other``.
 
-        In that phase this rank has the same rows, and other stages have other ones."""
+        With pipeline stages, forward and backward of a micro-batch run in different phases, beside different
+        micro-batches of other stages. This rank's own rows are the same in both."""
         return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 
 def _of(route: PieceRoute, arrived: int, device: Destination) -> RecurrentRoutes:
-    """The routes of one nano-batch. ``arrived`` is the number of halo rows of this nano-batch and the one before.
-    Positions before a document's start pick the row with this index, which is zero."""
+    """The routes of one nano-batch.
+
+    ``arrived`` is the number of halo rows that this rank gets up to this nano-batch. A halo position before the start
+    of its document gets this number, the index of a row of zeros behind the arrived rows."""
     picked = np.where(route.halo.picked < 0, arrived, route.halo.picked)
     opens = route.opens.tolist()
     return RecurrentRoutes(

@@ -1,7 +1,15 @@
-"""The server pool as one rank sees it, and the rank's attention server, which computes its CA-tasks on arrived rows.
+"""The computation of a rank in its role of attention server, and the pool of ranks that serve each other.
 
-Shape suffixes as in attention/kernel.py, with U key/value rows that arrived, which tasks may share, and V rows of the
-nano-batch before. k and v travel together as kv_U2GD, or as [U, G, key and value] where values are narrower than keys.
+A *CA-task* is a range of a document's queries with all keys and values that they see. A plan gives each task to a
+server, and the task's rows travel there. The server's buffer holds each k,v row once, though several tasks may read it.
+Kernels want every task's rows in one piece, its *region*, so :func:`task_regions` copies them. After backward,
+:func:`added_up` adds the regions' gradients up again. ``AttentionCall`` (attention_call.py) calls these functions.
+
+A micro-batch runs as two *nano-batches*, ping and then pong. Servers may keep ping's k,v rows for tasks of pong.
+
+Shape suffixes: T query rows of the server's tasks; U k,v rows of its buffer; V k,v rows that it kept of ping; S k,v
+rows of all regions; H query heads, G key/value heads, D head dimension; 2 stands for k and v. Values may be narrower
+than keys; then k and v travel as [rows, G, width of a key + width of a value].
 """
 
 from __future__ import annotations
@@ -19,9 +27,9 @@ from distca.transport import Transport
 
 
 def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route: ServerRoute) -> torch.Tensor:
-    """kv_S2GD, the k,v rows of every task's region: copies of rows that arrived, and of the nano-batch before.
+    """kv_S2GD, the regions of all tasks: copies of rows that arrived, and of rows that the server kept of ping.
 
-    Where no two tasks share rows, it is ``kv_U2GD`` itself."""
+    If no two tasks share rows and none are kept, it is ``kv_U2GD`` itself."""
     if not route.repeats:
         return kv_U2GD
     kv_S2GD = kv_U2GD.new_empty(route.region_rows, *kv_U2GD.shape[1:])
@@ -33,14 +41,14 @@ def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route:
 
 
 def keys_and_values(kv_S2GD: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """k_SGD and v_SGD, as views of the rows in which they travel together."""
+    """k_SGD and v_SGD, as views of the tensor in which they travel together."""
     if kv_S2GD.dim() == 4:
         return kv_S2GD[:, 0], kv_S2GD[:, 1]
     return kv_S2GD[..., :key_dim], kv_S2GD[..., key_dim:]
 
 
 def together(k_SGD: torch.Tensor, v_SGD: torch.Tensor) -> torch.Tensor:
-    """Keys and values, or their gradients, as the rows in which they travel: kv_S2GD where both have one width."""
+    """One tensor of keys and values, or of their gradients: the reverse of :func:`keys_and_values`."""
     if k_SGD.shape == v_SGD.shape:
         return torch.stack((k_SGD, v_SGD), dim=1)
     return torch.cat((k_SGD, v_SGD), dim=-1)
@@ -54,14 +62,16 @@ def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) 
 
 
 Sums = dict[int, torch.Tensor]
-"""Gradients in float32 of ranges of rows of a server's buffer, by first row."""
+"""Gradients in float32 of row ranges in a server's k,v buffer, by the first row of each range."""
 
 
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
-    """dkv_U2GD of the rows that arrived.
+    """dkv_U2GD, the gradients of the rows in the server's buffer, from those of the regions.
 
-    Gradients of tasks that share rows are added in float32, the last task's first and then the others' in their order,
-    and rounded once. Then gradients of the next nano-batch, ``later``, are added and rounded."""
+    Tasks that share a row have their gradients added in float32: the last task's first, then the others in order. The
+    sum is rounded once. In ping, pong's gradients of kept rows (``later``) are then added, and the sum is rounded."""
+    # The last task that shares a range reads it to its end. So its gradients are copied, and then the first part, which
+    # other tasks read too, is overwritten with the sum.
     dkv_U2GD = dkv_S2GD
     if route.repeats:
         dkv_U2GD = dkv_S2GD.new_empty(route.kv_rows, *dkv_S2GD.shape[1:])
@@ -78,15 +88,16 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
 
 
 def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
-    """The gradients of rows of the nano-batch before."""
+    """In pong, the gradients of rows that the server kept of ping."""
     return {each.first: _sum(dkv_S2GD, each) for each in route.before}
 
 
 def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
     """The sum in float32 of the gradients of a range of rows that several tasks read.
 
-    It ends with the last row that two tasks read: the rows behind are read by the last task alone and need no sum. With
-    a single task it has all rows."""
+    It ends with the last row that any task but the last reads; the rows after that have one gradient and need no sum.
+    With a single task it has all rows. Example: two tasks read rows [0, 4) and [0, 7) of the range; the sum has 4
+    rows."""
     *others, (offset, place, rows) = shared.places
     longest = max((offset + rows for offset, _, rows in others), default=rows)
     wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)
@@ -100,8 +111,9 @@ def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
 def compute_forward(
     kernel: Kernel, route: ServerRoute, q_THD: torch.Tensor, kv_S2GD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns o_THD and lse_TH of this server's tasks, computed by one kernel call for each run of one kind; empty
-    tensors without tasks."""
+    """Returns o_THD and lse_TH (log-sum-exp) of this server's tasks; without tasks, tensors of 0 rows.
+
+    There is one kernel call for each batch: consecutive tasks of layers with one window, scale and softcap."""
     if len(route.batches) == 1:
         (only,) = route.batches
         return kernel.forward(q_THD, *keys_and_values(kv_S2GD, q_THD.shape[2]), only.batch, only.kind)
@@ -123,7 +135,7 @@ def compute_backward(
     o_THD: torch.Tensor,
     lse_TH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dq_THD and dkv_S2GD of this server's tasks."""
+    """Returns dq_THD and dkv_S2GD of this server's tasks, with the same kernel calls as forward."""
     if len(route.batches) == 1:
         (only,) = route.batches
         k, v = keys_and_values(kv_S2GD, q_THD.shape[2])
@@ -142,16 +154,18 @@ def compute_backward(
 
 @dataclass(frozen=True)
 class AttentionPool:
-    """All ranks that serve core attention to each other.
+    """All ranks that serve core attention to each other, as one of them sees the pool.
+
+    A rank is the *home* of the rows that it holds between layers.
 
     Attributes:
         transport: moves rows between these ranks.
         kernel: computes CA-tasks on this rank.
-        timeline: records what this rank does, and when.
-        backward: with "keep", servers keep q, k, v, o and log-sum-exp of their tasks, and home ranks send only dO. With
-            "resend", home ranks keep them and send them again with dO, to the servers that the backward plan names.
-        offload: host memory for the rows that home ranks keep, and for the inputs of recomputed segments; None keeps
-            all on the device.
+        timeline: records the times of this rank's compute and transfers.
+        backward: with "keep", servers keep q, k, v, o and lse of their tasks, and homes send only dO. With "resend",
+            homes keep them and send them again with dO, to the servers that the backward plan names.
+        offload: host memory for the rows that homes keep, and for the inputs of recomputed layers; None keeps both on
+            the device.
     """
 
     transport: Transport

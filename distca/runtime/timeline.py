@@ -1,7 +1,10 @@
-"""The times of a rank's compute and transfers for both nano-batches, for the timeline and for tests of the order.
+"""The times of one rank's compute and transfers, for timelines in Perfetto, the step log and tests of the order.
 
-Recording costs two events per span. While it is off only the time of serving is measured, which the step log compares
-over ranks.
+A micro-batch runs as two *nano-batches*, ping and pong, each with its own *tracks* (rows of a timeline). A *span* is a
+name with a start and an end. Attention and recurrent calls (attention_call.py) report to the timeline.
+
+Recording needs two CUDA events per span. While it is off, only the seconds of serving attention are measured, which the
+step log compares between ranks, and on request those of waiting.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ class Timeline:
     """The spans of one rank.
 
     Attributes:
-        zero: the host's clock, in seconds since 1970, where recorded times are 0.
-        times_waits: whether :meth:`waiting` times its block.
+        clock: this rank's clock; on GPUs it takes times of the current stream.
+        recording: whether spans are recorded.
+        zero: the time, in seconds since 1970, that recorded spans count from.
+        times_waits: whether :meth:`waiting` measures; callers set it.
         order: while recording, the actions in the order in which the host queued them. An entry has action, layer,
             nano-batch and direction: "launch q,k,v 3 ping forward".
     """
@@ -53,11 +58,10 @@ class Timeline:
         self._side_stream: torch.cuda.Stream | None = None
 
     def start_recording(self, zero: float | None = None) -> None:
-        """Records from now on, from a zero of time that all ranks share; every rank calls it.
+        """Records from now on; every rank calls it at the same time.
 
         Args:
-            zero: the zero that ranks of another world took, as servers without a model do with their homes'; None takes
-                this moment.
+            zero: the ``zero`` of other processes, to which spans are to be comparable; None takes this moment.
         """
         self.clock.synchronize()
         self._began = time.time()
@@ -67,7 +71,7 @@ class Timeline:
 
     @contextmanager
     def compute(self, name: str, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Times the work queued inside the block; ``kinds`` of attention layers stand behind the span's name."""
+        """Records the work queued inside the block as a span; ``kinds`` of attention layers are added to its name."""
         if not self.recording:
             yield
             return
@@ -81,8 +85,8 @@ class Timeline:
 
     @contextmanager
     def serve(self, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Times the attention server, also while nothing is recorded, for :meth:`serve_seconds`; ``kinds`` of layers as
-        in :meth:`compute`."""
+        """Measures the attention that this rank computes as a server, for :meth:`serve_seconds`, even when not
+        recording. While recording it is a span, too, as in :meth:`compute`."""
         with self.compute("serve", layer, nano, direction, kinds):
             start = self.clock.work()
             yield
@@ -90,9 +94,9 @@ class Timeline:
 
     @contextmanager
     def stage(self, name: str, track: str = "stage") -> Iterator[None]:
-        """Times a part of the step other than a layer, on a track of its own, or a whole step on the track ``steps``.
+        """Records a part of a step that is no layer (track ``stage``), or a whole step (track ``steps``), as a span.
 
-        Layers' spans may lie inside."""
+        Spans of layers may lie inside it."""
         if not self.recording:
             yield
             return
@@ -102,9 +106,9 @@ class Timeline:
         span.end = self.clock.now()
 
     def open(self, name: str, layer: int, nano: int, direction: str, *, past_launches: bool = False) -> None:
-        """Begins a span that ends at the next :meth:`close` or at the next span.
+        """Begins a span that ends at the next :meth:`close`, span, join or launch.
 
-        Unless it goes on ``past_launches``, it also ends when a transfer is launched."""
+        With ``past_launches`` a span of the same name begins again after a launch."""
         if self.recording:
             self.close()
             self.order.append(_entry(name, layer, nano, direction))
@@ -127,10 +131,10 @@ class Timeline:
         direction: str,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Notes a transfer that was just launched, and when its collectives of both hops end; ``args`` are shown with
-        it.
+        """Records a transfer that was just launched, as a span that ends with its last collective.
 
-        Each nano-batch has a track for each sort of transfer, so transfers of a track do not overlap."""
+        Each nano-batch has a track for each ``what`` and direction, so spans of a track do not overlap. ``args`` are
+        shown with the span."""
         if not self.recording:
             return
         goes_on = self._reopen
@@ -149,14 +153,14 @@ class Timeline:
             self.open(*goes_on, past_launches=True)
 
     def joined(self, what: str, layer: int, nano: int, direction: str) -> None:
-        """Notes that a transfer is about to be waited for."""
+        """Records in :attr:`order` that the caller is about to wait for a transfer."""
         if self.recording:
             self.close()
             self.order.append(_entry(f"join {what}", layer, nano, direction))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Times how long compute waits for a transfer, and for the copies that then put rows in their places."""
+        """Measures the block, which waits for a transfer and puts its rows in their places, for :meth:`take_waits`."""
         if not self.times_waits:
             yield
             return
@@ -165,13 +169,14 @@ class Timeline:
         self._waits.setdefault(what, []).append((start, self.clock.now()))
 
     def take_waits(self) -> dict[str, float]:
-        """Returns the seconds that compute waited since the last call, by transfer; blocks until the last wait ends."""
+        """Returns by transfer the seconds of :meth:`waiting` since the last call; blocks until the last wait ended."""
         waits, self._waits = self._waits, {}
         return {what: sum(self.clock.seconds(*each) for each in spans) for what, spans in waits.items()}
 
     def take_serves(self) -> dict[str, list[float]]:
-        """Returns by direction the seconds of each time that this rank served since the last call, in order; blocks
-        until the last one ends."""
+        """Returns by direction the seconds of each :meth:`serve` since the last call, in order.
+
+        Blocks until the last one ended."""
         seconds = {
             direction: [self.clock.seconds(start, end) for start, end in spans]
             for direction, spans in self._serves.items()
@@ -180,7 +185,7 @@ class Timeline:
         return seconds
 
     def serve_seconds(self) -> dict[str, float]:
-        """Returns by direction the seconds that this rank served since the last call; blocks as :meth:`take_serves`."""
+        """Returns by direction the sum of :meth:`take_serves`."""
         return {direction: sum(seconds) for direction, seconds in self.take_serves().items()}
 
     def take(self, rank: int) -> list[dict[str, Any]]:
@@ -207,7 +212,7 @@ class Timeline:
         return events
 
     def _end_on_side_stream(self, span: _Span, works: list[Any]) -> None:
-        """Lets a stream of its own wait for the collectives, so that their end is timed when they end."""
+        """Takes the span's end on a side stream that waits for the collectives, so that compute does not wait here."""
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream()
         with torch.cuda.stream(self._side_stream):
