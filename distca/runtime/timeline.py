@@ -153,7 +153,7 @@ class Timeline:
             self.open(*goes_on, past_launches=True)
 
     def joined(self, what: str, layer: int, nano: int, direction: str) -> None:
-        """Records in :attr:`order` that the caller is about to wait for a transfer."""
+        """Records in ``order`` that the caller is about to wait for a transfer."""
         if self.recording:
             self.close()
             self.order.append(_entry(f"join {what}", layer, nano, direction))
