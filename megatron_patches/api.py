@@ -36,7 +36,7 @@ from distca.plan import PlanOptions
 from distca.runtime.attention_server import PoolTerms, Served
 from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
 from megatron_patches.experts.balance import ExpertLoad, LayerLoad
-from megatron_patches.experts.layer import take_halves
+from megatron_patches.experts.layer import take_nano_batches
 from megatron_patches.layers.block import block_spec, disaggregate_block, refuse_other_schedule
 from megatron_patches.layers.full_recompute import recompute_layers
 from megatron_patches.layers.latent import use_row_angles
@@ -292,7 +292,7 @@ class CAD:
         transform_logits(model, LogitTransform(options.logit_multiplier, options.final_softcap))
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
-        model.expert_load = ExpertLoad(take_halves(model), self.config.moe_router_topk)
+        model.expert_load = ExpertLoad(take_nano_batches(model), self.config.moe_router_topk)
         # Segments that are recomputed as a whole need outputs of norms right away, so they keep them.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate or pattern:

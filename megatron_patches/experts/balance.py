@@ -1,10 +1,23 @@
-"""Losses that balance experts, over a micro-batch as one packed sequence, wherever and in which nano-batch rows lie.
+"""The losses that keep a layer's experts evenly used, and counts of the rows that each expert gets.
 
-The auxiliary loss of a layer is coeff x E / (topk x T^2) x sum over experts i of c_i x P_i: c_i of the micro-batch's T
-rows have expert i among their ``topk`` best, and P_i adds up its scores. Megatron multiplies it by T where losses are
-summed over tokens, which are divided by once at the end. c_i has no gradient. So forward counts, and one all-reduce
-adds up the counts of all ranks of the stage. Backward gives every score coeff x E x c_i / (topk x T). This is the value
-of Megatron-Core 0.19.2; 0.16.1 leaves out a factor of the tensor-parallel ranks.
+A layer's router gives each row (a token's hidden vector) a score for each of E experts, and sends it to ``topk``
+experts. Megatron's auxiliary loss of a layer is
+
+    coeff x E / (topk x T^2) x sum over experts i of c_i x P_i
+
+T is the number of rows in the micro-batch. c_i counts the rows that have expert i among their ``topk`` highest scores.
+P_i is the sum of all rows' scores for expert i. Megatron multiplies this loss by T, because it sums losses over tokens
+and divides by the number of tokens at the end of the step.
+
+c_i has no gradient. So a row's score for expert i has the gradient coeff x E x c_i / (topk x T). To compute it,
+backward needs only the counts of the whole micro-batch. The rows of a micro-batch lie on many ranks, and each rank
+computes its rows as two nano-batches. Forward counts each nano-batch's rows, and one all-reduce adds up the counts of
+all ranks of the pipeline stage. Backward then gives scores their gradient.
+
+The gradient equals that of Megatron-Core 0.19.2. Version 0.16.1 leaves out a factor, the number of tensor-parallel
+ranks.
+
+Shape suffixes: N rows of a nano-batch on this rank, E experts, D documents of the micro-batch (or 1 for all of them).
 """
 
 from __future__ import annotations
@@ -23,11 +36,16 @@ from torch.autograd.function import once_differentiable
 from distca.device.host_to_device import to_device
 from distca.device.to_host import Question
 
-Way = TypeVar("Way")
+Dispatch = TypeVar("Dispatch")
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
-    """The coefficient of one kind of Megatron's balancing losses, "aux_loss" or "seq_aux_loss"."""
+    """Returns the coefficient of one kind of Megatron's balancing losses; 0 where the model does not have this loss.
+
+    Args:
+        config: the model's configuration.
+        kind: "aux_loss", over the micro-batch, or "seq_aux_loss", over each document by itself.
+    """
     kinds, values = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, values = [kinds], [values]  # type: ignore[list-item]
@@ -36,16 +54,20 @@ def coefficient(config: TransformerConfig, kind: str) -> float:
 
 
 class MicroBatchBalance:
-    """The counts of a stage's routers, made while a micro-batch goes forward and read by its backward pass.
+    """The counts of a pipeline stage's routers in one micro-batch. Forward counts, and backward reads the counts.
+
+    The model's forward makes one for each micro-batch (``patches/gpt_forward.py``).
 
     Args:
         config: the model's configuration.
-        layers: numbers of this stage's layers with experts, from 1.
-        documents_N: [rows] int64 document of each of this rank's rows in the micro-batch; -1 in padding.
-        nano_rows: rows of each nano-batch on this rank; they follow each other.
-        documents: number of the micro-batch's documents, over all ranks.
+        layers: numbers of this stage's layers with experts; Megatron numbers layers from 1.
+        documents_N: int64, for each of this rank's rows the number of its document in the micro-batch; -1 for padding.
+            The rows of the second nano-batch follow those of the first.
+        nano_rows: number of this rank's rows in each nano-batch.
+        documents: number of documents in the micro-batch, over all ranks.
         training: whether backward follows.
-        peers: [ranks, nano-batches] rows of all expert-parallel ranks; None where there are no others.
+        peers: [expert-parallel ranks, nano-batches] number of rows that each rank has, on its way to the host. None
+            with one expert-parallel rank.
     """
 
     def __init__(
@@ -65,12 +87,13 @@ class MicroBatchBalance:
         assert experts is not None
         self.per_document = coefficient(config, "seq_aux_loss") > 0
         groups = documents if self.per_document else 1
-        # By layer: rows that an expert is among the best of, by document where asked; rows that it gets.
+        # Three sums for each layer. _best: by document and expert, the rows that have the expert among their highest
+        # scores. _load: by expert, the rows that it gets. _entropy: over rows, the entropy of the router's scores.
         self._best = torch.zeros(len(layers), groups, experts, dtype=torch.float32, device=device)
         self._load = torch.zeros(len(layers), experts, dtype=torch.float32, device=device)
         self._entropy = torch.zeros(len(layers), dtype=torch.float32, device=device)
         self._counting = True
-        self._ways: dict[tuple[int, int], Any] = {}
+        self._dispatches: dict[tuple[int, int], Any] = {}
 
     @classmethod
     def of(
@@ -81,56 +104,67 @@ class MicroBatchBalance:
         nano_rows: Sequence[int],
         documents: int,
     ) -> MicroBatchBalance:
-        """Returns the counts of a micro-batch that goes forward now, with backward where gradients are enabled. Its
-        rows are those that tensor-parallel ranks share."""
+        """Returns the counts of the micro-batch whose forward begins now. Every expert-parallel rank calls it.
+
+        Backward is expected to follow where gradients are enabled. With sequence parallelism the arguments describe the
+        rows of all tensor-parallel ranks, in which each rank has an equal part of every nano-batch.
+        """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
         rows = [each // chunks for each in nano_rows]
         return cls(config, layers, mine, rows, documents, torch.is_grad_enabled(), _rows_of_peers(rows, mine.device))
 
-    def half(self, number: int) -> Half:
-        """The rows of nano-batch ``number``."""
-        return Half(self, number, self.document_of[number])
+    def nano_batch(self, number: int) -> NanoBatch:
+        """Returns the rows of nano-batch ``number``, 0 or 1."""
+        return NanoBatch(self, number, self.document_of[number])
 
-    def rows_of_peers(self, half: Half) -> list[int]:
-        """Rows of the nano-batch on every expert-parallel rank."""
+    def rows_of_peers(self, nano_batch: NanoBatch) -> list[int]:
+        """Returns the number of the nano-batch's rows on each expert-parallel rank."""
         if self._peers is None:
-            return [len(half.document_N)]
-        rows: list[int] = self._peers.read()[:, half.number].tolist()
+            return [len(nano_batch.document_N)]
+        rows: list[int] = self._peers.read()[:, nano_batch.number].tolist()
         return rows
 
-    def way(self, layer: int, half: Half, find: Callable[[], Way]) -> Way:
-        """The way that the rows of a layer's nano-batch go. It is found in the first pass: a layer that is computed
-        again sends its rows the same way, and asks nobody."""
-        if not self.training:
-            return find()
-        if self._counting:
-            self._ways[layer, half.number] = find()
-        return self._ways[layer, half.number]
+    def dispatch(self, layer: int, nano_batch: NanoBatch, make: Callable[[], Dispatch]) -> Dispatch:
+        """Returns the :class:`Dispatch` that sends a layer's rows to experts: ``make()`` in the forward pass.
 
-    def count(self, layer: int, half: Half, best_NE: torch.Tensor, chosen_NE: torch.Tensor, entropy_N: Any) -> None:
-        """Count a nano-batch's rows; nothing while it is recomputed, or without backward.
+        Where backward computes the layer again, it returns the one of the forward pass. So rows go to the same experts
+        as before, and ranks need not exchange their counts again.
+        """
+        if not self.training:
+            return make()
+        if self._counting:
+            self._dispatches[layer, nano_batch.number] = make()
+        return self._dispatches[layer, nano_batch.number]
+
+    def count(
+        self, layer: int, nano_batch: NanoBatch, best_NE: torch.Tensor, chosen_NE: torch.Tensor, entropy_N: Any
+    ) -> None:
+        """Adds a nano-batch's rows to the counts of a layer.
+
+        It does nothing where no backward follows, or where backward computes the layer again.
 
         Args:
             layer: the layer's number.
-            half: the nano-batch.
-            best_NE: [rows, experts] bool, the experts with the highest scores.
-            chosen_NE: [rows, experts] bool, those that rows go to.
-            entropy_N: [rows] entropy of the scores.
+            nano_batch: the nano-batch.
+            best_NE: bool, true for the ``topk`` experts with a row's highest scores.
+            chosen_NE: bool, true for the experts that a row is sent to. A bias of experts, or a limit to some groups of
+                them, can make these others than the best.
+            entropy_N: entropy of each row's scores, in nats.
         """
         if not (self._counting and self.training):
             return
-        index, real = self._index[layer], half.real_N[:, None]
+        index, real = self._index[layer], nano_batch.real_N[:, None]
         best = (best_NE & real).float()
         if self.per_document:
-            self._best[index].index_add_(0, half.document_N.clamp(min=0), best)
+            self._best[index].index_add_(0, nano_batch.document_N.clamp(min=0), best)
         else:
             self._best[index, 0] += best.sum(0)
         self._load[index] += (chosen_NE & real).sum(0)
-        self._entropy[index] += (entropy_N * half.real_N).sum()
+        self._entropy[index] += (entropy_N * nano_batch.real_N).sum()
 
     def finish(self) -> None:
-        """Add up the counts of all ranks of the stage, which call it together at the end of the forward pass."""
+        """Adds up the counts of all ranks of the pipeline stage; all call it together, at the end of forward."""
         self._counting = False
         parts = [self._best.flatten(), self._load.flatten(), self._entropy]
         everything = torch.cat(parts)
@@ -139,24 +173,28 @@ class MicroBatchBalance:
         self._best, self._load, self._entropy = best.view_as(self._best), load.view_as(self._load), entropy
 
     def report(self) -> torch.Tensor:
-        """[layers, experts + 1] float32: rows that each expert got on all ranks, and the entropies' sum."""
+        """Returns [layers, E + 1] float32: the rows that each expert got on all ranks, then the sum of entropies."""
         return torch.cat((self._load, self._entropy[:, None]), 1)
 
-    def gradient(self, layer: int, half: Half) -> torch.Tensor:
-        """[rows, experts] or [1, experts] gradient of the scores of each row that is no padding."""
+    def gradient(self, layer: int, nano_batch: NanoBatch) -> torch.Tensor:
+        """Returns the gradient of a layer's scores for each row that is no padding: [N, E], or [1, E] if all rows have
+        the same one."""
         assert not self._counting, "backward comes after the whole forward pass"
         config, best_DE = self._config, self._best[self._index[layer]]
-        rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)
+        rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)  # each row was counted at topk experts
         share_DE = best_DE / rows_times_topk * best_DE.shape[1]
         if self.per_document:
             whole = best_DE.sum(0, keepdim=True)
             whole = whole / whole.sum().clamp(min=1) * best_DE.shape[1] * coefficient(config, "aux_loss")
-            return share_DE[half.document_N.clamp(min=0)] * coefficient(config, "seq_aux_loss") + whole
+            return share_DE[nano_batch.document_N.clamp(min=0)] * coefficient(config, "seq_aux_loss") + whole
         return share_DE * coefficient(config, "aux_loss")
 
 
 def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None:
-    """Every expert-parallel rank calls it at the beginning of a micro-batch."""
+    """Returns [expert-parallel ranks, nano-batches] number of rows that each rank has; None with one such rank.
+
+    Every expert-parallel rank calls it at the beginning of a micro-batch.
+    """
     group = parallel_state.get_expert_model_parallel_group()
     if group.size() == 1:
         return None
@@ -166,13 +204,13 @@ def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None
 
 
 @dataclass(frozen=True)
-class Half:
-    """One nano-batch's rows.
+class NanoBatch:
+    """The rows of one nano-batch on this rank, with the counts of their micro-batch.
 
     Attributes:
         balance: the micro-batch's counts.
-        number: the nano-batch's number, from 0.
-        document_N: [rows] int64 document of each row; -1 in padding.
+        number: 0 for the first nano-batch, 1 for the second.
+        document_N: int64 number of each row's document in the micro-batch; -1 for padding.
     """
 
     balance: MicroBatchBalance
@@ -181,16 +219,16 @@ class Half:
 
     @property
     def real_N(self) -> torch.Tensor:
-        """[rows] bool, false in padding."""
+        """[N] bool, false for padding."""
         return self.document_N >= 0
 
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """How a layer's rows were spread over its experts.
+    """How a layer's rows were spread over its experts, for the log.
 
     Attributes:
-        rows_E: [experts] float32 rows that each expert got, on all ranks of the stage.
+        rows_E: float32 number of rows that each expert got, on all ranks of the pipeline stage.
         entropy: float32 scalar, the mean over rows of the entropy of the router's scores, in nats.
     """
 
@@ -199,11 +237,11 @@ class LayerLoad:
 
 
 class ExpertLoad:
-    """How a stage's rows were spread over experts in micro-batches that were trained on.
+    """The sums of several micro-batches' counts, for the log. A model has one, which :meth:`take` empties.
 
     Args:
-        layers: numbers of the stage's layers with experts, from 1.
-        topk: experts of a row.
+        layers: numbers of the stage's layers with experts; Megatron numbers layers from 1.
+        topk: number of experts that each row goes to.
     """
 
     def __init__(self, layers: Sequence[int], topk: int) -> None:
@@ -211,13 +249,13 @@ class ExpertLoad:
         self._total: torch.Tensor | None = None
 
     def add(self, balance: MicroBatchBalance) -> None:
-        """Finish a micro-batch's counts; every rank of the stage calls it at the end of its forward pass."""
+        """Finishes and adds the counts of a micro-batch. Every rank of the stage calls it at the end of its forward."""
         balance.finish()
         report = balance.report()
         self._total = report if self._total is None else self._total + report
 
     def take(self) -> dict[int, LayerLoad]:
-        """Returns the loads of all micro-batches since the last call, by number of the layer; empty without any."""
+        """Returns each layer's load by its number, over all micro-batches since the last call; empty without any."""
         total, self._total = self._total, None
         if total is None:
             return {}
@@ -226,28 +264,34 @@ class ExpertLoad:
         return {number: LayerLoad(rows_E, entropy) for number, rows_E, entropy in loads}
 
 
-def balanced(probs: torch.Tensor, scores_NE: torch.Tensor, half: Half, layer: int) -> torch.Tensor:
-    """``probs``, whose backward gives ``scores_NE`` the gradient of the balancing losses."""
-    attached: torch.Tensor = _Balanced.apply(probs, scores_NE, half, layer)
+def balanced(probs: torch.Tensor, scores_NE: torch.Tensor, nano_batch: NanoBatch, layer: int) -> torch.Tensor:
+    """Returns ``probs`` unchanged, with a node in autograd's graph whose backward gives ``scores_NE`` the gradient of
+    the balancing losses."""
+    attached: torch.Tensor = _Balanced.apply(probs, scores_NE, nano_batch, layer)
     return attached
 
 
 class _Balanced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, probs: torch.Tensor, scores_NE: torch.Tensor, half: Half, layer: int) -> torch.Tensor:
-        ctx.of = half, layer, scores_NE.dtype, scores_NE.shape
+    def forward(
+        ctx: Any, probs: torch.Tensor, scores_NE: torch.Tensor, nano_batch: NanoBatch, layer: int
+    ) -> torch.Tensor:
+        ctx.of = nano_batch, layer, scores_NE.dtype, scores_NE.shape
         return probs.view_as(probs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
-        half, layer, dtype, shape = ctx.of
-        gradient = (half.balance.gradient(layer, half) * half.real_N[:, None]).to(dtype)
+        nano_batch, layer, dtype, shape = ctx.of
+        gradient = (nano_batch.balance.gradient(layer, nano_batch) * nano_batch.real_N[:, None]).to(dtype)
         return d_probs, gradient.expand(shape), None, None
 
 
 def with_loss(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """``activation``, whose backward adds the gradient of ``loss``, a scalar, to that of everything."""
+    """Returns ``activation`` unchanged, with a node whose backward starts that of ``loss``, a scalar, with gradient 1.
+
+    So the gradient of ``loss`` is added to that of the model's own loss.
+    """
     attached: torch.Tensor = _WithLoss.apply(activation, loss)
     return attached
 
@@ -255,10 +299,10 @@ def with_loss(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
 class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        ctx.loss = loss.new_ones(())
+        ctx.d_loss = loss.new_ones(())
         return activation.view_as(activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        return d, ctx.loss
+        return d, ctx.d_loss

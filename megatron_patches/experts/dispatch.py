@@ -1,12 +1,17 @@
-"""The ways of rows that a router sends to experts on expert-parallel ranks, and back.
+"""The indices by which rows travel to the ranks of their experts, are sorted by expert there, and come back as sums.
 
-A row travels once to each rank that has one of its experts, however many these are. The sum of their outputs comes
-back. Where almost every row has an expert on every rank, all rows go to all ranks. Then their numbers are known
-beforehand, and hosts have to know only how many pairs of a row and an expert they compute. They ask their device for it
-as soon as rows are routed, and read the answer when the rows have arrived.
+A layer's experts are divided over the expert-parallel ranks. Its router chose K experts for each row of a nano-batch
+(one of the two parts in which a micro-batch is computed). A row travels once to each rank that has at least one of its
+experts. That rank computes one *pair* for each of its own experts among the row's, and sends back the sum of their
+outputs. ``exchange.py`` sends the rows; :class:`Dispatch` holds the indices, and moves nothing between ranks but
+counts.
 
-Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row; S rows that
-are sent, R rows that arrive, P pairs of a row that arrived and an expert of this rank, H hidden.
+If almost every row has an expert on every rank, all rows go to all ranks (``goes_everywhere``). Then the numbers of
+rows to send and receive are known beforehand. The host still needs the number of pairs of each expert, which only the
+device knows. The host asks for it when rows are routed, and reads the answer when the rows have arrived.
+
+Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row; S rows sent to
+all ranks together, R rows that arrive from all ranks, P pairs that this rank computes, H hidden.
 """
 
 from __future__ import annotations
@@ -25,13 +30,17 @@ from distca.ops.grouped_linear import Groups
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The pairs that this rank computes, by expert.
+    """The pairs of a row and an expert that this rank computes, sorted by expert.
+
+    Example: this rank has experts 2 and 3, and three rows arrive with experts (0, 2), (3, 2) and (1, 3). There are four
+    pairs: rows 0 and 1 at expert 2, then rows 1 and 2 at expert 3. So ``row_P`` is 0, 1, 1, 2 and ``slot_P`` is
+    1, 3, 2, 5. ``pair_RK`` is (4, 0), (2, 1), (4, 3), in which 4 stands for no pair.
 
     Attributes:
-        row_P: int64 number of a pair's row among those that arrived.
-        slot_P: int64 its place in the flat experts of the rows that arrived.
-        pair_RK: int64 the pair of each of a row's experts; P where another rank has it.
-        groups: pairs of each expert.
+        row_P: int64 number of a pair's row among the rows that arrived.
+        slot_P: int64 number of a pair's element in [R, K], flattened: row x K + place among the row's experts.
+        pair_RK: int64 number of the pair of each row and expert; P where another rank has the expert.
+        groups: number of pairs of each expert.
     """
 
     row_P: torch.Tensor
@@ -41,18 +50,18 @@ class _Pairs:
 
 
 class Dispatch:
-    """The way of one nano-batch's rows to experts.
+    """The indices of one layer's rows in one nano-batch; :meth:`of` makes them.
 
     Args:
         expert_NK: int32 numbers of each row's experts.
         experts: number of the layer's experts.
-        group: the expert-parallel ranks; rank r has the r-th part of all experts.
-        question: [G, E] the rows of every expert on every rank. Where rows do not go everywhere, G columns follow with
-            the rows that go to each rank.
-        counts_GE: the same on the device.
-        rows_G: rows of every rank, where they go everywhere.
-        goes_NG: bool, which rows go to which rank; None for all to all.
-        last_first: this rank's experts are computed in the reverse of their order.
+        group: the expert-parallel ranks; rank r has the r-th of G equal ranges of experts.
+        question: [G, E] on its way to the host: rows that each rank has for each expert. If rows do not go everywhere,
+            G columns follow: rows that each rank sends to each rank.
+        counts_GE: the first E columns of the question, on the device.
+        rows_G: rows of each rank's nano-batch; read only where all rows go everywhere.
+        goes_NG: bool, whether a row goes to a rank; None if all rows go to all ranks.
+        last_first: whether this rank computes its last expert first (``grouped.py`` has the reason).
     """
 
     def __init__(
@@ -88,13 +97,14 @@ class Dispatch:
         rows_G: Sequence[int],
         last_first: bool = False,
     ) -> Dispatch:
-        """Every rank of the group calls it together.
+        """Returns the indices for rows that were just routed; all ranks of the group call it together.
 
         Args:
-            chosen_NE: bool, ``topk`` of each row true.
-            topk: experts of a row.
+            chosen_NE: bool, true for the ``topk`` experts of each row.
+            topk: number of experts of a row, K.
             group: the expert-parallel ranks.
             rows_G: rows of each rank's nano-batch.
+            last_first: whether this rank computes its last expert first.
         """
         ranks, (rows, experts) = group.size(), chosen_NE.shape
         assert rows_G[dist.get_rank(group)] == rows
@@ -109,10 +119,10 @@ class Dispatch:
         numbers = _experts_of(chosen_NE, topk)
         return cls(numbers, experts, group, question, counts_G[:, :experts], rows_G, goes_NG, last_first)
 
-    # What leaves this rank, and comes back.
+    # Rows that leave this rank, and the sums that come back.
 
     def spread(self, x_N: torch.Tensor) -> torch.Tensor:
-        """[S, ...] rows by the rank that they go to."""
+        """Returns [S, ...] the rows to send, sorted by the rank that they go to."""
         if self._ranks == 1:
             return x_N
         if self._sent_row_S is None:
@@ -120,22 +130,26 @@ class Dispatch:
         return x_N[self._sent_row_S]
 
     def collected(self, x_S: torch.Tensor) -> torch.Tensor:
-        """[N, ...] sums of what came back from the ranks that a row had gone to."""
+        """Returns [N, ...] the sum of each row's results, from all ranks to which the row was sent."""
         if self._ranks == 1:
             return x_S
         if self._place_NG is None:
             return x_S.view(self._ranks, -1, *x_S.shape[1:]).sum(0)
         return expert_sums(x_S, self._place_NG)
 
-    # What arrives.
+    # Rows that arrive from all ranks.
 
     @property
     def has_arrived(self) -> bool:
-        """Whether this rank knows the experts of the rows that arrive."""
+        """Whether the arrived rows' experts are known already, as where backward computes a whole layer again."""
         return self._pairs is not None
 
     def arrive(self, expert_RK: torch.Tensor) -> None:
-        """Take note of the experts of the rows that arrived."""
+        """Sorts the rows that arrived by this rank's experts.
+
+        Args:
+            expert_RK: int32 numbers of the arrived rows' experts, in the whole layer.
+        """
         own_GE = slice(self._me * self._here, (self._me + 1) * self._here)
         rows, counts_E = self._question.read()[:, own_GE].sum(0).tolist(), self._counts_GE[:, own_GE].sum(0)
         number = expert_RK.flatten() - own_GE.start
@@ -143,7 +157,7 @@ class Dispatch:
         if self._last_first:
             rows, counts_E, number = rows[::-1], counts_E.flip(0), self._here - 1 - number
         groups = Groups(rows, counts_E.cumsum(0).int(), self._last_first)
-        # Pairs of other ranks come last.
+        # A stable sort of all R x K elements by expert; those of other ranks' experts come last and are cut off.
         number = torch.where(is_own, number, self._here)
         slot_P = number.sort(stable=True).indices[: sum(rows)]
         pair = torch.full_like(number, len(slot_P), dtype=torch.int64)
@@ -152,23 +166,24 @@ class Dispatch:
 
     @property
     def groups(self) -> Groups:
-        """Pairs of each expert of this rank."""
+        """The number of pairs of each of this rank's experts."""
         return self._known.groups
 
     def by_expert(self, x_R: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[P, ...] the rows of pairs, by expert."""
+        """Returns [P, ...] the row of each pair, sorted by expert."""
         return torch.index_select(x_R, 0, self._known.row_P, out=out)
 
     def factors(self, x_RK: torch.Tensor) -> torch.Tensor:
-        """[P] the numbers of pairs, by expert."""
+        """Returns [P] each pair's element of ``x_RK``, such as its probability, sorted by expert."""
         return x_RK.flatten()[self._known.slot_P]
 
     def by_row(self, x_PH: torch.Tensor) -> torch.Tensor:
-        """[R, H] sums over the pairs of each row."""
+        """Returns [R, H] the sum over the pairs of each row that arrived."""
         return expert_sums(x_PH, self._known.pair_RK)
 
     def factors_by_row(self, x_P: torch.Tensor) -> torch.Tensor:
-        """[R, K] the numbers of pairs at their rows' experts; 0 for those of other ranks."""
+        """Returns [R, K] the pairs' elements at their rows and experts, and 0 for other ranks' experts; the reverse of
+        :meth:`factors`."""
         pair_RK = self._known.pair_RK
         return x_P.new_zeros(pair_RK.numel()).scatter_(0, self._known.slot_P, x_P).view_as(pair_RK)
 
@@ -179,15 +194,22 @@ class Dispatch:
 
 
 def asked(counts: torch.Tensor) -> Question:
-    """The one question that a host asks its device in a nano-batch's forward pass of a layer."""
+    """Begins to copy counts to the host. This is the only copy that a layer makes for a nano-batch, in forward alone.
+
+    It is a function so that tests can count the copies.
+    """
     return Question(counts)
 
 
 def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
-    """[N, K] int32 numbers of the experts that are chosen; their number is known without asking the device."""
+    """Returns [N, K] int32 numbers of each row's chosen experts, such as [[0, 2], [1, 3]] for 1010 and 0101.
+
+    ``nonzero`` would do, but makes the host wait for the device.
+    """
     rows, experts = chosen_NE.shape
     device = chosen_NE.device
-    # The n-th chosen expert of a row goes to the row's n-th place; the others to one place more, which is cut off.
+    # The n-th chosen expert of a row goes to the row's n-th place. Other experts go to one place behind all, which is
+    # cut off.
     place_NE = chosen_NE.cumsum(1) - 1 + torch.arange(rows, device=device)[:, None] * topk
     place = torch.where(chosen_NE, place_NE, rows * topk).flatten()
     number = torch.arange(experts, dtype=torch.int32, device=device).expand(rows, -1).flatten()
@@ -195,7 +217,18 @@ def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _places(goes_NG: torch.Tensor, sent: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[S] numbers of the rows that are sent, by rank and row; [N, G] where a row is among them, S where it is not."""
+    """Returns the numbers of the rows to send, and the reverse.
+
+    Example: row 0 goes to ranks 0 and 1, row 1 to rank 1 and row 2 to rank 0. Rows are sent in the order 0, 2 (to rank
+    0), 0, 1 (to rank 1). The reverse is (0, 2), (4, 3), (1, 4), in which 4 = S stands for no place.
+
+    Args:
+        goes_NG: bool, whether a row goes to a rank.
+        sent: S, the number of true elements.
+
+    Returns:
+        [S] number of each sent row, sorted by rank; [N, G] place of each row among the rows sent to a rank, or S.
+    """
     rows, ranks = goes_NG.shape
     goes = goes_NG.T.flatten()
     place = torch.where(goes, goes.cumsum(0) - 1, sent)

@@ -1,11 +1,19 @@
-"""One nano-batch's rows on their way to experts and back, as four autograd nodes.
+"""Sends a nano-batch's rows to the ranks of their experts and back, as four nodes of autograd's graph.
 
     launch rows → join rows → (experts) → launch outputs → join outputs
 
-Between a launch and its join, callers put the other nano-batch's compute (distca/runtime/ping_pong.py). Backward runs
-the nodes in reverse: it launches gradients where forward joined, and joins them where forward launched. Where experts
-are computed again in backward, their inputs are not kept: they are sent once more beside the gradients of their
-outputs. Shape suffixes are as in ``dispatch.py``.
+A launch starts an all-to-all among expert-parallel ranks, and a join waits for it. A micro-batch is computed as two
+nano-batches, and between a launch and its join the other one computes (``distca/runtime/ping_pong.py``). So transfers
+cost no time. Backward runs the nodes in reverse: it launches gradients where forward joined, and joins them where
+forward launched. A *graph token*, a scalar that is never read, links a launch to its join in the graph.
+
+Experts may be computed again in backward. Then their input rows are not kept: backward sends them once more, together
+with the gradients of the experts' outputs.
+
+A *pair* is an arrived row and one of this rank's experts, which computes it (``dispatch.py``).
+
+Shape suffixes: N rows of this rank's nano-batch, E experts, K experts of a row; S rows sent to all ranks together,
+R rows that arrive from all ranks, P pairs, H hidden.
 """
 
 from __future__ import annotations
@@ -22,46 +30,50 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 class Exchange:
-    """One nano-batch's exchanges, of which at most one is under way.
+    """The transfers of one layer and nano-batch, forward and backward. At most one is under way.
 
     Args:
-        dispatch: which rows go where.
-        again: rows for experts are sent again in backward.
+        dispatch: the indices by which rows travel.
+        again: whether experts are computed again in backward, so that rows are sent again.
     """
 
     def __init__(self, dispatch: Dispatch, again: bool = False) -> None:
         self.dispatch, self.again = dispatch, again
-        self._under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []  # what arrives, what is sent, and its work
-        self._read_NH: torch.Tensor | None = None
-        self._rows: tuple[torch.Tensor, int] | None = None  # by expert, and the bytes that they take
+        # For each tensor under way: where it arrives, the tensor that is sent, and the handle to wait for.
+        self._under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        self._sent_again_NH: torch.Tensor | None = None
+        self._freed: tuple[torch.Tensor, int] | None = None  # the experts' input, and its bytes before it was freed
 
-    # Public: the four nodes, called in this order.
+    # The four nodes. The layer with experts calls them in this order.
 
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
-        """Start sending rows and their probabilities to experts; returns the graph token for :meth:`join_rows`."""
+        """Starts to send rows and their probabilities to experts; returns the graph token for :meth:`join_rows`."""
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token
 
     def join_rows(self, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the rows; returns rows_PH and probs_P of this rank's pairs, by expert."""
+        """Waits for the rows; returns rows_PH and probs_P of this rank's pairs, sorted by expert."""
         joined: tuple[torch.Tensor, torch.Tensor] = _JoinRows.apply(token, self)
         return joined
 
     def launch_outputs(self, output_PH: torch.Tensor) -> torch.Tensor:
-        """Start sending back each row's sum of its experts' outputs, in the order of :meth:`join_rows`; returns the
-        graph token for :meth:`join_outputs`."""
+        """Starts to send back the sum of each arrived row's outputs; returns the graph token for :meth:`join_outputs`.
+
+        Args:
+            output_PH: the experts' outputs, scaled by probabilities, in the order of :meth:`join_rows`.
+        """
         token: torch.Tensor = _LaunchOutputs.apply(output_PH, self)
         return token
 
     def join_outputs(self, token: torch.Tensor) -> torch.Tensor:
-        """Wait for the outputs; returns [N, H] the sum over each row's experts."""
+        """Waits for the outputs; returns [N, H] the sum over all experts of each row."""
         summed: torch.Tensor = _JoinOutputs.apply(token, self)
         return summed
 
-    # For the nodes.
+    # Called by the nodes below.
 
     def start(self, tensors: Sequence[torch.Tensor], to_experts: bool) -> None:
-        """Begin to send rows to the ranks of their experts, or back from there."""
+        """Starts to send tensors of rows to the ranks of their experts, or back to the rows' own ranks."""
         ways = self.dispatch.sent, self.dispatch.received
         sent, received = ways if to_experts else ways[::-1]
         assert not self._under_way
@@ -75,40 +87,43 @@ class Exchange:
             self._under_way.append((arriving, given, work))
 
     def finish(self) -> list[torch.Tensor]:
-        """Wait for the rows that :meth:`start` began to send."""
+        """Waits for the transfer that :meth:`start` started; returns the tensors that arrived."""
         under_way, self._under_way = self._under_way, []
         for *_, work in under_way:
             if work is not None:
                 work.wait()
         return [arrived for arrived, *_ in under_way]
 
+    # The next five do something only where experts are computed again in backward.
+
     def keep(self, hidden_NH: torch.Tensor) -> None:
-        """Keep the rows that go to experts, to send them again."""
-        self._read_NH = hidden_NH.detach() if self.again else None
+        """Keeps this rank's rows, so that backward can send them again."""
+        self._sent_again_NH = hidden_NH.detach() if self.again else None
 
     def arrived(self, rows_PH: torch.Tensor) -> None:
-        """Take note of what experts read, which is forgotten when they are done."""
+        """Remembers the experts' input, whose memory :meth:`forget` frees."""
         if self.again:
-            # .data: autograd counts changes of saved tensors, and what is forgotten comes back as it was.
-            self._rows = rows_PH.data, rows_PH.untyped_storage().nbytes()
+            # Autograd refuses a saved tensor that was changed, but does not see changes through .data. Here the saved
+            # numbers are back before autograd reads them.
+            self._freed = rows_PH.data, rows_PH.untyped_storage().nbytes()
 
     def forget(self) -> None:
-        """Free the memory of what experts read."""
-        if self._rows is not None:
-            self._rows[0].untyped_storage().resize_(0)
+        """Frees the memory of the experts' input."""
+        if self._freed is not None:
+            self._freed[0].untyped_storage().resize_(0)
 
     def rows_again(self) -> list[torch.Tensor]:
-        """Rows that experts need again; none where these were kept."""
-        read_NH, self._read_NH = self._read_NH, None
-        return [] if read_NH is None else [self.dispatch.spread(read_NH)]
+        """Returns the rows to send again, sorted by rank, as a list of one; an empty list if there are none."""
+        sent_again_NH, self._sent_again_NH = self._sent_again_NH, None
+        return [] if sent_again_NH is None else [self.dispatch.spread(sent_again_NH)]
 
     def restore(self, arrived: Sequence[torch.Tensor]) -> None:
-        """Put the rows that came again where they were."""
+        """Writes the rows that arrived again into the experts' input, whose memory was freed."""
         for rows in arrived:
-            assert self._rows is not None
-            (kept, size), self._rows = self._rows, None
-            kept.untyped_storage().resize_(size)
-            self.dispatch.by_expert(rows, out=kept)
+            assert self._freed is not None
+            (freed, size), self._freed = self._freed, None
+            freed.untyped_storage().resize_(size)
+            self.dispatch.by_expert(rows, out=freed)
 
 
 class _LaunchRows(torch.autograd.Function):

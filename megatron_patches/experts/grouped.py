@@ -1,4 +1,11 @@
-"""Megatron's experts, all of a rank at once."""
+"""Computes all experts of a rank at once, in place of Megatron's loop over them.
+
+The modules and weights are Megatron's SequentialMLP, one MLP for each expert. Its layers with experts
+(``experts/layer.py``) call :func:`computed` here, which multiplies the rows of all experts in one grouped product.
+
+Shape suffixes: P pairs of a row and one of this rank's experts, sorted by expert; H hidden; F width inside an expert,
+twice as wide for a gate and an up projection. A pair's row is multiplied by its expert's weights.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +22,24 @@ from distca.ops.swiglu import swiglu
 from megatron_patches.patches.fused_ops import gate_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes in which torch keeps a module's hooks. A grouped product calls no hooks."""
 
 
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
-    """[P, hidden] the experts' outputs for their rows, times the rows' probabilities. The modules and their weights are
-    those of Megatron's sequential experts. They are computed one after the other where a layer has a hook or a
-    stand-in, or where activations' inputs are kept in FP8.
+    """Returns [P, H] the output of each pair's expert, times the pair's probability.
+
+    In three cases Megatron's loop over experts runs instead. A linear layer has a hook; one is of another class, such
+    as an adapter; or inputs of activations are kept in FP8.
 
     Args:
         experts: this rank's experts.
-        groups: how many rows each expert has.
-        rows_PH: the rows of pairs, by expert.
-        probs_P: the rows' probabilities.
+        groups: the number of pairs of each expert, and whether the last expert comes first.
+        rows_PH: the pairs' rows, sorted by expert.
+        probs_P: the pairs' probabilities.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):
-        assert not groups.last_first, "something began to listen to an expert between its rows' routing and computing"
+        assert not groups.last_first, "an expert got a hook, or another linear layer, after its rows were sorted"
         output: torch.Tensor = experts(rows_PH, torch.tensor(groups.rows), probs_P)[0]
         return output
     pairs = pairs[::-1] if groups.last_first else pairs
@@ -46,8 +55,11 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
 
 
 def lie_last_first(experts: SequentialMLP) -> bool:
-    """Whether a rank's experts are computed in the reverse of their order. Megatron's DDP lays their weights out so,
-    with a distributed optimizer; in that order the weights of all are one operand as they lie."""
+    """Whether a rank's last expert should come first, as its weights do in memory.
+
+    With a distributed optimizer, Megatron's DDP puts weights into one buffer in reverse order. A grouped product takes
+    weights that lie in its own order at equal distances without a copy.
+    """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):
         return False
@@ -55,22 +67,24 @@ def lie_last_first(experts: SequentialMLP) -> bool:
 
 
 def _linears(experts: SequentialMLP) -> list[tuple[Any, Any]]:
+    """Returns the first and the second linear layer of each expert."""
     return [(expert.linear_fc1, expert.linear_fc2) for expert in experts.local_experts]
 
 
 def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether a grouped product computes the same as the modules do."""
     bare = all(map(_is_bare, (linear for pair in pairs for linear in pair)))
     return bare and not experts.config.activation_func_fp8_input_store
 
 
 def _is_bare(linear: Any) -> bool:
-    """Whether a layer is nothing but a product with its weight, and a bias that it leaves to others to add."""
+    """Whether a linear layer only multiplies by its weight, without hooks. Its bias, if any, is added by the caller."""
     served = type(linear) in (ColumnParallelLinear, RowParallelLinear) and (linear.bias is None or linear.skip_bias_add)
     return served and not any(getattr(linear, kind) for kind in _HOOKS)
 
 
 def _activated(config: TransformerConfig, x_PF: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
-    """The output of the operations that Megatron's MLP has between its products."""
+    """Returns [P, F] the activation between an expert's two products, times each pair's probability."""
     if (gate_and_up := gate_of(config)) is not None:
         return swiglu(x_PF, probs_P, gate_and_up)
     function, probs = config.activation_func, probs_P[:, None]

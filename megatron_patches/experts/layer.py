@@ -1,4 +1,10 @@
-"""Megatron's router and layer with experts, for the rows of one nano-batch at a time."""
+"""Megatron's router and layer with experts, changed to take the rows of one nano-batch at a time.
+
+A micro-batch is computed as two nano-batches, so that the rows of one travel while the other computes. The changed
+router counts rows for losses over the whole micro-batch (``balance.py``). The changed layer sends rows to
+expert-parallel ranks itself (``exchange.py``), and can pause while they travel. ``CAD.attach`` calls
+:func:`take_nano_batches`, which turns the layers of a built model into these.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +22,23 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_patches.experts.balance import Half, balanced, coefficient, with_loss
+from megatron_patches.experts.balance import NanoBatch, balanced, coefficient, with_loss
 from megatron_patches.experts.dispatch import Dispatch
 from megatron_patches.experts.exchange import Exchange
 from megatron_patches.experts.grouped import computed, lie_last_first
 
 Parts = Generator[None, None, torch.Tensor]
-"""A function that pauses while rows are on their way, and returns a tensor."""
+"""A computation that yields while rows travel to experts, and again while outputs travel back; it returns a tensor."""
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router with losses over the micro-batch. :func:`take_halves` turns built ones into it."""
+    """Megatron's router with losses over the whole micro-batch, for the rows of a nano-batch."""
 
     def _apply(self, function: Any, recurse: bool = True) -> BalancedRouter:
-        """Keeps biases of experts and counts of rows in float32 where weights are cast: bfloat16 ends at 256 rows."""
+        """Leaves float32 buffers in float32 where the module is cast: counts of rows, and the experts' bias.
+
+        bfloat16 has no odd numbers above 256, so counts of rows would go wrong.
+        """
         buffers = {name: each for name, each in self.named_buffers(recurse=False) if each.dtype == torch.float32}
         super()._apply(function, recurse)
         for name, before in buffers.items():
@@ -39,21 +48,25 @@ class BalancedRouter(TopKRouter):
         return self
 
     def forward(  # type: ignore[override]
-        self, hidden: torch.Tensor, half: Half
+        self, hidden: torch.Tensor, nano_batch: NanoBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, experts] probabilities of the experts that each row goes to, and which these are.
+        """Chooses the experts of each row, and counts rows.
 
         Args:
             hidden: [rows, 1, hidden].
-            half: the rows' nano-batch.
+            nano_batch: the rows' nano-batch.
+
+        Returns:
+            [rows, experts] each row's probabilities, 0 for experts that it does not go to; and [rows, experts] bool,
+            true for the experts that it goes to.
         """
         self._maintain_float32_expert_bias()
         config = self.config
         logits = self.gating(hidden).flatten(0, -2)
-        graded = torch.is_grad_enabled() and half.balance.training
+        graded = torch.is_grad_enabled() and nano_batch.balance.training
         if graded and config.moe_z_loss_coeff is not None:
             squares = torch.logsumexp(logits, -1).square()
-            logits = with_loss(logits, config.moe_z_loss_coeff * (squares * half.real_N).sum())
+            logits = with_loss(logits, config.moe_z_loss_coeff * (squares * nano_batch.real_N).sum())
         probs, chosen = topk_routing_with_score_function(
             logits,
             self.topk,
@@ -68,27 +81,29 @@ class BalancedRouter(TopKRouter):
         assert self.layer_number is not None
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores, scores).sum(-1)
-            half.balance.count(self.layer_number, half, best, chosen, entropy)
-            if graded and self.enable_expert_bias:  # recomputed parts have gradients the second time only
-                self.local_tokens_per_expert += (chosen & half.real_N[:, None]).sum(0)
+            nano_batch.balance.count(self.layer_number, nano_batch, best, chosen, entropy)
+            # Where backward computes the router again, gradients are enabled the second time only, so rows count once.
+            if graded and self.enable_expert_bias:
+                self.local_tokens_per_expert += (chosen & nano_batch.real_N[:, None]).sum(0)
         if graded and (coefficient(config, "aux_loss") or coefficient(config, "seq_aux_loss")):
-            probs = balanced(probs, scores, half, self.layer_number)
+            probs = balanced(probs, scores, nano_batch, self.layer_number)
         return probs, chosen
 
 
-class HalvesLayer(MoELayer):
-    """Megatron's layer with experts; its router counts for a micro-batch's nano-batch, and rows go by
-    :class:`Exchange`. :func:`take_halves` turns built ones into it."""
+class NanoBatchExperts(MoELayer):
+    """Megatron's layer with experts, with another forward: rows of a nano-batch travel by :class:`Exchange`."""
 
-    def forward(self, hidden: torch.Tensor, half: Half) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """[rows, 1, hidden] the sum of the experts' outputs, with shared experts; and no bias."""
-        return last_of(self.parts(hidden, half)), None
+    def forward(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """Returns [rows, 1, hidden] the sum of each row's experts and the shared expert, and None for the bias."""
+        return last_of(self.parts(hidden, nano_batch)), None
 
-    def parts(self, hidden: torch.Tensor, half: Half) -> Parts:
-        """Computes what :meth:`forward` does, in three parts; between them rows are on their way to experts, and
-        back."""
+    def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
+        """Computes what :meth:`forward` does in three parts: routing, this rank's experts, and the sum of outputs.
+
+        It yields after the first part, while rows travel, and after the second, while outputs travel.
+        """
         again = self.moe_layer_recompute and torch.is_grad_enabled()
-        probs, dispatch = self._routed(hidden, half, again)
+        probs, dispatch = self._routed(hidden, nano_batch, again)
         exchange = Exchange(dispatch, again)
         token = exchange.launch_rows(hidden.flatten(0, -2), probs)
         shared = None if self.shared_experts is None else _perhaps_again(again, self.shared_experts, hidden)
@@ -100,29 +115,32 @@ class HalvesLayer(MoELayer):
         summed = exchange.join_outputs(token).view_as(hidden)
         return summed if shared is None else summed + shared
 
-    def _routed(self, hidden: torch.Tensor, half: Half, again: bool) -> tuple[torch.Tensor, Dispatch]:
-        """Probabilities, and where rows go: as before where they are routed again."""
+    def _routed(self, hidden: torch.Tensor, nano_batch: NanoBatch, again: bool) -> tuple[torch.Tensor, Dispatch]:
+        """Returns [rows, experts] probabilities and the indices by which rows travel.
+
+        With ``again`` backward computes probabilities once more, but takes the indices of the forward pass.
+        """
         chosen: list[torch.Tensor] = []
 
         def route(hidden: torch.Tensor) -> torch.Tensor:
-            probs, chosen_NE = self.router(hidden, half)
+            probs, chosen_NE = self.router(hidden, nano_batch)
             chosen.append(chosen_NE)
             return probs
 
         probs = _perhaps_again(again, route, hidden)
         assert self.layer_number is not None
 
-        def find() -> Dispatch:
-            rows_G, last_first = half.balance.rows_of_peers(half), lie_last_first(self.experts)
+        def make() -> Dispatch:
+            rows_G, last_first = nano_batch.balance.rows_of_peers(nano_batch), lie_last_first(self.experts)
             return Dispatch.of(chosen[0], self.router.topk, self.ep_group, rows_G, last_first)
 
-        way = half.balance.way(self.layer_number, half, find)
+        dispatch = nano_batch.balance.dispatch(self.layer_number, nano_batch, make)
         chosen.clear()
-        return probs, way
+        return probs, dispatch
 
 
 def last_of(parts: Parts) -> torch.Tensor:
-    """The tensor that a function in parts returns; the parts run one after the other."""
+    """Runs all parts without a pause; returns the tensor that they compute."""
     while True:
         try:
             next(parts)
@@ -132,7 +150,7 @@ def last_of(parts: Parts) -> torch.Tensor:
 
 
 def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """``function(*tensors)``, computed again in backward where that is asked."""
+    """Returns ``function(*tensors)``; with ``again`` only the inputs are kept, and backward calls it once more."""
     if not again:
         return function(*tensors)
     computed_twice: torch.Tensor = tensor_parallel.checkpoint(function, False, *tensors)
@@ -140,30 +158,34 @@ def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors:
 
 
 def add_biases(model: torch.nn.Module) -> None:
-    """Let the experts of one rank add their biases.
+    """Makes the experts' second linear layers add their biases in a way that autograd can differentiate.
 
-    Megatron adds them in place, to what autograd takes for a view there. It is no view where layers of experts leave
-    their exchange to others, as these do and as they are told here to say."""
+    Without ``explicit_expert_comm`` Megatron adds the bias in place to the result of a custom autograd function, which
+    may be a view, and autograd refuses that. The flag says that callers send rows to experts, as is the case here.
+    """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
             module.explicit_expert_comm = True
 
 
-def take_halves(model: torch.nn.Module) -> list[int]:
-    """Let the layers with experts of a built model take rows in nano-batches.
+def take_nano_batches(model: torch.nn.Module) -> list[int]:
+    """Turns a built model's layers with experts into :class:`NanoBatchExperts`, and their routers into
+    :class:`BalancedRouter`.
 
     Returns:
-        Their numbers in the whole model, from 1.
+        Megatron's numbers of these layers in the whole model, from 1.
     """
     layers: list[Any] = [module for module in model.modules() if type(module) is MoELayer]
     add_biases(model)
     for layer in layers:
-        layer.__class__ = HalvesLayer
+        layer.__class__ = NanoBatchExperts
         layer.router.__class__ = BalancedRouter
         for parameter in layer.experts.parameters():
-            # Megatron marks them where there are several expert-parallel ranks; with tensor parallelism their
-            # gradients have to be added up over those ranks too, as each has rows of its own.
+            # With allreduce False, DDP adds up gradients over the ranks that hold the same experts. Megatron sets it
+            # with several expert-parallel ranks only. But each tensor-parallel rank has rows of its own too, so the
+            # sum is needed with one as well.
             parameter.allreduce = False
-            # A bias that Megatron marks for that sum as well would be counted twice, or with other experts' biases.
+            # Megatron adds up gradients of marked parameters over tensor-parallel ranks. For an expert's bias that sum
+            # would count rows twice, or mix the gradients of different experts.
             parameter.sequence_parallel = False
     return [layer.layer_number for layer in layers]

@@ -1,4 +1,8 @@
-"""The spec of layers, of which some have experts in place of an MLP."""
+"""Megatron's layer specs for models in which some layers have experts in place of an MLP.
+
+A spec tells Megatron of which module classes to build a layer. ``layers/block.py`` and ``layers/hybrid_stack.py`` ask
+for specs here. Others ask which layers have experts.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 class DrawnExperts(SequentialMLP):
-    """Megatron's experts, one after the other. Where weights are drawn on the CPU they are those of one rank with all
-    experts: Megatron would draw the same ones on every expert-parallel rank."""
+    """Megatron's SequentialMLP, one MLP for each expert, with other initial weights if these are drawn on the CPU.
+
+    There Megatron would draw the same experts on every expert-parallel rank. Here each rank draws all ranks' experts in
+    turn and keeps its own. So the model has the weights that one rank with all experts would draw.
+    """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, **options: Any) -> None:
         mine, ranks = 0, 1
@@ -29,7 +36,10 @@ class DrawnExperts(SequentialMLP):
 
 
 def has_experts(config: TransformerConfig) -> list[bool]:
-    """Whether each layer of the whole model has experts: Megatron's ``moe_layer_freq``."""
+    """Returns for each layer of the whole model whether it has experts.
+
+    ``moe_layer_freq`` N gives them to every N-th layer, the first included; a list has a 1 for each layer with experts.
+    """
     if not config.num_moe_experts:
         return [False] * config.num_layers
     pattern = config.moe_layer_freq
@@ -39,10 +49,10 @@ def has_experts(config: TransformerConfig) -> list[bool]:
 
 
 def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
-    """The specs of this stage's layers.
+    """Returns the specs of this pipeline stage's layers, in order.
 
     Args:
-        dense: the spec of a layer with an MLP.
+        dense: the spec of a layer with an MLP; layers with experts differ from it in the MLP alone.
         config: the model's configuration.
     """
     first = get_transformer_layer_offset(config)
@@ -56,11 +66,15 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
 
 
 def experts_spec(config: TransformerConfig) -> Any:
-    """The spec of experts in place of an MLP."""
-    if not hasattr(moe_utils, "te_general_gemm"):  # routers of 0.16.1 ask for it, also without Transformer Engine
+    """Returns the spec of a layer's router and experts, with :class:`DrawnExperts` as experts.
+
+    Older versions of Megatron-Core take a ModuleSpec, newer ones a partial of a class.
+    """
+    # Without Transformer Engine, Megatron-Core 0.16.1 does not define this name, but its router reads it.
+    if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    if isinstance(spec, ModuleSpec):  # older versions return one
+    if isinstance(spec, ModuleSpec):
         experts = spec.submodules.experts
         spec.submodules = replace(spec.submodules, experts=ModuleSpec(DrawnExperts, submodules=experts.submodules))
         return spec

@@ -1,4 +1,8 @@
-"""Weights that a row is multiplied by behind attention, by a model's configuration."""
+"""Counts the weights of MLPs and experts by which a row (a token's hidden vector) is multiplied.
+
+Planning predicts the time of linear layers from these counts (``steps/layer_work.py``). Biases and norms are not
+counted.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,26 @@ from megatron_patches.experts.spec import has_experts
 
 
 def mlp_weights(config: TransformerConfig) -> int:
-    """Weights of a layer's MLP, or of its router and those experts that a row goes to, in the mean over layers."""
+    """Returns the weights that a row meets behind attention, as a mean over all layers.
+
+    A layer has either an MLP, or a router with the experts to which it sends a row.
+    """
     mixtures = has_experts(config)
     experts = sum(mixtures) * expert_weights(config)
     return (experts + mixtures.count(False) * weights_of_mlp(config)) // len(mixtures)
 
 
 def weights_of_mlp(config: TransformerConfig) -> int:
-    """Weights of a layer's MLP."""
+    """Returns the weights of a layer's MLP."""
     assert config.ffn_hidden_size is not None
     return _products(config) * config.ffn_hidden_size
 
 
 def expert_weights(config: TransformerConfig) -> int:
-    """Weights of a layer's router and of those experts that a row goes to; 0 without experts."""
+    """Returns the weights that a row meets in a layer with experts; 0 for a model without experts.
+
+    These are the router's, those of the ``topk`` experts to which a row goes, and the shared expert's with its gate.
+    """
     experts = config.num_moe_experts
     if not experts:
         return 0
@@ -32,4 +42,6 @@ def expert_weights(config: TransformerConfig) -> int:
 
 
 def _products(config: TransformerConfig) -> int:
+    """Returns the weights of an MLP for each unit of its inner width: up and down projection, and a gate if it has
+    one."""
     return (2 + config.gated_linear_unit) * config.hidden_size

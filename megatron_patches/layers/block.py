@@ -1,10 +1,16 @@
-"""A transformer block that runs its layers with disaggregated core attention, in the ping-pong order, and its spec."""
+"""Megatron's transformer block with another forward, in which other ranks may compute core attention, and its spec.
+
+Each layer is cut before and after its *core*, softmax attention or a recurrence. In between, rows travel to the ranks
+that compute the core and back. The micro-batch is split into two nano-batches, so that rows of one travel while the
+other computes (``distca/runtime/ping_pong.py``). ``CAD.block_spec`` gives users the spec with which to build a model;
+``CAD.attach`` calls :func:`disaggregate_block` with the built block.
+"""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +36,6 @@ from megatron_patches.layers.hybrid_layers import GatedAttentionLayer
 from megatron_patches.layers.latent import LatentLayer
 from megatron_patches.layers.latent_attention import LatentAttention, ReplicatedLinear, WholeRows
 from megatron_patches.layers.layer import SplitLayerParts, SplitTransformerLayer
-from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.layers.rotations import RowRotations
 from megatron_patches.layers.units import bound_units
@@ -44,7 +49,17 @@ from megatron_patches.support.layer_spec import check_layer_spec, mlp_submodules
 
 
 class DisaggregatedForward(MegatronModule):
-    """The forward of a stack of layers that are cut at their cores."""
+    """The forward that a GPTModel's block and a HybridModel's stack share.
+
+    Attributes:
+        pool: kernel, transport and timeline of the ranks that compute cores for each other.
+        pre_process: whether this is the first pipeline stage.
+        input_tensor: the input of other stages.
+        layers: the stage's layers.
+        recompute_segments: whether backward computes everything but cores again.
+        in_phases: whether the pipeline schedule of ``CAD.forward_backward`` runs, in which all stages compute cores
+            together.
+    """
 
     pool: AttentionPool
     pre_process: bool
@@ -65,12 +80,16 @@ class DisaggregatedForward(MegatronModule):
         rotary_pos_emb: RowRotations | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Runs the block.
+        """Runs all layers of this pipeline stage.
 
         Args:
-            hidden_states: [rows, 1, hidden], this sequence-parallel rank's part of every nano-batch.
-            attention_mask: the micro-batch with its routes.
-            rotary_pos_emb: rotations of all rows in micro-batch order.
+            hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of every nano-batch.
+            attention_mask: the micro-batch, with the routes by which its rows travel. Megatron hands an attention mask
+                through to here without reading it, so this object takes its place.
+            rotary_pos_emb: RoPE's rotations of all rows, in the order of the micro-batch.
+
+        Returns:
+            [rows, 1, hidden], after the last norm on the stage that has it.
         """
         micro_batch = attention_mask
         if self.config.pipeline_model_parallel_size > 1 and not self.in_phases:
@@ -79,7 +98,8 @@ class DisaggregatedForward(MegatronModule):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         recompute = self.recompute_segments and torch.is_grad_enabled()
-        if recompute or self.in_phases:  # in phases all stages run backward of all layers, frozen ones too
+        # In phases all stages run backward of every layer together, so frozen layers need a backward too.
+        if recompute or self.in_phases:
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
         rotations = rotary_pos_emb.of_nano_batches(micro_batch.nano_rows, micro_batch.chunks)
@@ -98,8 +118,8 @@ class DisaggregatedForward(MegatronModule):
 
 
 class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
-    """megatron's block with another forward. GPTModel builds the block itself, so :func:`disaggregate_block` turns it
-    into this class afterwards."""
+    """A GPTModel's block with that forward. GPTModel names the block's class itself, so :func:`disaggregate_block`
+    changes the class of a built block."""
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
@@ -108,7 +128,9 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
 
 
 def refuse_other_schedule() -> NoReturn:
-    """Refuses Megatron's own schedules. They call this function as ``no_sync_func``, on every stage, before any stage
+    """Refuses Megatron's own pipeline schedules, in which stages would wait for each other's attention forever.
+
+    ``CAD`` gives it to models as ``no_sync_func``. Megatron's schedules call that on every stage, before any stage
     waits for another.
 
     Raises:
@@ -121,18 +143,19 @@ def refuse_other_schedule() -> NoReturn:
 
 
 def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) -> Any:
+    """Returns ``function(*tensors)``, which backward calls again. With ``offload`` the tensors wait on the host."""
     with nullcontext() if offload is None else offload.saved_tensors():
         return tensor_parallel.checkpoint(function, False, *tensors)
 
 
 def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
-    """Turns a block of :class:`SplitTransformerLayer` into a :class:`DisaggregatedBlock`, in place. The stack of a
-    HybridModel was built to run disaggregated; it only gets its pool.
+    """Turns a GPTModel's block into a :class:`DisaggregatedBlock`, in place. A HybridModel's stack has its class
+    already, and only gets the attributes.
 
     Args:
         block: the block of a GPTModel, or a HybridModel's stack.
-        pool: the server pool.
-        recompute_segments: whether backward recomputes post(i)+pre(i+1), never core attention.
+        pool: kernel, transport and timeline of the ranks that compute cores for each other.
+        recompute_segments: whether backward computes everything but cores again.
 
     Raises:
         SupportError: a field of the block's configuration is not served.
@@ -153,19 +176,18 @@ def block_spec(
     disaggregate: bool = True,
     te: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Returns Megatron's local spec with norms for sequence parallelism and core attention over documents.
+    """Returns the spec of a GPTModel's layers on this pipeline stage: Megatron's, with classes of this project.
 
     Args:
         config: the model's configuration.
-        layer: Megatron's spec of a dense layer, the local one or Transformer Engine's; None takes the local one of the
-            configuration.
+        layer: Megatron's spec of a layer with an MLP, the local one or Transformer Engine's; None takes the local one.
         options: the model's options.
-        disaggregate: whether layers are cut at core attention; False leaves Megatron's own, unless these cannot compute
-            the options.
+        disaggregate: whether layers are cut at core attention. False leaves Megatron's own layers, unless these cannot
+            compute the options, or the model has experts.
         te: whether linear layers are Transformer Engine's. Norms are modules of their own in either case.
 
     Raises:
-        SupportError: the spec is for other layers.
+        SupportError: ``layer`` is the spec of another kind of layer.
     """
     norm = norm_class(config, options.norm_bias)
     layer = layer_spec(config, layer, options=options, disaggregate=disaggregate, te=te)
@@ -207,7 +229,7 @@ def layer_spec(
     norm = norm_class(config, options.norm_bias)
     parts.input_layernorm = IdentityOp if options.norms == "post" else norm
     parts.pre_mlp_layernorm = IdentityOp if options.norms == "post" or options.parallel_mlp else norm
-    # In checkpoints norms have names as if they were parts of the linear layers.
+    # Transformer Engine joins norms with linear layers, and Megatron's checkpoints use its names for them.
     parts.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -223,6 +245,7 @@ def layer_spec(
 
 
 def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOptions, te: bool) -> ModuleSpec:
+    """Returns the spec of a layer with multi-head latent attention, from Megatron's local one, which it changes."""
     norm, parts = norm_class(config, options.norm_bias), layer.submodules
     layer.module, layer.params = LatentLayer, {**layer.params, "options": options}
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
@@ -240,9 +263,24 @@ def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOpt
 
 
 def linear_classes(te: bool) -> tuple[type, type]:
-    """Returns the classes of linear layers that are split over tensor-parallel ranks by outputs, and by inputs."""
+    """Returns the classes of linear layers that are split over tensor-parallel ranks by outputs, and by inputs.
+
+    Args:
+        te: whether they are Transformer Engine's.
+    """
     if te:
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 
         return ColumnLinear, RowLinear
     return tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
+
+
+@cache
+def with_bias(linear: type) -> type:
+    """Returns a class of linear layers like ``linear`` that have a bias, also where the configuration gives them
+    none."""
+
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        linear.__init__(self, *arguments, **{**named, "bias": True})  # type: ignore[misc]
+
+    return type(f"{linear.__name__}WithBias", (linear,), {"__init__": __init__, "__module__": linear.__module__})

@@ -1,7 +1,8 @@
-"""Megatron's full recomputation of its own layers, one layer at a time, for layers that know their documents.
+"""Full recomputation: a block keeps only the input of each layer, and backward computes the layer again.
 
-Megatron's own (``recompute_granularity`` full) gives the attention mask to autograd to save as a tensor. Here it is no
-tensor but a micro-batch. So the function that is called again in backward holds it.
+It is for Megatron's own layers, where core attention is not disaggregated (``CAD.attach`` with ``recompute="all"``).
+Megatron's ``recompute_granularity="full"`` makes autograd save the attention mask as a tensor. Here a micro-batch
+object stands in place of the mask, and autograd cannot save that. So the function that backward calls holds the object.
 """
 
 from __future__ import annotations
@@ -16,25 +17,26 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def recompute_layers(block: TransformerBlock) -> None:
-    """Makes a block keep only the input of every layer until backward, which computes the layer again, with core
-    attention.
+    """Makes backward compute every layer of a block again, core attention included.
 
     Args:
-        block: a block of Megatron's own layers; it is changed in place.
+        block: a block of Megatron's own layers, which is changed in place.
     """
     for layer in block.layers:
         layer.forward = partial(_forward, layer, layer.forward)
 
 
 def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
-    """Returns the input of a recomputed part as a tensor that requires a gradient.
+    """Returns a tensor that requires a gradient, with the same values.
 
-    Autograd runs the part's backward, for weights too, only if its input requires one. The output of a frozen embedding
-    does not."""
+    Autograd runs the backward of a recomputed part only if the part's input requires a gradient. Without that, weights
+    behind a frozen embedding would get no gradients.
+    """
     return hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
 
 
 def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **rest: Any) -> Any:
+    """Runs ``own``, the layer's forward, in a way that only its input is kept."""
     if not torch.is_grad_enabled():
         return own(hidden_states=hidden_states, **rest)
     hidden_states = differentiable(hidden_states)
@@ -45,7 +47,7 @@ def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **r
     if layer.config.fp8:
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
-        # Transformer Engine's checkpoint keeps the scales of FP8 tensors, so that backward uses the same ones.
+        # Transformer Engine's checkpoint keeps the scales of FP8 tensors, so the second computation uses the same ones.
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         return te_checkpoint(again, False, tracker, parallel_state.get_tensor_model_parallel_group(), hidden_states)
     return tensor_parallel.checkpoint(again, False, hidden_states)

@@ -1,4 +1,8 @@
-"""Megatron-Core 0.19's gated delta net without fla's kernels, in place of which the recurrent core computes."""
+"""Megatron-Core 0.19's gated delta net, built without the kernels of the package fla, and the spec of its layer.
+
+A gated delta net is a recurrence in place of softmax attention. Only its weights, projections and norm are used here.
+Its *core*, the convolution and the delta rule, is computed by kernels of this project, also on other ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ from megatron_patches.layers.hybrid_layers import SplitRecurrentLayer
 
 
 class OwnGatedDeltaNet(GatedDeltaNet):
-    """megatron's module. The layer calls all parts of it but the convolution and the delta rule."""
+    """Megatron's module, which can be built without fla. :class:`SplitRecurrentLayer` calls its projections and its
+    norm."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with patch.object(common, "HAVE_FLA", True):
@@ -25,7 +30,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         self.gated_delta_rule = _never_called
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Refuses to run by itself.
+        """Refuses to run, as the layer calls the module's parts.
 
         Raises:
             SupportError: always.
@@ -52,7 +57,7 @@ def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, n
         module=OwnGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row),
     )
-    # In checkpoints norms have names as if they were parts of the linear layers.
+    # Transformer Engine joins norms with linear layers, and Megatron's checkpoints use its names for them.
     names = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
         key: name.replace("linear_qkv", "in_proj") for key, name in names.items()

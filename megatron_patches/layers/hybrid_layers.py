@@ -1,4 +1,11 @@
-"""Layers of hybrid stacks: with a gated delta net in place of attention, and with a gate on attention's output."""
+"""Transformer layers of hybrid models such as Qwen3.5: with a gated delta net, or with a gate on attention's output.
+
+Each is cut at its *core*, the part that other ranks may compute: softmax attention or the recurrence. ``pre`` computes
+everything before the core. ``mixed`` begins what follows it. ``layers/layer.py`` has the rest.
+
+Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution; H query or output heads, G
+key/value heads; D head_dim, V elements of an output head. The 2 of kv_N2GD is keys, then values.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +23,12 @@ from megatron_patches.model.recurrences import has_output_gate, is_recurrent, re
 
 
 class SplitRecurrentLayer(SplitTransformerLayer):
-    """A layer with Megatron's gated delta net, cut at its core: the convolution and the recurrence
-    (distca/runtime/recurrent_call.py)."""
+    """A layer with Megatron's gated delta net in place of attention. Its core is the convolution and the recurrence
+    (``distca/runtime/recurrent_call.py``)."""
 
     @cached_property
     def recurrence(self) -> Recurrence:
-        """The formula and the shape of the core."""
+        """The formula and the sizes of the core."""
         return recurrence_of(self.config)
 
     @cached_property
@@ -42,7 +49,9 @@ class SplitRecurrentLayer(SplitTransformerLayer):
             hidden: [rows, 1, hidden].
 
         Returns:
-            ``hidden`` and the output gate for :meth:`post`; then mixed_NC, g_NH and beta_NH for the core.
+            ``hidden`` and the output gate for :meth:`mixed`, then the core's inputs. mixed_NC are the rows of q, k and
+            v before the convolution. g_NH is the logarithm of the state's decay, and beta_NH the weight of a row in the
+            state.
         """
         net = self.self_attention
         hidden, projected_NF = self._projected(hidden, net.in_proj)
@@ -53,7 +62,8 @@ class SplitRecurrentLayer(SplitTransformerLayer):
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Returns the output projection of o_NHV after the gated norm of each head, and the residual."""
+        """Returns the output projection of the core's output o_NHV, after the gated norm of each head; and the
+        residual."""
         net, (hidden, gate) = self.self_attention, residual
         normed = net._apply_gated_norm(o, gate.unflatten(1, o.shape[1:]))
         return net.out_proj(normed.view(len(o), 1, gate.shape[1])), hidden
@@ -65,7 +75,7 @@ class GatedAttentionLayer(SplitTransformerLayer):
     For each group of query heads the projection's outputs are queries, gates, key and value, in this order."""
 
     def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        """Returns ``hidden`` and the gate for :meth:`post`; then q_NHD and kv_N2GD."""
+        """Returns ``hidden`` and the gate for :meth:`mixed`, then q_NHD and kv_N2GD for core attention."""
         attention = self.self_attention
         hidden, mixed_NF = self._projected(hidden, attention.linear_qkv)
         groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
@@ -76,13 +86,15 @@ class GatedAttentionLayer(SplitTransformerLayer):
         return hidden, gate.flatten(1), *self._heads(torch.cat((q, kv), dim=2).flatten(1), rotation)
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Applies the gate, in float32 as megatron does, before the output projection."""
+        """Returns the output projection of core attention's output times the sigmoid of the gate, and the residual.
+
+        The gate is applied in float32, as Megatron does."""
         hidden, gate = residual
         return super().mixed(self.self_attention._apply_output_gate(o, gate), hidden)
 
 
 def layer_class(config: TransformerConfig, layer_number: int) -> type[SplitTransformerLayer]:
-    """The class of a layer; Megatron's layer numbers begin with 1."""
+    """Returns the class of a GPTModel's layer by its number; Megatron's layer numbers begin with 1."""
     if is_recurrent(config, layer_number):
         return SplitRecurrentLayer
     if is_latent(config):

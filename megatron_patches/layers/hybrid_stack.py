@@ -1,4 +1,9 @@
-"""The stack of Megatron-Core's HybridModel, run with disaggregated cores, and its spec."""
+"""The stack of layers of Megatron-Core's HybridModel, with another forward, and the spec to build it.
+
+A HybridModel's layers are single mixers (attention, a gated delta net or Mamba) and single MLPs. Each mixer is cut at
+its *core*, softmax attention or the recurrence, which other ranks may compute. ``layers/units.py`` joins a mixer and
+the MLPs behind it to a unit. ``CAD.hybrid_stack_spec`` gives users the spec with which to build a model.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,10 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 class DisaggregatedStack(DisaggregatedForward, HybridStack):
-    """megatron's stack with another forward, and with our norm behind it, as Megatron's needs Transformer Engine."""
+    """Megatron's stack with the forward of :class:`DisaggregatedForward`.
+
+    Megatron's norm behind the last layer needs Transformer Engine, so one of this project takes its place.
+    """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **{**named, "post_layer_norm": False})
@@ -39,8 +47,10 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: Any, rotary_pos_emb: RowRotations | None = None, **_: Any
     ) -> torch.Tensor:
-        """Runs the stack, with all cores at home for a micro-batch of whole documents; arguments as in
-        :meth:`DisaggregatedForward.forward`."""
+        """Runs the stack; arguments as in :meth:`DisaggregatedForward.forward`.
+
+        A :class:`PackedMicroBatch` has whole documents on each rank. For it this rank computes all cores itself.
+        """
         if not isinstance(attention_mask, PackedMicroBatch):
             return super().forward(hidden_states, attention_mask, rotary_pos_emb)
         assert rotary_pos_emb is not None
@@ -53,6 +63,14 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
         return hidden_states if self.last_norm is None else self.last_norm(hidden_states)
 
     def _at_home(self, number: int, unit: Any, micro_batch: PackedMicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the output of a unit whose core this rank computes.
+
+        Args:
+            number: number of the unit in the stage, for the timeline.
+            unit: the unit for this micro-batch.
+            micro_batch: the micro-batch.
+            hidden: [rows, 1, hidden], the unit's input.
+        """
         if isinstance(unit, BoundRecurrentUnit):
             *residual, mixed, g, beta = unit.pre(hidden, 0)
             o = micro_batch.recur(self.pool, number, unit.recurrence, unit.core_parameters, mixed, g, beta)
@@ -65,6 +83,7 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
+        """The norm behind the last layer, on the last pipeline stage."""
         norm: torch.nn.Module | None = self.final_norm if self.post_process else None
         return norm
 
@@ -79,7 +98,8 @@ def hybrid_stack_spec(config: TransformerConfig, *, options: ModelOptions = MEGA
     """
     norm, (column, row) = norm_class(config), linear_classes(te)
     layer = layer_spec(config, options=options, te=te)
-    # Layers with an MLP alone add the output of the mixer before them to the residual, so they get the options too.
+    # A layer with an MLP alone also adds the output of the mixer before it to the residual. So it needs the options of
+    # both, and all layers but Mamba's are made from the spec of a layer with attention and an MLP.
     attention, mlp = deepcopy(layer), deepcopy(layer)
     attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
     mlp.module = SplitTransformerLayer

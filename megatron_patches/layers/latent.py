@@ -1,6 +1,11 @@
-"""A layer with Megatron's multi-head latent attention, cut at its core, and the positions of its rows.
+"""A transformer layer with multi-head latent attention, cut at core attention, and the angles by which its rows turn.
 
-Keys and values of every head are expanded from latent rows at home, and travel to servers in that form.
+In latent attention (DeepSeek-V2) a narrow *latent row* holds the keys and values of all heads of a token. Here the rank
+that holds the token expands its latent row to the keys and values of every head, before core attention. Other ranks
+may compute core attention; they get expanded keys and values.
+
+RoPE's angles depend on each row's position in its document, and are the same in all layers. So the model computes them
+once, as :class:`RowAngles`, and each layer gives them to Megatron's attention through :class:`GivenAngles`.
 """
 
 from __future__ import annotations
@@ -19,12 +24,16 @@ from megatron_patches.steps.batch_context import gather_nano_rows
 
 @dataclass(frozen=True)
 class RowAngles:
-    """The angles of rows, [rows, 1, 1, qk_pos_emb_head_dim], which are the same in all layers."""
+    """RoPE's angles of rows, the same in all layers. It has the methods of :class:`RowRotations` of other models.
+
+    Attributes:
+        angles: [rows, 1, 1, qk_pos_emb_head_dim].
+    """
 
     angles: torch.Tensor
 
     def of(self, layer_number: int) -> torch.Tensor:
-        """The angles of a layer."""
+        """Returns the angles of a layer."""
         return self.angles
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
@@ -33,7 +42,7 @@ class RowAngles:
 
 
 class LatentRotary(PositionRotary):
-    """Stands in for the rotary embedding that a GPTModel with latent attention lacks, and hands layers
+    """The rotary embedding of a GPTModel with latent attention, for which Megatron builds none; it returns
     :class:`RowAngles`."""
 
     def forward(self, *_: Any, **__: Any) -> RowAngles:  # type: ignore[override]
@@ -42,7 +51,7 @@ class LatentRotary(PositionRotary):
 
 
 class GivenAngles(torch.nn.Module):
-    """Stands in for the rotary embedding of Megatron's attention, and returns the angles that were set last.
+    """Stands in for the rotary embedding inside Megatron's latent attention; it returns the angles that a layer set.
 
     Args:
         factor: YaRN's factor on cosines and sines; None for an embedding that returns angles alone.
@@ -65,32 +74,37 @@ class GivenAngles(torch.nn.Module):
 
 
 class LatentLayer(SplitTransformerLayer):
-    """A layer whose keys and values are expanded from latent rows. The output of the first norm is kept for backward,
-    as two projections read it."""
+    """A layer whose keys and values are expanded from latent rows.
+
+    Two projections read the output of the first norm, so it is kept for backward, where other layers compute it again.
+    """
 
     def pre(self, hidden: torch.Tensor, rotation: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes the norm and Megatron's projections, with the angles of these rows.
+        """Computes the norm, Megatron's projections and RoPE.
 
         Args:
             hidden: [rows, 1, hidden].
-            rotation: [rows, 1, 1, qk_pos_emb_head_dim] angles.
+            rotation: [rows, 1, 1, qk_pos_emb_head_dim] angles of these rows.
 
         Returns:
-            ``hidden`` for :meth:`post`; q_NHD; and [rows, heads, key and value] keys and values.
+            ``hidden`` for :meth:`post`; [rows, heads, width of a key] q; and keys and values in one tensor. It is
+            [rows, 2, heads, width] where keys and values have one width, else [rows, heads, both widths].
         """
         attention = self.self_attention
         hidden, normed = beside(self.input_layernorm, hidden)
-        attention.rotary_pos_emb.angles = rotation  # set in here, so that recomputation sets them again
+        attention.rotary_pos_emb.angles = rotation  # where backward computes this again, the angles are set again too
         q, k, v, *_ = attention.get_query_key_value_tensors(normed)
         return hidden, q.squeeze(1), together(k.squeeze(1), v.squeeze(1))
 
 
 def use_row_angles(model: Any) -> None:
-    """Makes an attached model's latent attention use positions from :class:`LatentRotary`, with the frequencies and the
-    factor of Megatron's own embedding."""
+    """Makes a model compute the angles once for all layers; ``CAD.attach`` calls it for models with latent attention.
+
+    Frequencies and YaRN's factor are those of Megatron's own embedding in each layer.
+    """
     for layer in model.decoder.layers:
-        made = layer.self_attention.rotary_pos_emb(2)
+        made = layer.self_attention.rotary_pos_emb(2)  # angles of positions 0 and 1
         angles, factor = made if isinstance(made, tuple) else (made, None)
-        frequencies = angles[1, 0, 0, : angles.shape[-1] // 2]  # at position 1
+        frequencies = angles[1, 0, 0, : angles.shape[-1] // 2]  # an angle is position times frequency
         layer.self_attention.rotary_pos_emb = GivenAngles(factor)
     model.rotary_pos_emb = LatentRotary(frequencies)

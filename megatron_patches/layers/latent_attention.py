@@ -1,8 +1,13 @@
-"""Megatron's multi-head latent attention with whole down-projections on every tensor-parallel rank.
+"""Megatron's multi-head latent attention, with whole down-projections on every tensor-parallel rank.
 
-Megatron's local spec splits them by outputs. Each rank then rotates the part of the keys that all heads share, and gets
-only its own heads' gradient of it: gradients of the down-projection were 8 % off with two ranks. Here each rank
-projects its part of the rows, as Megatron does with Transformer Engine, and backward adds up that gradient over ranks.
+A down-projection makes a token's narrow latent row, from which up-projections make the keys and values of all heads.
+One part of each key, to which RoPE applies, comes from the down-projection itself and is shared by all heads.
+
+Megatron's local spec splits down-projections over ranks by outputs. Then each rank computes the gradient of the shared
+part from its own heads alone, and nothing adds up the ranks' gradients. With two ranks, gradients of the
+down-projection were 8 % off. Here each rank has the whole weight and projects its own part of the rows, as Megatron
+does with Transformer Engine. Gradients of the shared part are then added up over ranks. ``layers/block.py`` names these
+classes in the spec of a layer with latent attention.
 """
 
 from __future__ import annotations
@@ -21,10 +26,16 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer without bias that every tensor-parallel rank has as a whole, for its own part of the rows.
+    """A linear layer without bias, of which every tensor-parallel rank has the whole weight.
 
-    A mark on the weight makes Megatron add up its gradients over these ranks. Gradients of micro-batches are added up
-    in float32, as Megatron's linear layers do.
+    With sequence parallelism each rank multiplies its own part of the rows. The mark ``sequence_parallel`` makes
+    Megatron add up the weight's gradients over these ranks. With ``gradient_accumulation_fusion`` the product itself
+    adds a micro-batch's gradient to ``main_grad``, as in Megatron's linear layers.
+
+    Args:
+        inputs: columns of a row.
+        outputs: columns of a row after the product.
+        config: the model's configuration.
     """
 
     def __init__(self, inputs: int, outputs: int, config: Any) -> None:
@@ -32,7 +43,7 @@ class ReplicatedLinear(torch.nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
         if config.perform_initialization:
-            config.init_method(self.weight)  # with a random state that all tensor-parallel ranks have alike
+            config.init_method(self.weight)  # all tensor-parallel ranks draw the same here
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._adds_up = config.gradient_accumulation_fusion
 
@@ -44,18 +55,21 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class WholeRows(IdentityOp):
-    """Stands where latent rows have no norm. They are columns of wider rows, which NCCL does not gather as they lie."""
+    """Takes the place of the norm of latent rows in models without one.
+
+    Latent rows are columns of a wider tensor, and NCCL gathers contiguous tensors only. So it copies them.
+    """
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Returns the rows by themselves."""
+        """Returns the rows, contiguous."""
         return x.contiguous()
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention with the linear layers and norms of the spec.
+    """Megatron's latent attention with another constructor, which builds the linear layers and norms of the spec.
 
-    Where queries have no latent rows, Megatron's own builds no norm of latent rows without Transformer Engine. It also
-    has one epsilon for all norms; here ``norm_epsilon`` is that of the norms of latent rows.
+    Megatron's own constructor builds no norm of keys' and values' latent rows if queries have no latent rows and
+    Transformer Engine is missing. It also gives all norms one epsilon. Here ``norm_epsilon`` is that of latent rows.
     """
 
     def __init__(
@@ -92,7 +106,7 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_up_proj = self._of_heads(submodules.linear_kv_up_proj, rank, both)
 
     def _of_heads(self, linear: Any, inputs: int, head_dim: int) -> Any:
-        """Returns a linear layer with ``head_dim`` outputs for each head; each rank has those of its own heads."""
+        """Returns a linear layer with ``head_dim`` outputs for each head, of which a rank computes its own heads'."""
         config: Any = self.config
         return linear(
             inputs,

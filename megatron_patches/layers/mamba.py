@@ -1,7 +1,11 @@
-"""A layer of Mamba-2 cut at its core, with Megatron's parameters and projections.
+"""A layer of Mamba-2 cut at its core, with the parameters and projections of Megatron's.
 
-Megatron's mixer cannot be built without packages of CUDA kernels, none of which is called here. The core computes the
-convolution and the scan, and the gated norm is written here.
+The *core* is the part that mixes the rows of a document and that other ranks may compute: the convolution and the scan.
+Megatron's constructor asks for packages of CUDA kernels. Nothing here calls them, so the mixer is built without them.
+This project's kernels compute the core, and :class:`GroupedGatedNorm` is the norm behind it.
+
+Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution, H heads, V elements of a
+head of the output.
 """
 
 from __future__ import annotations
@@ -27,13 +31,15 @@ from megatron_patches.model.recurrences import mamba_recurrence
 
 
 class GroupedGatedNorm(torch.nn.Module):
-    """RMSNorm of x · SiLU(gate) over each group of channels by itself, in float32 at least.
+    """RMSNorm of x · SiLU(gate), over each group of channels by itself and in at least float32.
+
+    It takes the arguments with which Megatron's mixer builds its own norm.
 
     Args:
-        width: channels of this tensor-parallel rank.
-        eps: added to the mean square.
-        group_size: channels of a group.
-        named: further arguments of Megatron's norm; ``norm_before_gate`` is False.
+        width: number of channels on this tensor-parallel rank.
+        eps: number that is added to the mean square.
+        group_size: number of channels in a group.
+        named: further arguments of Megatron's norm, of which ``norm_before_gate`` must be False.
     """
 
     def __init__(self, width: int, eps: float, group_size: int, **named: Any) -> None:
@@ -43,14 +49,14 @@ class GroupedGatedNorm(torch.nn.Module):
         self.eps, self.group_size = eps, group_size
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Returns [rows, channels] of the same type as ``x``."""
+        """Returns [rows, channels] of the type of ``x``; ``gate`` has the shape of ``x``, [rows, channels]."""
         dtype = wide(x.dtype)
         gated = (x.to(dtype) * functional.silu(gate.to(dtype))).unflatten(1, (-1, self.group_size))
         normed = gated * torch.rsqrt(gated.square().mean(2, keepdim=True) + self.eps)
         return (normed.flatten(1) * self.weight.to(dtype)).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Returns the weight, whose channels are split over tensor-parallel ranks."""
+        """Returns the weight for a checkpoint, as this tensor-parallel rank's part of all channels."""
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets
         )
@@ -58,7 +64,8 @@ class GroupedGatedNorm(torch.nn.Module):
 
 
 class OwnMambaMixer(MambaMixer):
-    """megatron's module. The layer uses its parameters and projections alone."""
+    """Megatron's mixer, which can be built without the CUDA packages. :class:`SplitMambaLayer` calls its projections
+    and its norm."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with (
@@ -70,7 +77,7 @@ class OwnMambaMixer(MambaMixer):
             super().__init__(*arguments, **named)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses to run by itself.
+        """Refuses to run, as the layer calls the mixer's parts.
 
         Raises:
             SupportError: always.
@@ -79,8 +86,8 @@ class OwnMambaMixer(MambaMixer):
 
 
 class SplitMambaLayer(SplitLayerParts, MambaLayer):
-    """A layer with Megatron's Mamba-2 mixer, cut at its core: the convolution, the scan and the skip of x
-    (distca/runtime/recurrent_call.py)."""
+    """A layer with Megatron's Mamba-2 mixer. Its core is the convolution, the scan and D · x, which is added to the
+    scan's output (``distca/runtime/recurrent_call.py``)."""
 
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
@@ -95,7 +102,7 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
 
     @cached_property
     def recurrence(self) -> Recurrence:
-        """The formula and the shape of the core."""
+        """The formula and the sizes of the core."""
         return mamba_recurrence(self.config)
 
     @cached_property
@@ -105,7 +112,7 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
 
     @property
     def core_parameters(self) -> CoreParameters:
-        """The convolution's weights and biases, and the factor of x in the output."""
+        """The convolution's weights and biases, and D, the factor on x in the output."""
         return CoreParameters(self.mixer.conv1d_weight.squeeze(1), self.mixer.conv1d_bias, self.mixer.D)
 
     def pre(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -115,8 +122,8 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
             hidden: [rows, 1, hidden].
 
         Returns:
-            ``hidden`` and the gate z for :meth:`mixed`; then mixed_NC, g_NH and beta_NH for the core. g is the
-            logarithm of the decay, and beta the step size.
+            ``hidden`` and the gate z for :meth:`mixed`, then the core's inputs. mixed_NC are the rows of x, B and C
+            before the convolution. g_NH is the logarithm of the state's decay, and beta_NH the step size.
         """
         mixer, what = self.mixer, self.recurrence
         hidden, projected_NF = self._projected(hidden, mixer.in_proj)
@@ -130,16 +137,16 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Returns the output projection of o_NHV after the gated norm, and the residual."""
+        """Returns the output projection of the core's output o_NHV, after the gated norm; and the residual."""
         hidden, gate = residual
         return self.mixer.out_proj(self.mixer.norm(o.flatten(1), gate).unsqueeze(1)), hidden
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's output, where no MLP or experts come between this mixer and the next."""
+        """Returns the residual plus the mixer's output; called where no MLP stands between this mixer and the next."""
         return self._add(branch, residual, self.mamba_bda, None)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Refuses to run by itself.
+        """Refuses to run, as ``layers/units.py`` calls the layer's parts.
 
         Raises:
             SupportError: always.

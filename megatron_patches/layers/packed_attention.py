@@ -1,7 +1,8 @@
-"""Core attention over whole packed documents, as a megatron module, for attention that stays at home.
+"""Core attention inside each of several packed documents, as a module for Megatron's layers.
 
-megatron's own DotProductAttention refuses packed documents. With this module in its place, unmodified megatron-core
-trains on packed documents. That is the baseline, with the same kernels.
+Megatron's own DotProductAttention refuses packed documents. This module takes its place in the specs of all models.
+Its forward runs only where each rank computes the attention of its own documents (``CAD(disaggregate=False)``). That
+mode is the baseline: Megatron's layers with the same kernels. Disaggregated models only read its learned sinks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 class PackedAttention(MegatronModule):
-    """A replacement of DotProductAttention; ``kernel`` and ``timeline`` are set after the model is built."""
+    """Takes the place of Megatron's DotProductAttention.
+
+    Attributes:
+        layer: the layer's number in the whole model, from 0.
+        kind: which keys a query of this layer sees, and how scores are scaled.
+        softmax_offset: [heads of this tensor-parallel rank] the learned sinks; None for a layer without sinks. A sink
+            is a score in a head's softmax that has no value.
+        kernel: the kernel, which ``CAD.attach`` sets.
+        timeline: the timeline on which the kernel's time is recorded, which ``CAD.attach`` sets too.
+    """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__(config=config)
@@ -37,7 +47,7 @@ class PackedAttention(MegatronModule):
 
     @staticmethod
     def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
-        """Returns the parameter of the sinks, [heads of this tensor-parallel rank]."""
+        """Returns the parameter of the sinks, [heads of this tensor-parallel rank], with its initial values."""
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
@@ -54,7 +64,7 @@ class PackedAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns the sinks, whose heads are split over tensor-parallel ranks."""
+        """Returns the sinks for a checkpoint, as this tensor-parallel rank's part of all heads."""
         sinks = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             sinks, prefix, {"softmax_offset": 0}, sharded_offsets
@@ -75,7 +85,8 @@ class PackedAttention(MegatronModule):
             query: [rows, 1, heads, head_dim].
             key: [rows, 1, kv_heads, head_dim].
             value: [rows, 1, kv_heads, head_dim].
-            attention_mask: the micro-batch, which knows how its attention is computed.
+            attention_mask: the micro-batch, whose ``attend`` computes attention of its documents. Rows beyond its
+                ``rows`` are padding.
 
         Returns:
             [rows, 1, heads · head_dim]; zero in padding rows.
@@ -87,12 +98,13 @@ class PackedAttention(MegatronModule):
         o = attention_mask.attend(self.kernel, q, k, v, self.kind, timer, self.softmax_offset)
         if padding:
             padded = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
-            # For backward the output projection keeps this copy, and the kernel its o. So o is dropped, and filled from
-            # the copy in backward.
+            # Backward needs o twice: the output projection reads it with padding, the kernel without. Only the padded
+            # copy is kept, and o is filled from it when backward comes.
             forget_until_backward(o, partial(_fill_rows, padded.detach()), padded)
             o = padded
         return o.flatten(1).unsqueeze(1)
 
 
 def _fill_rows(padded_NHD: torch.Tensor, out_NHD: torch.Tensor) -> None:
+    """Copies rows without padding into ``out_NHD``."""
     out_NHD.copy_(padded_NHD[: len(out_NHD)])

@@ -1,4 +1,11 @@
-"""The rotation of every layer: the angles by which it turns queries and keys. Some layers do not turn them."""
+"""RoPE for models whose layers may rotate queries and keys by different angles, or not at all.
+
+A GPTModel has one rotary embedding, whose output it hands to every layer. ``CAD.attach`` puts :class:`LayerRotary` in
+its place. That computes each different rotation once per micro-batch, from every row's position in its document, and
+returns :class:`RowRotations`, from which a layer takes its own. Layers without positions get a rotation by zero.
+
+Shape suffixes: N rows (tokens), E rotated pairs of a head.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +22,32 @@ from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.steps.batch_context import gather_nano_rows
 
 _NONE, _OWN = object(), object()
+"""The rotation of a layer without positions, and the one of the embedding with which the model was built."""
 
 
 @dataclass(frozen=True)
 class RowRotations:
-    """The rotations of rows in all layers of a stage.
+    """The rotations of a micro-batch's or a nano-batch's rows, in all layers of a pipeline stage.
 
     Attributes:
-        rotations: the different rotations.
-        of_layer: by Megatron's number of a layer, the number of its rotation.
+        rotations: the different rotations, each once.
+        of_layer: index in ``rotations`` of each layer's rotation, by Megatron's number of the layer.
     """
 
     rotations: tuple[Rotation, ...]
     of_layer: dict[int, int]
 
     def of(self, layer_number: int) -> Rotation:
-        """The rotation of a layer."""
+        """Returns the rotation of a layer."""
         return self.rotations[self.of_layer[layer_number]]
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowRotations]:
-        """Returns the rotations of each nano-batch; arguments as in :func:`gather_nano_rows`."""
+        """Returns the rotations of each nano-batch. A micro-batch is computed as two nano-batches.
+
+        Args:
+            nano_rows: number of rows of each nano-batch.
+            chunks: number of tensor-parallel ranks that share the rows; :func:`gather_nano_rows` tells their order.
+        """
 
         def gather(x: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
             return [None] * len(nano_rows) if x is None else gather_nano_rows(x, nano_rows, chunks)
@@ -49,10 +62,10 @@ class RowRotations:
 
 
 class LayerRotary(torch.nn.Module):
-    """Stands in for a GPTModel's rotary embedding where our layers run, and returns :class:`RowRotations`.
+    """Takes the place of a model's rotary embedding, and returns :class:`RowRotations`.
 
     Args:
-        own: the embedding with which the model was built; None where it was built without positions.
+        own: the embedding with which the model was built; None if it was built without positions.
         config: Megatron's configuration.
         options: the model's options.
         layers: Megatron's numbers of this stage's layers.
@@ -65,6 +78,8 @@ class LayerRotary(torch.nn.Module):
         assert config.kv_channels is not None
         self._head_dim, self._interleaved = config.kv_channels, config.rotary_interleaved
         self._query_scaling = options.query_scaling
+        # Whether lengths are needed must be the same on all stages, so embeddings of all layers are made. This stage
+        # then keeps those of its own layers.
         rotaries = [_of_layer(config, options, number) for number in range(1, config.num_layers + 1)]
         every = _different(rotaries)
         made = [self._embedding(each, own) for each in every]
@@ -76,7 +91,12 @@ class LayerRotary(torch.nn.Module):
         self._positions: torch.Tensor | None = None
 
     def _embedding(self, rotary: Any, own: PositionRotary | None) -> tuple[PositionRotary | None, float]:
-        """Returns the angles of a rotation, None for no rotation, and the factor on its cosines and sines."""
+        """Returns the embedding that computes a rotation's angles, and the factor on its cosines and sines.
+
+        Args:
+            rotary: a :class:`Rotary`, or ``_OWN``, or ``_NONE``, for which the embedding is None.
+            own: the embedding with which the model was built.
+        """
         if rotary is _NONE:
             return None, 1.0
         if rotary is _OWN:
@@ -110,7 +130,8 @@ class LayerRotary(torch.nn.Module):
         return RowRotations(rotations, self._of_layer)
 
     def _rotation(self, embedding: PositionRotary | None, factor: float, positions: torch.Tensor) -> Rotation:
-        if embedding is None:  # angles of zero change no bit, and kernels need no special case
+        """Returns an embedding's rotation of the rows at these positions."""
+        if embedding is None:  # a rotation by zero changes no bit, so kernels need no case without rotation
             return Rotation.of(torch.zeros(len(positions), 1, 1, self._head_dim, device=positions.device))
         rotation = Rotation.of(embedding(), self._head_dim, self._interleaved)
         if factor == 1.0:
@@ -119,7 +140,7 @@ class LayerRotary(torch.nn.Module):
 
 
 def _different(values: Iterable[Any]) -> list[Any]:
-    """Returns each value once, in their order, without hashes, which lists of factors do not have."""
+    """Returns each value once, in order of first appearance. Values need not be hashable: a Rotary may hold lists."""
     found: list[Any] = []
     for value in values:
         if value not in found:
@@ -128,7 +149,7 @@ def _different(values: Iterable[Any]) -> list[Any]:
 
 
 def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> Any:
-    """The rotary positions of a layer."""
+    """Returns a layer's rotation: a :class:`Rotary`, ``_OWN`` or ``_NONE``; ``number`` is Megatron's, from 1."""
     if config.no_rope_freq and config.no_rope_freq[number - 1]:
         return _NONE
     rotary: Rotary | None = options.rotations[number - 1] if options.rotations else None
@@ -136,5 +157,5 @@ def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> 
 
 
 def query_scale(scaling: QueryScaling, positions: torch.Tensor) -> torch.Tensor:
-    """[rows] float32 factors of the queries at [rows] int64 positions."""
+    """Returns [rows] float32 factors on the queries of rows at [rows] int64 positions in their documents."""
     return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.original_length))

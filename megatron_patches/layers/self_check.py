@@ -1,4 +1,8 @@
-"""Checks that operations of a model's layers compute what they should, once for each size, before layers are built."""
+"""Compares GPU operations of a model's layers with float64 on small inputs, before the layers are built.
+
+These are this project's fused operations, such as RMSNorm and SwiGLU, and the matrix products of Transformer Engine's
+linear layers. ``CAD`` calls :func:`check_layers` when it is made. Each size is compared once in a process.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,15 @@ from megatron_patches.patches.fused_ops import gate_of
 from megatron_patches.steps.plan_options import attention_shape
 
 _products_checked: set[str] = set()
+"""FP8 formats and recipes for which Transformer Engine's products were found right."""
 _check_operations = cache(check_operations)
 
 
 def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> None:
-    """Compares fused operations, and matrix products of Transformer Engine where they are used, with float64. A fused
-    operation that is wrong is replaced by torch's own, with a warning.
+    """Compares fused operations with float64, and Transformer Engine's products where the layers use them.
 
-    All ranks call it together. Without a GPU no operation is fused.
+    A fused operation that is wrong is replaced by torch's own, with a warning. All ranks call it together. Without a
+    GPU it does nothing, as no operation is fused there.
 
     Args:
         config: the model's configuration.

@@ -1,8 +1,11 @@
-"""The units of a stack. A unit is a mixer (attention or a recurrent core) with the MLPs or experts up to the next
-mixer.
+"""Groups a model's layers into units, each with one mixer, for the runner of layers (``distca/runtime/ping_pong.py``).
 
-A layer of a GPTModel is a unit. In a HybridModel mixers and MLPs are layers of their own, and the same code runs them.
-One operation adds a mixer's output to the residual and computes the norm before the next MLP.
+A mixer is attention or a recurrence. Its *core* lies between its projections, and other ranks may compute it. A unit is
+a mixer with all MLPs and experts behind it, up to the next mixer. The runner calls ``pre`` of a unit, then its core,
+then ``post``. It computes a micro-batch as two nano-batches, so that rows of one travel while the other computes.
+
+A layer of a GPTModel is a unit. In a HybridModel mixers and MLPs are layers of their own, and a unit has several. Then
+one operation adds the mixer's output to the residual and computes the norm of the next layer's MLP.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
 from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel
-from megatron_patches.experts.balance import Half, MicroBatchBalance
+from megatron_patches.experts.balance import MicroBatchBalance, NanoBatch
 from megatron_patches.experts.layer import Parts
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.rotations import RowRotations
@@ -26,9 +29,9 @@ class Unit:
     """The layers of a unit.
 
     Attributes:
-        mixer: a layer with attention or a recurrent core.
-        before: layers with MLPs alone that come before the mixer, if it is the first of a stage.
-        behind: layers with the MLPs behind the mixer; in a GPTModel this is the mixer's layer itself.
+        mixer: the layer with attention or a recurrence.
+        before: layers with an MLP alone, with which a pipeline stage begins; its first unit has them, others none.
+        behind: the layers with the MLPs behind the mixer. In a GPTModel this is the mixer's layer itself.
     """
 
     mixer: Any
@@ -37,7 +40,7 @@ class Unit:
 
 
 def units_in(layers: Iterable[Any]) -> list[Unit]:
-    """Returns the units of a stage's layers."""
+    """Returns the units of a pipeline stage's layers, in order."""
     units: list[Unit] = []
     before: list[SplitTransformerLayer] = []
     for layer in layers:
@@ -51,12 +54,14 @@ def units_in(layers: Iterable[Any]) -> list[Unit]:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A unit for one micro-batch.
+    """A unit with the rotations and counts of one micro-batch.
+
+    ``hidden`` is [rows, 1, hidden] of one nano-batch, and ``nano`` the number of that nano-batch, 0 or 1.
 
     Attributes:
         unit: the unit's layers.
-        rotations: rotations of each nano-batch; empty where no layer has attention.
-        balance: what the micro-batch's routers count, in models with experts.
+        rotations: RoPE's rotations of each nano-batch's rows.
+        balance: the counts of the micro-batch's routers, in models with experts.
     """
 
     unit: Unit
@@ -64,37 +69,42 @@ class _Bound:
     balance: MicroBatchBalance | None
 
     def post(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """Returns the output of the unit's last layer."""
-        last, half = self.unit.mixer, self._half(nano)
+        """Computes everything behind the core; returns [rows, 1, hidden] of the unit's last layer.
+
+        Args:
+            o: the core's output.
+            residual: the first tensors that ``pre`` returned, all but the core's inputs.
+            nano: number of the nano-batch.
+        """
+        last, nano_batch = self.unit.mixer, self._nano_batch(nano)
         branch, hidden = last.mixed(o, *residual)
         for last in self.unit.behind:
-            branch, hidden = last.behind(branch, hidden, half)
+            branch, hidden = last.behind(branch, hidden, nano_batch)
         output: torch.Tensor = last.added(branch, hidden)
         return output
 
     @property
     def has_exchanges(self) -> bool:
-        """Whether rows travel to experts within :meth:`post`."""
+        """Whether :meth:`post` sends rows to experts."""
         return any(layer.has_exchanges for layer in self.unit.behind)
 
     def post_parts(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> Parts:
-        """Computes what :meth:`post` does, as a generator: it pauses while rows are on their way to experts, and
-        back."""
-        last, half = self.unit.mixer, self._half(nano)
+        """Computes what :meth:`post` does, as a generator, which yields while rows travel to experts or back."""
+        last, nano_batch = self.unit.mixer, self._nano_batch(nano)
         branch, hidden = last.mixed(o, *residual)
         for last in self.unit.behind:
-            branch, hidden = yield from last.behind_parts(branch, hidden, half)
+            branch, hidden = yield from last.behind_parts(branch, hidden, nano_batch)
         output: torch.Tensor = last.added(branch, hidden)
         return output
 
     def _first(self, hidden: torch.Tensor, nano: int) -> torch.Tensor:
         """Returns ``hidden`` after the layers before the mixer."""
         for layer in self.unit.before:
-            hidden = layer.added(*layer.behind(None, hidden, self._half(nano)))
+            hidden = layer.added(*layer.behind(None, hidden, self._nano_batch(nano)))
         return hidden
 
-    def _half(self, nano: int) -> Half | None:
-        return None if self.balance is None else self.balance.half(nano)
+    def _nano_batch(self, nano: int) -> NanoBatch | None:
+        return None if self.balance is None else self.balance.nano_batch(nano)
 
 
 @dataclass(frozen=True)
@@ -103,10 +113,12 @@ class BoundUnit(_Bound):
 
     @property
     def sink(self) -> torch.Tensor | None:
+        """[heads] the learned sinks of this rank's heads; None for a layer without sinks."""
         sink: torch.Tensor | None = self.unit.mixer.self_attention.core_attention.softmax_offset
         return sink
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
+        """Computes everything before core attention; returns tensors for :meth:`post`, then q and kv."""
         mixer = self.unit.mixer
         made: tuple[torch.Tensor, ...] = mixer.pre(
             self._first(hidden, nano), self.rotations[nano].of(mixer.layer_number)
@@ -116,24 +128,28 @@ class BoundUnit(_Bound):
 
 @dataclass(frozen=True)
 class BoundRecurrentUnit(_Bound):
-    """A unit with a recurrent core, which has no rotations."""
+    """A unit with a recurrence, which reads no rotations."""
 
     @property
     def recurrence(self) -> Recurrence:
+        """The formula and the sizes of the core."""
         what: Recurrence = self.unit.mixer.recurrence
         return what
 
     @property
     def core_kernel(self) -> RecurrentKernel:
+        """The kernel that computes the core."""
         kernel: RecurrentKernel = self.unit.mixer.core_kernel
         return kernel
 
     @property
     def core_parameters(self) -> CoreParameters:
+        """The core's weights of this rank's heads."""
         parameters: CoreParameters = self.unit.mixer.core_parameters
         return parameters
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
+        """Computes everything before the core; returns tensors for :meth:`post`, then the core's inputs."""
         made: tuple[torch.Tensor, ...] = self.unit.mixer.pre(self._first(hidden, nano))
         return made
 
@@ -141,7 +157,13 @@ class BoundRecurrentUnit(_Bound):
 def bound_units(
     layers: Iterable[Any], rotations: Sequence[RowRotations], balance: MicroBatchBalance | None
 ) -> list[BoundUnit | BoundRecurrentUnit]:
-    """Returns the units of a stage's layers for one micro-batch."""
+    """Returns the units of a pipeline stage's layers, for one micro-batch.
+
+    Args:
+        layers: the stage's layers.
+        rotations: RoPE's rotations of each nano-batch's rows.
+        balance: the counts of the micro-batch's routers, in models with experts.
+    """
     return [
         (BoundRecurrentUnit if hasattr(unit.mixer, "recurrence") else BoundUnit)(unit, rotations, balance)
         for unit in units_in(layers)

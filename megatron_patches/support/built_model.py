@@ -23,10 +23,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.errors import SupportError
 from megatron_patches.experts.spec import DrawnExperts, has_experts
+from megatron_patches.layers.block import with_bias
 from megatron_patches.layers.hybrid_layers import SplitRecurrentLayer, layer_class
 from megatron_patches.layers.latent_attention import LatentAttention, ReplicatedLinear, WholeRows
 from megatron_patches.layers.layer import SplitTransformerLayer
-from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.model.latent import is_latent
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
