@@ -24,7 +24,7 @@ from megatron_patches.steps.batch_context import gather_nano_rows
 
 @dataclass(frozen=True)
 class RowAngles:
-    """RoPE's angles of rows, the same in all layers. It has the methods of :class:`RowRotations` of other models.
+    """RoPE's angles of rows, the same in all layers. Other models have ``RowRotations`` (``rotations.py``) instead.
 
     Attributes:
         angles: [rows, 1, 1, qk_pos_emb_head_dim].
