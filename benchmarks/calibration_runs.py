@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
+from benchmarks.run_costs import costs_of
 from benchmarks.throughput.batches import Batches, draw_batches
 from benchmarks.throughput.settings import Cell
 from distca.baselines import Mode, parse_mode
@@ -22,9 +23,13 @@ from distca.data.corpus import Corpus
 from distca.data.sampler import Sampler
 from distca.data.sources import open_source
 from distca.errors import ConfigError
+from distca.models.experts import Experts
+from distca.models.hybrid import Hybrid
+from distca.models.latent import Latent
+from distca.models.rope import RopeScaling
 from distca.models.shape import ModelShape
-from distca.plan import AttentionShape, CostModel, StepPlan
-from distca.plan.cost.table_file import find_table
+from distca.models.variant import Variant
+from distca.plan import StepPlan
 from distca.simulate import Cluster, Job, Rates, Workload, dense, simulate
 from distca.simulate.cad import planned
 from distca.simulate.job import Fp8
@@ -134,29 +139,6 @@ def kept_runs(files: list[str] | None = None) -> list[Run]:
     return found
 
 
-@cache
-def h200_cost(shape: AttentionShape) -> CostModel:
-    """The shipped table, for these heads."""
-    return shipped_cost("NVIDIA H200", shape)
-
-
-@cache
-def shipped_cost(gpu: str, shape: AttentionShape, window: int = 0) -> CostModel:
-    """The table of this project for a kind of GPU, these heads and this window.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    sizes = shape.heads, shape.kv_heads, shape.head_dim
-    cost = find_table(gpu, "flash4", *sizes, window=window, value_dim=shape.value_dim)
-    if cost is None:
-        heads = f"{shape.heads} query heads and {shape.kv_heads} key/value heads of {shape.head_dim}"
-        raise ConfigError(
-            f"No cost table is known for {gpu}, {heads} and window {window}; `distca profile` measures one."
-        )
-    return cost
-
-
 def _throughput(path: Path) -> Iterator[Run]:
     return runs_of(path.name, json.loads(path.read_text()))
 
@@ -167,45 +149,63 @@ def peers_of(content: dict[str, Any]) -> list[str]:
     return [name for name in names if parse_mode(name).method in PEERS]
 
 
-def runs_of(name: str, content: dict[str, Any]) -> Iterator[Run]:
+def runs_of(name: str, content: dict[str, Any], table_of: str = "") -> Iterator[Run]:
     """The runs of a report of ``benchmarks.throughput``, under the name of its file. Those of unmodified Megatron-Core
     are left out: the simulator has no model of its kernels and its context parallelism."""
-    ranks, tokens = content["parallel"]["data_parallel_times_cp"], content["tokens_per_rank"]
-    model = model_of(content["model"])
-    fused = "fused" in name or "socket_nodes" in content
-    older = name.removeprefix("throughput_") in _TWO_PERCENT
     for cell in content["cells"].values():
-        where = Cell(cell["mix"], cell["context"])
         drawn = batches_of(content, cell)
-        for each_mode, figures in cell["modes"].items():
-            mode, count = parse_mode(each_mode), figures.get("batches") or content["batches"]
-            if mode.method in PEERS:
-                continue
-            batches = [Workload(each, drawn.bins) for each in drawn.global_batches[content["warm_up"] :][:count]]
-            memory = figures.get("memory_gib")
-            job = _job(
-                model,
-                ranks,
-                mode,
-                content,
-                tokens_per_rank=tokens,
-                micro_batches=content["micro_batches"],
-                recompute=figures.get("recompute", content["recompute"]),  # what auto took
-                tolerance=0.02 if older else None,
-                deal=content.get("deal", False),
-                fused_rotation=fused,
-            )
-            yield Run(
-                name,
-                where.name,
-                mode,
-                job,
-                batches,
-                sum(each.tokens for each in batches) / figures["tokens_per_s"],
-                figures.get("steps_s", []),
-                figures.get("idle_share"),
-                memory["max"] if isinstance(memory, dict) else memory,
-            )
+        for mode in cell["modes"]:
+            if parse_mode(mode).method not in PEERS:
+                yield run_of(name, content, cell, mode, drawn, table_of)
+
+
+def run_of(
+    name: str, content: dict[str, Any], cell: dict[str, Any], mode: str, drawn: Batches, table_of: str = ""
+) -> Run:
+    """The run of a ``mode`` on the batches ``drawn`` of a workload.
+
+    Raises:
+        ConfigError, SimulationError: the simulator does not know what ran.
+    """
+    figures, parsed = cell["modes"][mode], parse_mode(mode)
+    if content.get("fp8_weights"):
+        raise ConfigError("What weights that are FP8 alone take more is not known.")
+    if figures.get("offload", "none") != "none":
+        raise ConfigError("What waits in host memory until backward is not known to the simulator.")
+    parallel = {way: content["parallel"].get(way, 1) for way in ("tp", "pp", "ep")}
+    recompute = figures.get("recompute", content["recompute"])  # what auto took
+    job = _job(
+        model_of(content["model"]),
+        content["parallel"]["data_parallel_times_cp"] * parallel["tp"] * parallel["pp"],
+        parsed,
+        content,
+        table_of,
+        **parallel,
+        tokens_per_rank=content["tokens_per_rank"],
+        micro_batches=content["micro_batches"],
+        recompute=recompute,
+        backward=figures.get("backward", "keep"),
+        fp8=content.get("fp8") or "none",
+        gradients=content.get("gradients", "float32"),
+        moments=content.get("moments", "float32"),
+        hide_experts=recompute != "all",
+        tolerance=0.02 if name.removeprefix("throughput_") in _TWO_PERCENT else content.get("tolerance"),
+        deal=content.get("deal", False),
+        fused_rotation="fused" in name or "socket_nodes" in content,
+    )
+    count, memory = figures.get("batches") or content["batches"], figures.get("memory_gib")
+    batches = [Workload(each, drawn.bins) for each in drawn.global_batches[content["warm_up"] :][:count]]
+    return Run(
+        name,
+        Cell(cell["mix"], cell["context"]).name,
+        parsed,
+        job,
+        batches,
+        sum(each.tokens for each in batches) / figures.get("tokens_per_s", math.nan),
+        figures.get("steps_s", []),
+        figures.get("idle_share"),
+        memory["max"] if isinstance(memory, dict) else memory,
+    )
 
 
 def _pipeline(path: Path) -> Iterator[Run]:
@@ -303,7 +303,7 @@ def _side_by_side(file: str, content: dict[str, Any], where: Cell, modes: dict[s
         seed=config.data.seed,
     )
     measured = [Workload(each, drawn.bins) for each in drawn.global_batches[warm_up:]]
-    linear = h200_cost(_described(content, config).attention_shape(config.parallel.tp)).linear
+    linear = costs_of("NVIDIA H200", _described(content, config), config.parallel.tp).full.linear
     assert linear is not None
     for mode, kinds in modes.items():
         for kind, figures in kinds.items():
@@ -394,32 +394,38 @@ def batches_of(content: dict[str, Any], cell: dict[str, Any]) -> Batches:
         tokens_per_rank=content["tokens_per_rank"],
         micro_batches=content["micro_batches"],
         vocabulary=content["model"]["vocabulary"],
-        seed=int(_option(content["command"], "--data.seed", _SEED)),
+        seed=content.get("seed") or int(_option(content["command"], "--data.seed", _SEED)),
     )
 
 
 def model_of(content: dict[str, Any]) -> ModelShape:
-    """The shape in a report of ``benchmarks.throughput``."""
-    layers, hidden, ffn, heads, kv_heads = (content[name] for name in ("layers", "hidden", "ffn", "heads", "kv_heads"))
-    head_dim = content["head_dim"] or hidden // heads
-    more = {name: content[name] for name in ("layer_types", "window", "sinks", "tie_embeddings") if name in content}
-    return dense(layers, hidden, ffn, heads, kv_heads, head_dim, content["vocabulary"], **more)
+    """The shape in a report of ``benchmarks.throughput``; what older reports lack is as it was then."""
+    return _shape_of(ModelShape, content)
 
 
-def _job(model: ModelShape, gpus: int, mode: Mode, content: dict[str, Any], tp: int = 1, **settings: Any) -> Job:
+def _shape_of(kind: type, content: dict[str, Any]) -> Any:
+    """A dataclass of the fields in ``content``, with groups of fields in it."""
+    groups = {"rope_scaling": RopeScaling, "variant": Variant, "experts": Experts, "hybrid": Hybrid, "latent": Latent}
+    known = {each.name for each in fields(kind)} & content.keys()
+    return kind(**{name: _shape_of(groups[name], content[name]) if name in groups else content[name] for name in known})
+
+
+def _job(
+    model: ModelShape, gpus: int, mode: Mode, content: dict[str, Any], table_of: str = "", tp: int = 1, **settings: Any
+) -> Job:
     """DistCA's rows go by NVSHMEM, unless links are limited; all else by NCCL at the run's own rates."""
     links, limited = content.get("links") or {}, content["link_channels"] is not None
-    sockets = content.get("socket_nodes", False)
+    per_node = int(content.get("socket_nodes", 0))
     rate = NVSHMEM_GB_S
-    if limited or (sockets and mode.method == "distca") or mode.method in ("ulysses",):
+    if limited or (per_node and mode.method == "distca") or mode.method in ("ulysses",):
         rate = links.get("all_to_all_gb_per_s", 300.0)
     elif mode.method != "distca":
         rate = links.get("all_gather_gb_per_s", 300.0)
-    gpu, shape = content.get("hardware", "1 × NVIDIA H200").split(" × ")[1], model.attention_shape(tp)
-    cost = shipped_cost(gpu, shape)
-    windows = {window: shipped_cost(gpu, shape, window) for window in model.windows if window}
-    cluster = Cluster(gpus, 1, network_gb_s=rate) if sockets else Cluster(gpus, gpus, nvlink_gb_s=rate)
-    return Job(model, cluster, cost, tp=tp, nccl=limited or sockets, window_costs=windows, **settings)
+    gpu = content.get("hardware", "1 × NVIDIA H200").split(" × ")[1]
+    costs = costs_of(gpu, model, tp, settings.get("fp8", "none"), table_of)
+    cluster = Cluster(gpus, per_node, network_gb_s=rate) if per_node else Cluster(gpus, gpus, nvlink_gb_s=rate)
+    nccl = limited or per_node > 0
+    return Job(model, cluster, costs.full, tp=tp, nccl=nccl, window_costs=costs.windows, **settings)
 
 
 def _option(command: str, name: str, default: Any) -> str:

@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from rich.progress import track
 
-from benchmarks.calibration_runs import h200_cost
+from benchmarks.run_costs import costs_of
 from benchmarks.throughput.batches import draw_batches
 from benchmarks.throughput.settings import Cell
 from distca.data.mixes import Mix
@@ -99,7 +99,7 @@ class GridCell:
         ranks = self.gpus // TP // self.stages
         share = self.batch * self.context * 1024 // ranks
         micro_batches = max(share // TOKENS, 1)
-        cost = h200_cost(MODELS[self.model].attention_shape(TP))
+        cost = costs_of("NVIDIA H200", MODELS[self.model], TP).full
         return Job(
             MODELS[self.model],
             Cluster(self.gpus),

@@ -195,7 +195,7 @@ class Cores:
 
     def _steps(self, mode: str, gb_s: float, rates: Rates) -> list[Prediction]:
         content, model = self.content, model_of(self.content["model"])
-        cost = find_table("cpu", "reference", model.heads, model.kv_heads, model.head_dim)
+        cost = find_table("cpu", "reference", model.heads, model.kv_heads, model.resolved_head_dim)
         assert cost is not None, "_check saw to it"
         # The simulator's values have 2 bytes, these 4: links are half as fast to them.
         cost.shape = model.attention_shape()

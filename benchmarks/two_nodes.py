@@ -13,9 +13,8 @@ FOLDER/4x2, with all that ``benchmarks.throughput`` writes.
 
 What needs no GPUs: ``--compare`` reads these folders and writes comparison.json: measured and predicted tokens per
 second, and bytes; modes of unmodified Megatron-Core are named and left out, as the simulator does not know them.
-``--predict 7.5 10`` in front of ``--runs`` predicts a run before it is made, for so many GB/s in an all-to-all and an
-all-gather. ``--gpu`` behind it names the GPU whose cost tables are taken. ``--beside`` adds what the planner of another
-checkout moves for the same micro-batches.
+``--beside`` adds what the planner of another checkout moves for the same micro-batches. ``--table-of`` is that of
+``benchmarks.predict``, which predicts such runs before they are made.
 """
 
 from __future__ import annotations
@@ -30,14 +29,12 @@ import shlex
 import subprocess
 import sys
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # As benchmarks.throughput; read when CUDA starts.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-
-import numpy as np
 
 from benchmarks.throughput.joining import join_ranks, leave_ranks
 from benchmarks.throughput.settings import Settings, parse
@@ -69,8 +66,6 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["--compare"]:
             _compare(sys.argv[1:])
-        elif sys.argv[1:2] == ["--predict"]:
-            _predict(sys.argv[1:])
         else:
             _measure(sys.argv[1:])
     except DistcaError as error:
@@ -126,56 +121,28 @@ def _measure(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
-def _predict(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.two_nodes")
-    parser.add_argument("--predict", nargs=2, type=float, metavar=("ALL_TO_ALL", "ALL_GATHER"), required=True)
-    parser.add_argument("--beside")
-    parser.add_argument("--gpu", default="NVIDIA H200", help="as its cost tables name it")
-    split = argv.index("--runs") if "--runs" in argv else len(argv)
-    options = parser.parse_args(argv[:split])
-    rates = dict(zip(("all_to_all_gb_per_s", "all_gather_gb_per_s"), options.predict, strict=True))
-    for name, settings in _settings(argv[split:], 2).items():
-        config = settings.config
-        made = {mode.name: {"batches": settings.batches, "tokens_per_s": math.nan} for mode in settings.modes}
-        content = {
-            "command": f"--data.seed {settings.seed}",
-            "warm_up": settings.warm_up,
-            "batches": settings.batches,
-            "link_channels": None,
-            "socket_nodes": True,
-            "deal": config.cad.deal,
-            "links": rates,
-            "hardware": f"2 × {options.gpu}",
-            "model": asdict(config.model),
-            "parallel": {"data_parallel_times_cp": 2},
-            "tokens_per_rank": config.data.tokens_per_rank,
-            "micro_batches": config.train.micro_batches,
-            "recompute": config.resolved_recompute,
-            "cells": {each.name: {"mix": each.mix, "context": each.context, "modes": made} for each in settings.cells},
-        }
-        _show(name, compared(content, options.beside))
-
-
 def _compare(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.two_nodes")
     parser.add_argument("--compare", type=Path, required=True, help="folder that the ranks wrote")
     parser.add_argument("--beside", help="root of another checkout, whose planner's bytes are shown beside")
+    parser.add_argument("--table-of", default="", help="GPU whose cost tables stand in for missing ones")
     options = parser.parse_args(argv)
     files = sorted(options.compare.glob("*x*/benchmark.json"), reverse=True)
     if not files:
         raise ConfigError(f"--compare is {options.compare}, which holds no run such as 4x2/benchmark.json.")
     found = {}
     for path in files:
-        found[path.parent.name] = compared(json.loads(path.read_text()), options.beside)
+        found[path.parent.name] = compared(json.loads(path.read_text()), options.beside, options.table_of)
         _show(path.parent.name, found[path.parent.name])
     text = json.dumps({"command": shlex.join(["python", "-m", "benchmarks.two_nodes", *argv]), "runs": found}, indent=1)
     (options.compare / "comparison.json").write_text(text + "\n", encoding="utf-8")
 
 
-def compared(content: dict[str, Any], beside: str | None) -> dict[str, Any]:
+def compared(content: dict[str, Any], beside: str | None, table_of: str = "") -> dict[str, Any]:
     """Figures by workload and mode of a report: tokens per second measured and predicted, and bytes that move per
     step."""
     from benchmarks.calibration_runs import peers_of, runs_of
+    from benchmarks.predict import figures_of
     from distca.simulate import load_rates
 
     if unknown := peers_of(content):
@@ -185,16 +152,15 @@ def compared(content: dict[str, Any], beside: str | None) -> dict[str, Any]:
             f"{unknown[0]} is" if len(unknown) == 1 else f"{', '.join(unknown)} are",
         )
     found: dict[str, Any] = {}
-    for run in runs_of("", content):
-        tokens = sum(each.tokens for each in run.batches)
-        predicted = run.predicted(load_rates())
+    for run in runs_of("", content, table_of):
+        predicted = figures_of(run, run.predicted(load_rates()))
         measured = content["cells"][run.workload]["modes"][run.mode.name]
         row = {
             "tokens_per_s": measured["tokens_per_s"],
-            "tokens_per_s_predicted": tokens / sum(each.step_s for each in predicted),
-            "idle_share_predicted": float(np.mean([each.idle_share for each in predicted])),
+            "tokens_per_s_predicted": predicted["tokens_per_s"],
+            "idle_share_predicted": predicted["idle_share"],
             "gib_per_step": measured.get("bytes_per_step", math.nan) / 2**30,
-            "gib_per_step_predicted": float(np.mean([each.sent_bytes.sum() for each in predicted])) / 2**30,
+            "gib_per_step_predicted": predicted["gib_per_step"],
         }
         if beside and run.mode.method == "distca":
             row["gib_per_step_beside"] = _moved_beside(run, beside)

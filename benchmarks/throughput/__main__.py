@@ -34,9 +34,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # megatron-core's, torch's and the kernels', from every rank
     try:
         if check := read_check(sys.argv[1:]):
-            _asked(check.settings, check.world_size, check.on_cpus)
+            asked_of(check.settings, check.world_size, check.on_cpus)
             return
-        settings = _asked(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
+        settings = asked_of(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
         if settings.link_channels:
             from benchmarks.throughput.links import limit_links
 
@@ -53,7 +53,7 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def _asked(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
+def asked_of(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
     refuse_unused(argv[argv.index("--") :] if "--" in argv else [], used=(STAGES, CONTEXT))
     return parse(argv, world_size, on_cpus)
 

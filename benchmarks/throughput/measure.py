@@ -156,6 +156,7 @@ class _Run:
         record.fallback_exchanges = getattr(pool, "fallback_exchanges", 0)
         config = self._trainer.config
         record.recompute, record.offload = config.train.recompute, config.train.offload
+        record.backward, record.keep_outputs = config.cad.backward, config.train.keep_outputs
         if not self.on_gpu:
             return
         heap = self._trainer.receive_buffer_gib

@@ -32,6 +32,8 @@ class RankRecord:
         reserved_gib: peak that torch's allocator held; None on CPUs.
         predicted_gib: the peak as it was predicted, NVSHMEM's memory included; None on CPUs.
         recompute: what was computed again in backward.
+        backward: whether servers kept rows for backward, or had them sent again.
+        keep_outputs: whose outputs were kept for backward.
         offload: what waited for it in host memory.
         fallback_exchanges: exchanges that did not fit NVSHMEM's memory and went by NCCL.
         traced: what the GPU did in the traced batches; None where nothing was traced.
@@ -55,6 +57,8 @@ class RankRecord:
     predicted_gib: float | None = None
     outside_torch_gib: float | None = None
     recompute: str = "none"
+    backward: str = "keep"
+    keep_outputs: str = "none"
     offload: str = "none"
     fallback_exchanges: int = 0
     traced: Traced | None = None

@@ -62,6 +62,8 @@ def figures(
         **{key: _largest(records, key) for key in ("reserved_gib", "predicted_gib", "outside_torch_gib")},
         "recompute": records[0].recompute,
         "offload": records[0].offload,
+        "backward": records[0].backward,
+        "keep_outputs": records[0].keep_outputs,
         "rows_max_over_mean": float((rows.max(axis=0) / np.maximum(rows.mean(axis=0), 1)).mean()),
         "bytes_per_step": statistics.fmean(records[0].bytes_moved),
         "exchanges_not_by_nvshmem": records[0].fallback_exchanges,

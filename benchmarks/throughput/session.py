@@ -6,7 +6,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from benchmarks.throughput.batches import Batches, check_fits, draw_batches, lengths_of
 from benchmarks.throughput.ceiling import Ceiling, measure_ceiling, pair_flops
 from benchmarks.throughput.cut_short import Figures
+from benchmarks.throughput.described import described
 from benchmarks.throughput.links import measure_links
 from benchmarks.throughput.merged import read_first_start
 from benchmarks.throughput.record import RankRecord
@@ -72,24 +73,7 @@ class Session:
         self._report: dict[str, Any] = {
             **header(command, world.size),
             "device": world.device.type,
-            "warm_up": settings.warm_up,
-            "batches": settings.batches,
-            "link_channels": settings.link_channels,
-            "socket_nodes": settings.socket_nodes,
-            "deal": config.cad.deal,
-            "model": asdict(config.model),
-            "parallel": {
-                "tp": config.parallel.tp,
-                "pp": config.parallel.pp,
-                "ep": config.parallel.ep,
-                "data_parallel_times_cp": self._ranks,
-            },
-            "tokens_per_rank": config.data.tokens_per_rank,
-            "micro_batches": config.train.micro_batches,
-            "recompute": config.resolved_recompute,
-            "linears": config.train.linears,
-            "fp8": config.train.fp8,
-            "cells": {},
+            **described(settings, world.size),
         }
         self._first_start = read_first_start(settings, self._report, world.rank) if settings.peer else None
         if self._first_start:

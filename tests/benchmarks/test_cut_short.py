@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from distca.train.config.schema import RunConfig
 from tests.testing.programs import torchrun
 
 pytestmark = pytest.mark.slow
@@ -144,7 +145,7 @@ def test_records_are_kept_between_steps_and_never_for_the_last(batches, kept):
     run.on_gpu = run._watches = False
     run._trainer = SimpleNamespace(
         cad=SimpleNamespace(pool=SimpleNamespace(transport=SimpleNamespace(fallback_exchanges=3))),
-        config=SimpleNamespace(train=SimpleNamespace(recompute="none", offload="none")),
+        config=RunConfig(),
     )
     run.garbage = SimpleNamespace(collect=lambda: events.append("collected"))
 

@@ -1,0 +1,75 @@
+"""A run of the throughput benchmark predicted from its command line: beside kept runs, and what is said of the rest."""
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from benchmarks.calibration_runs import RESULTS, batches_of, run_of
+from benchmarks.predict import joined, predicted
+from benchmarks.run_costs import GPUS, costs_of
+from distca.errors import ConfigError
+from distca.simulate import MODELS
+
+H200, H100 = GPUS
+SMALL = ["--output", "x", "--mixes", "pretrain", "--contexts", "65536", "--batches", "1", "--warm-up", "0", "--modes"]
+
+
+def before(name: str, table_of: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+    """A kept file, and the prediction of its command line alone."""
+    content = json.loads((RESULTS / name).read_text())
+    words = shlex.split(content["command"])
+    ranks, gpu = content["hardware"].split(" × ")
+    links = content["links"]["all_to_all_gb_per_s"], content["links"]["all_gather_gb_per_s"]
+    asked = words[words.index("benchmarks.throughput") + 1 :]
+    return content, predicted(asked, int(ranks), gpu, links, table_of) | {"command": ""}
+
+
+def test_a_kept_run_is_predicted_from_its_command_line() -> None:
+    content, found = before("throughput_2_gpus_peers_64k.json")
+    beside = joined(found, content)
+    assert {name: set(modes) for name, modes in beside["cells"].items()} == {
+        "pretrain 128K": {"cp2-keep", "distca"}, "prolong 128K": {"cp2-keep", "distca"}
+    }  # fmt: skip
+    assert 0 < beside["median_error"] < 0.05
+    row = beside["cells"]["pretrain 128K"]["distca"]
+    assert row["error"] == row["tokens_per_s"]["predicted"] / row["tokens_per_s"]["measured"] - 1
+    # What moves is counted alike.
+    assert row["gib_per_step"]["predicted"] == pytest.approx(row["gib_per_step"]["measured"], rel=0.01)
+    assert "pretrain 128K, megatron-te2-p2p" in beside["not_predicted"]
+    assert "2 ranks" in found["cells"]["pretrain 128K"]["not_predicted"]["packed"]
+
+
+def test_parallelism_and_experts_of_a_report_reach_the_simulator() -> None:
+    content = json.loads((RESULTS / "experts_a3b_cut_2_gpus.json").read_text())
+    cell = content["cells"]["pretrain 128K"]
+    job = run_of("", content, cell, "distca", batches_of(content, cell)).job
+    assert (job.model.experts.count, job.ep, job.tp, job.cluster.gpus) == (128, 2, 1, 2) and job.hide_experts
+    content["parallel"] |= {"tp": 2, "ep": 1}
+    job = run_of("", content, cell, "cp2-keep", batches_of(content, cell)).job
+    assert (job.tp, job.cluster.gpus, job.data_parallel, job.shape.heads) == (2, 4, 2, 16)
+
+
+def test_a_missing_table_is_named_and_taken_from_another_gpu_only_where_that_is_asked_for() -> None:
+    gemma = MODELS["gemma-3-like"]
+    with pytest.raises(ConfigError, match="--table-of 'NVIDIA H100 80GB HBM3'"):
+        costs_of(H200, gemma, 1)
+    costs = costs_of(H200, gemma, 1, table_of=H100)
+    assert len(costs.notes) == 2 and all("stands in for it" in note for note in costs.notes)
+    own, dense = costs_of(H100, gemma, 1), costs_of(H200, MODELS["8b"], 1)
+    assert not own.notes and not dense.notes and own.full.measured.keys() == costs.full.measured.keys()
+    assert costs.full.linear == dense.full.linear != own.full.linear
+    scaled = costs_of(H200, MODELS["qwen3-30b-a3b"], 1)
+    assert "scaled to it" in scaled.notes[0] and (scaled.full.shape.heads, scaled.full.shape.kv_heads) == (32, 4)
+
+
+def test_what_is_not_known_is_left_out_by_name() -> None:
+    def why(mode: str, gpu: str, *settings: str) -> str:
+        asked = [*SMALL, mode, "--", "--config", "configs/llama-8b-cut.yaml", *settings]
+        (cell,) = predicted(asked, 2, gpu, (280, 240))["cells"].values()
+        assert not cell["modes"]
+        return str(cell["not_predicted"][mode])
+
+    assert "train.fp8" in why("distca", H100, "--train.linears", "te", "--train.fp8", "current")
+    assert "unmodified Megatron-Core" in why("megatron-te", H200, "--train.recompute", "none")
