@@ -1,4 +1,7 @@
-"""AdamW with warm-up and decay of its learning rate, by megatron's optimizer and schedule."""
+"""Builds Megatron's AdamW and its learning-rate schedule, for the trainer of ``distca``.
+
+A script that calls ``CAD`` itself may build Megatron's optimizer in its own way.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from megatron_patches.te.fp8_weights import has_fp8_weights
 
 
 class OptimizerSettings(Protocol):
-    """The settings that the optimizer needs; distca.train.config.schema.OptimizerConfig has them."""
+    """The settings that the optimizer reads; distca.train.config.schema.OptimizerConfig explains them."""
 
     @property
     def lr(self) -> float: ...
@@ -52,12 +55,15 @@ class OptimizerAndSchedule:
     schedule: OptimizerParamScheduler
 
     def step(self) -> tuple[float, float]:
-        """Clips gradients, updates weights and advances the schedule; returns the gradient norm before clipping and the
-        learning rate that was used."""
+        """Clips gradients, updates weights and advances the schedule.
+
+        Returns:
+            The norm of the gradients before they were clipped, and the learning rate of this update.
+        """
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         done, grad_norm, _ = self.optimizer.step()
         assert done, "without a loss scale no update is ever skipped"
-        # megatron's plain (not distributed) optimizer leaves gradients where the next backward would add them again.
+        # Megatron's optimizer that is not distributed leaves `grad` set, and the next backward would add to it.
         self.optimizer.zero_grad()
         self.schedule.step(increment=1)
         return float(grad_norm), float(lr)
@@ -72,23 +78,23 @@ def build_optimizer(
     decay_steps: int = 1,
     moments: torch.dtype = torch.float32,
 ) -> OptimizerAndSchedule:
-    """Builds the optimizer of a wrapped model.
+    """Builds the optimizer and the schedule of a model.
 
     Args:
-        model: from wrap_for_data_parallel.
-        settings: learning rates, decays, clipping.
-        steps: steps of the whole run, for the decay.
-        warmup_steps: steps of the linear warm-up.
-        dtype: dtype of the parameters; with bfloat16, float32 master weights are kept.
-        decay_steps: steps of the decay at the end, with the schedule wsd.
-        moments: type of Adam's moments. torch.bfloat16 needs Transformer Engine's Adam. For each float32 weight it
-            keeps only the 16 bits that the bfloat16 weight lacks, unless some weights are FP8 numbers.
+        model: from ``wrap_for_data_parallel``.
+        settings: learning rates, weight decay, clipping and the like.
+        steps: number of steps of the whole run; the learning rate decays until then.
+        warmup_steps: number of steps in which the learning rate rises linearly.
+        dtype: dtype of the model's weights. For bfloat16 the optimizer keeps float32 main weights.
+        decay_steps: number of steps of the decay at the run's end, for the schedule "wsd" (warm-up, stable, decay).
+        moments: dtype of Adam's moments. torch.bfloat16 needs Transformer Engine's Adam. Main weights then take 16
+            further bits beside each bfloat16 weight, in place of 32. This does not hold where weights are FP8 numbers.
 
     Raises:
-        SupportError: Transformer Engine's Adam is needed and not there.
+        SupportError: ``moments`` needs Transformer Engine's Adam, and that cannot be used here.
     """
     check_moments(moments, next(model.parameters()).device)
-    # The schedule constant never reads it, but megatron refuses one above the rate itself.
+    # The schedule "constant" never reads min_lr, but Megatron refuses one above lr.
     min_lr = settings.lr if settings.schedule == "constant" else settings.min_lr
     config = OptimizerConfig(
         lr=settings.lr,
@@ -106,10 +112,10 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
-            group["fused"] = True  # one pass over weights, moments and gradients instead of one per operation
+            group["fused"] = True  # one kernel reads weights, moments and gradients once
     schedule = OptimizerParamScheduler(
         optimizer,
-        # The first step already moves: megatron's warm-up counts from step 0, where the rate would be 0.
+        # Megatron's warm-up begins with init_lr at step 0. With its default of 0 the first step would change nothing.
         init_lr=settings.lr / max(warmup_steps, 1),
         max_lr=settings.lr,
         min_lr=min_lr,
@@ -122,7 +128,7 @@ def build_optimizer(
         end_wd=settings.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
-        # A resumed run follows its own settings, which may have changed; the checkpoint says how many steps were done.
+        # A resumed run takes its own settings, which may have changed, and only the step number of the checkpoint.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -130,9 +136,9 @@ def build_optimizer(
 
 
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
-    """Returns fields of megatron's configuration for moments that are not float32, and for FP8 weights."""
-    # Megatron itself must hold the main weights of FP8 weights. With delayed scaling it would leave that to Transformer
-    # Engine's Adam. This one would take the weights for bfloat16 ones and keep only 16 bits more of each.
+    """Returns the fields of Megatron's optimizer configuration for bfloat16 moments and for FP8 weights."""
+    # For FP8 weights Megatron itself has to keep float32 main weights. With the recipe "delayed" it would leave them to
+    # Transformer Engine's Adam, which would keep 16 bits beside each weight, as if weights were bfloat16.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held
@@ -146,8 +152,9 @@ def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[s
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yields torch's Adam optimizers inside megatron's; there are none where Apex or Transformer Engine is installed,
-    whose Adam it takes."""
+    """Yields torch's Adam optimizers inside Megatron's.
+
+    There are none where Transformer Engine or Apex is installed, as Megatron then takes their Adam."""
     for adam in inner_adams(optimizer):
         if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
             yield adam

@@ -1,12 +1,16 @@
-"""The same-phase pipeline schedule: in a tick all stages run a forward phase, then all run a backward phase.
+"""The pipeline schedule of models whose core attention is computed by all stages together.
+
+A tick is a forward phase of all stages at once, and then a backward phase of all. In a phase each stage runs one
+micro-batch, or it has none. Layer i runs on all stages at the same time, so ranks of all stages can share its core
+attention. A stage without a micro-batch only *serves*: it computes attention for the other stages.
 
 With p stages, stage s runs the forward of micro-batch m in tick m + s, and its backward in tick m + 2(p − 1) − s. M
-micro-batches take M + p − 1 phases of each kind, as with 1F1B. A stage holds 2(p − 1 − s) + 1 micro-batches in flight,
-where with 1F1B it holds p − s. A stage that has no micro-batch in a phase serves the attention of the others.
+micro-batches take M + p − 1 forward phases and as many backward phases, as with 1F1B. Stage s holds activations of up
+to 2(p − 1 − s) + 1 micro-batches, where 1F1B holds p − s.
 
-Activations of a forward phase travel to the next stage while the backward phase computes, and gradients while the next
-forward phase computes. Each transfer is started when it is ready and waited for when it is used. All ranks start their
-exchanges of attention rows and their stage transfers in the same order, so that neither can wait for the other.
+Activations of a forward phase travel to the next stage while the backward phase computes. Gradients travel while the
+next forward phase computes. All ranks start attention's exchanges and these transfers in the same order, so that no
+rank waits for one that another rank starts only later.
 """
 
 from __future__ import annotations
@@ -56,22 +60,24 @@ def run_ticks(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Runs forward and, unless told otherwise, backward of a global batch over all stages. Gradients end up reduced and
-    averaged over its tokens.
+    """Runs forward and backward of a global batch over all stages; ``CAD.forward_backward`` calls it on every rank.
+
+    Afterwards gradients are reduced over ranks and divided by the target tokens of the global batch.
 
     Args:
-        model: this stage's part, from wrap_for_data_parallel.
-        batches: this rank's micro-batches; stages other than the first and the last only use their sizes and positions.
-        forward_step: as Megatron's schedules take it.
-        plan: the step's plan.
-        routes: this rank's routes.
-        pool: the server pool, over all stages; it resends.
-        forward_only: compute losses only.
+        model: this stage's part of the model, from ``wrap_for_data_parallel``.
+        batches: this rank's rows, by micro-batch. All stages have the same rows; those between the first and the last
+            stage use only the number of rows and the positions.
+        forward_step: runs the model on one micro-batch, as Megatron's schedules take it.
+        plan: the plan, which says which micro-batch each stage runs in a phase.
+        routes: the rows of attention that this rank sends and receives in each phase.
+        pool: this rank's kernel, and its transport to the other ranks of the pool.
+        forward_only: True computes losses only.
 
     Returns:
-        The reports of the loss function, by micro-batch; empty on stages without the loss.
+        The loss function's reports, by micro-batch; empty on stages other than the last.
     """
-    model.set_is_first_microbatch()  # weights have changed: Transformer Engine's linear layers quantise them anew
+    model.set_is_first_microbatch()  # Transformer Engine's layers then quantise the weights anew
     stage = _Stage(model, batches, forward_step, routes, pool)
     with stage.running():
         for direction, number in plan.order():
@@ -86,7 +92,7 @@ def run_ticks(
 
 
 class _Stage:
-    """One rank's walk through the phases."""
+    """The state of one rank from phase to phase: activations held for backward, and transfers under way."""
 
     def __init__(
         self,
@@ -104,7 +110,7 @@ class _Stage:
         self._last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         self._inputs: dict[int, torch.Tensor | None] = {}
         self._outputs: dict[int, torch.Tensor] = {}
-        # Transfers under way: activations for the next forward phase, gradients for the next backward phase.
+        # Transfers under way: activations are used by the next forward phase, gradients by the next backward phase.
         self._activations, self._gradients = StageTransfer(None, None, []), StageTransfer(None, None, [])
         device = batches[0].tokens.device
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -117,7 +123,7 @@ class _Stage:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lets the model's block run in this schedule; outside of it, the block refuses to."""
+        """Lets the model's block run inside the ``with`` block; at other times the model refuses to run."""
         block = self._gpt.decoder
         block.in_phases = True
         try:
@@ -128,7 +134,7 @@ class _Stage:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Times embedding, output layer and loss too, while the timeline records."""
+        """While the timeline records, begins a span "head" when the last layer is done: output layer and loss."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
             yield
@@ -140,7 +146,7 @@ class _Stage:
             hook.remove()
 
     def forward_phase(self, number: int, plan: StepPlan, forward_only: bool) -> None:
-        """Runs or serves forward phase ``number``, then starts passing activations to the next stage."""
+        """Runs forward phase ``number``, or only serves in it; then starts to send activations to the next stage."""
         running = plan.forward[number].micro_batches
         received, output = self._activations.wait(), None
         micro_batch = running[self._number]
@@ -158,7 +164,7 @@ class _Stage:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
 
     def backward_phase(self, number: int, plan: StepPlan) -> None:
-        """Runs or serves backward phase ``number``, then starts passing gradients to the previous stage."""
+        """Runs backward phase ``number``, or only serves in it; then starts to send gradients to the stage before."""
         running = plan.backward[number].micro_batches
         micro_batch = running[self._number]
         received, sent = self._gradients.wait(), None
@@ -190,7 +196,7 @@ class _Stage:
         return output
 
     def _backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Runs backward; returns the gradient of the stage's input, None on the first stage."""
+        """Runs backward of a micro-batch; returns the gradient of the stage's input, None on the first stage."""
         self._pool.timeline.open("head", self._layers - 1, 0, "backward", past_launches=True)
         gradient = backward_step(
             self._inputs.pop(micro_batch),
@@ -203,7 +209,7 @@ class _Stage:
         return gradient
 
     def _shape(self, micro_batch: int | None) -> tuple[int, int, int]:
-        """The shape of the activations that a stage passes on: this rank's share of the sequence."""
+        """Returns the shape of a micro-batch's activations between stages, on this tensor-parallel rank."""
         assert micro_batch is not None
         rows = self._batches[micro_batch].tokens.shape[1]
         shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
@@ -211,7 +217,7 @@ class _Stage:
 
 
 def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) -> AnyEmptyLayer:
-    """Returns the stand-in for a layer of this stage while it is idle."""
+    """Returns the stand-in for a layer while its stage has no micro-batch: it has no rows, and only serves."""
     if hasattr(mixer, "recurrence"):
         given = mixer.core_parameters
         bias, skip = (each if each is None else each.detach() for each in (given.bias, given.skip))
@@ -223,12 +229,12 @@ def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The stages before and after this one.
+    """Starts transfers of activations and gradients between this stage and the two beside it.
 
     Attributes:
-        group: the stages' ranks of one data- and tensor-parallel place, in order.
+        group: Megatron's pipeline group: one rank of each stage, in the order of stages.
         dtype: dtype of activations and gradients.
-        device: their device.
+        device: device of activations and gradients.
     """
 
     group: dist.ProcessGroup
@@ -238,19 +244,19 @@ class Neighbours:
     def start(self, step: int, sent: torch.Tensor | None, received_shape: tuple[int, ...] | None) -> StageTransfer:
         """Starts sending a tensor to stage + ``step`` and receiving one from stage - ``step``.
 
-        Every stage of the group calls it in the same order, also one that neither sends nor receives. The sends and
-        receives of one call are one batch on each stage, so that no pair waits for another.
+        All stages call it the same number of times, also stages that neither send nor receive. A stage starts the send
+        and the receive of one call together, so that stages cannot wait for each other in a circle.
 
         Args:
             step: 1 for activations, -1 for gradients.
-            sent: the tensor that this stage sends, contiguous; it is held until the transfer was waited for. None sends
-                nothing.
+            sent: the contiguous tensor that this stage sends; its memory is held until :meth:`StageTransfer.wait`. None
+                sends nothing.
             received_shape: shape of the tensor that this stage receives; None receives nothing.
         """
         me = dist.get_rank(self.group)
         operations, received = [], None
         if sent is not None:
-            sent = sent.detach()  # keeps the memory, though the caller may free the tensor for autograd
+            sent = sent.detach()  # this view keeps the memory when Megatron empties the tensor itself
             operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=me + step))
         if received_shape is not None:
             received = torch.empty(received_shape, dtype=self.dtype, device=self.device)
@@ -260,14 +266,14 @@ class Neighbours:
 
 @dataclass
 class StageTransfer:
-    """A transfer under way; it keeps the tensor that is sent alive."""
+    """A transfer under way. It holds the sent tensor, so that its memory is not used again too early."""
 
     sent: torch.Tensor | None
     received: torch.Tensor | None
     works: list[Any]
 
     def wait(self) -> torch.Tensor | None:
-        """Joins the transfer; returns the tensor that was received. On a GPU only the stream waits, not the host."""
+        """Waits for the transfer and returns the received tensor. On a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
         self.sent, self.works = None, []

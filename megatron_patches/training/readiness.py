@@ -1,4 +1,8 @@
-"""Checks that a model and a step can run together, and what is made ready before, and put right after a failed step."""
+"""Prepares a model for a step: checks that they go together, and sets gradients to zero.
+
+``CAD.forward_backward`` calls :func:`made_ready` before every step and :func:`note_trained` after it. An exception may
+end a step between the two. The next step then finds Megatron's gradient reduction half done, and resets it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,6 @@ from megatron_patches.te.fp8_weights import is_fp8
 from megatron_patches.training.training_step import ForwardStep, no_sync_of, with_counted_tokens
 from megatron_patches.training.unread_gradients import note_gradients
 
-# The options of plans that must be those of the model's CAD, with their names there: they say which rows are where, and
-# which rank sends which rows when.
 _RUN_BY = {
     "disaggregate": "disaggregate",
     "resend": "backward",
@@ -35,6 +37,8 @@ _RUN_BY = {
     "layer_kinds": "configuration's windows",
     "align": "sequence parallelism or FP8",
 }
+"""The planner's options that must be the same for a step and for the model that runs it, with the user's words for
+each. They say how rows are laid out, and when each rank sends which rows."""
 
 
 def made_ready(
@@ -46,21 +50,21 @@ def made_ready(
     *,
     forward_only: bool,
 ) -> ForwardStep:
-    """Checks model and step, and makes the model's configuration and gradients ready; all ranks call it together.
+    """Checks a model and a step, and sets the model's gradients to zero; all ranks call it together.
 
     Args:
-        model: from wrap_for_data_parallel; with ``forward_only`` it need not be wrapped.
-        step: the step to run.
-        forward_step: a function as Megatron's schedules take it.
-        pool: the CAD's server pool.
-        options: the options by which the CAD plans steps.
-        forward_only: whether no gradients are computed.
+        model: from ``wrap_for_data_parallel``. With ``forward_only`` it may also be a model that is not wrapped.
+        step: the step that is going to run.
+        forward_step: runs the model on one micro-batch, as Megatron's schedules take it.
+        pool: this CAD's kernel and transport; the model must have been attached by the same CAD.
+        options: this CAD's options of the planner.
+        forward_only: True if no gradients are computed.
 
     Returns:
-        The forward step, whose results are checked.
+        ``forward_step`` with checks of the values that it returns.
 
     Raises:
-        SupportError: model and step cannot run together.
+        SupportError: model and step do not go together, or the model cannot be trained as it is.
     """
     if not forward_only:
         check_wrapped(model)
@@ -72,13 +76,15 @@ def made_ready(
         check_trained_weights(model)
         _check_replicas(model)
         _zero_gradients(model)
-    if isinstance(model, DistributedDataParallel):  # another model may share the configuration
+    # The function is set before every step, as another model may share the configuration and have set its own.
+    if isinstance(model, DistributedDataParallel):
         in_ticks = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
         model.config.no_sync_func = refuse_other_schedule if in_ticks else no_sync_of(model)
     return with_counted_tokens(forward_step)
 
 
 def _check_step(step: Step, options: PlanOptions, gpt: Any) -> None:
+    """Refuses a step that another CAD planned in another way, or whose token ids were not checked for this model."""
     for name, setting in _RUN_BY.items():
         if getattr(step.plan.options, name) != getattr(options, name):
             raise SupportError(
@@ -94,21 +100,22 @@ def _check_step(step: Step, options: PlanOptions, gpt: Any) -> None:
 
 
 def known_ids(model: Any) -> int:
-    """The number of a GPTModel's token ids, without rows that pad its embedding."""
+    """Returns how many token ids a model has, without rows that only pad its embedding."""
     return int(getattr(model, "vocabulary", None) or model.vocab_size)
 
 
 def _zero_gradients(model: DistributedDataParallel) -> None:
+    """Sets all gradients to zero; ``unfinished`` is then True until the step's end."""
     if getattr(model, "unfinished", False):
         _forget_step(model)
     model.unfinished = True
     model.zero_grad_buffer()
     for weight in model.param_to_bucket_group:
-        weight.grad = None  # left by Megatron's plain optimizer, it would be added to the next gradient
+        weight.grad = None  # Megatron's optimizer that is not distributed leaves it set; backward would add to it
 
 
 def _forget_step(model: DistributedDataParallel) -> None:
-    """Resets Megatron's counts of gradients, and the reductions that it began, after a step that failed."""
+    """Resets Megatron's counts of gradients and ends reductions that it began, after a step that did not finish."""
     for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
@@ -117,17 +124,21 @@ def _forget_step(model: DistributedDataParallel) -> None:
 
 
 def note_trained(model: DistributedDataParallel) -> None:
-    """Notes that a step with gradients is done."""
+    """Notes that forward and backward of a step are done."""
     model.unfinished = False
     note_gradients(model)
 
 
 def _check_replicas(model: Any) -> None:
-    """Refuses to go on where ranks hold shards of gradients, but an optimizer updated all weights and gathered none.
+    """Refuses a model whose weights differ between data-parallel ranks, where they may have come to.
+
+    For a distributed optimizer each rank reduces the gradients of its shard only. The optimizer then updates this shard
+    and gathers all shards. Any other optimizer updates all weights on each rank, most of them by unreduced gradients.
 
     Raises:
-        SupportError: weights differ between data-parallel ranks; all of them raise it.
+        SupportError: weights differ between data-parallel ranks; all of these ranks raise it.
     """
+    # Once weights were gathered, the optimizer is known to be a distributed one.
     if getattr(model, "weights_gathered", True):
         return
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -139,10 +150,11 @@ def _check_replicas(model: Any) -> None:
 
 
 def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Refuses weights whose sums differ between ranks of a group."""
     if not weights or group.size() == 1:
         return
     sums = torch.stack([weight.detach().sum(dtype=torch.float64) for weight in weights])
-    most = torch.stack((sums, -sums))
+    most = torch.stack((sums, -sums))  # one reduction finds each sum's maximum, and minus its minimum
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     differ = most[0] != -most[1]
     if (differ & most.isfinite().all(0)).any():  # weights that are not finite show in the loss
@@ -154,10 +166,10 @@ def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def check_wrapped(model: Any) -> None:
-    """Refuses to train a model that wrap_for_data_parallel did not make: its gradients would not be reduced.
+    """Refuses a model that ``wrap_for_data_parallel`` did not return: its gradients would not be reduced.
 
     Raises:
-        SupportError: the model is another one; it names its class.
+        SupportError: the model is another one; the message names its class.
     """
     finalize = getattr(getattr(model, "config", None), "finalize_model_grads_func", None)
     if not isinstance(model, DistributedDataParallel) or finalize is None:

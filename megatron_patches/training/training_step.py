@@ -1,5 +1,11 @@
-"""One training step of megatron-core: forward and backward over the micro-batches, with a loss that all tokens of the
-global batch share in."""
+"""One training step by Megatron: the model's wrapper for data parallelism, forward, backward, and the step's loss.
+
+Losses are summed over tokens, so gradients are sums too. At the step's end they are divided once, by the number of
+target tokens in the global batch. So every target token has the same weight, whichever rank or micro-batch holds it.
+
+Core attention runs a micro-batch as two nano-batches, ping and pong. Each weight then gets two gradients for every
+micro-batch, where Megatron alone gives one.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +32,25 @@ from megatron_patches.steps.step import Batch
 from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
 
-# Gradients in one bucket, which is reduced at once. It is the same for every number of ranks, so that checkpoints of
-# the distributed optimizer, whose shards are parts of buckets, are cut alike.
 _BUCKET_PARAMETERS = 100_000_000
+"""The most weights whose gradients are reduced together, as one bucket. The distributed optimizer's shards are parts of
+buckets. The number does not depend on the number of ranks, so that checkpoints are cut alike for any number."""
 
 
 def wrap_for_data_parallel(
     model: GPTModel, distributed_optimizer: bool, gradients: torch.dtype = torch.float32
 ) -> DistributedDataParallel:
-    """Casts a model to bfloat16 where the configuration says so, and adds gradient reduction over data-parallel ranks.
+    """Wraps a model in Megatron's DistributedDataParallel, which reduces gradients over data-parallel ranks.
 
-    Gradients are added up and reduced in float32, or in bfloat16 where ``gradients`` says so. Without pipeline stages a
-    bucket of gradients is reduced while backward goes on.
+    Without pipeline stages gradients are reduced during backward of a step's last micro-batch, a bucket of weights at a
+    time. In the first step Megatron counts each weight's gradients in that micro-batch, and reduces after it. From then
+    on it reduces a bucket as soon as its weights have got as many gradients. So every micro-batch must give a weight
+    the same number of gradients, also on a rank without rows.
 
-    A weight gets a gradient once per nano-batch. Megatron counts these in the first global batch, which it reduces
-    after backward. From then on it starts a bucket's reduction at its last gradient. So every micro-batch must give
-    every weight equally many gradients, also where this rank has no rows.
+    Args:
+        model: the model, which is cast to bfloat16 where its configuration says so.
+        distributed_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
+        gradients: the dtype in which gradients are added up and reduced, torch.float32 or torch.bfloat16.
     """
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model
@@ -63,7 +72,9 @@ def wrap_for_data_parallel(
 
 
 def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
-    """Returns the model's ``no_sync`` by a weak reference, for a configuration that may live longer than the model."""
+    """Returns a function that calls the model's ``no_sync``, but does not keep the model alive.
+
+    It becomes a field of the configuration, which may live longer than the model."""
     here = weakref.ref(wrapped)
 
     def no_sync() -> Any:
@@ -75,7 +86,9 @@ def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Makes ``weights_gathered`` tell whether weights were gathered, as Megatron's distributed optimizer does."""
+    """Adds the attribute ``weights_gathered`` to the model: whether an optimizer ever gathered its weights' shards.
+
+    Without a distributed optimizer there are no shards, and the attribute is True from the start."""
 
     def noting(gather: Callable[..., None]) -> Callable[..., None]:
         def noted(*args: Any, **options: Any) -> None:
@@ -85,21 +98,22 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
         return noted
 
     wrapped.weights_gathered = not wrapped.ddp_config.use_distributed_optimizer
-    # Newer Megatron-Core gathers through these alone.
+    # Newer Megatron-Core calls this method of the bucket groups, without the model's own start_param_sync.
     for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         group.start_param_sync = noting(group.start_param_sync)
 
 
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
-    """Finishes reducing a global batch's gradients and divides them by its tokens.
+    """Finishes the reduction of a step's gradients and divides them by the target tokens of the global batch.
 
-    megatron's own function reads the number of tokens on the host before it divides. The host would wait there until
-    the GPU is done with the whole step, and only then plan the next one.
+    Megatron's schedules call it at a step's end, in place of Megatron's ``finalize_model_grads``. That function reads
+    the number of tokens on the host. The host would wait there for the GPU before it queues more work.
 
     Args:
         models: from :func:`wrap_for_data_parallel`.
-        tokens: int scalar on the device, the target tokens of this rank; it is known on the last pipeline stage.
-        options: further arguments of megatron's function.
+        tokens: int scalar on the device, the target tokens of this rank. Only the last pipeline stage's value counts;
+            it becomes the global number on all ranks.
+        options: further arguments of Megatron's function.
 
     Raises:
         SupportError: weights were not used as often as in the first step.
@@ -116,9 +130,9 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 
 
 def _check_uses(model: DistributedDataParallel) -> None:
-    """Refuses a step in which weights got more or fewer gradients than in the first one.
+    """Refuses a step whose last micro-batch gave a weight more or fewer gradients than that of the first step.
 
-    Where gradients are reduced while backward goes on, later ones would be lost.
+    A bucket is reduced once its weights have as many gradients as in the first step. Later gradients would be lost.
 
     Raises:
         SupportError: a weight was used more or less often.
@@ -141,23 +155,25 @@ def _check_uses(model: DistributedDataParallel) -> None:
 
 
 def _overlaps_reduction() -> bool:
-    """Whether gradients are reduced during backward. It is not so with pipeline stages, which would have to agree on
-    their last micro-batch."""
+    """Whether gradients are reduced during backward. They are not with pipeline stages: a reduction would begin in each
+    stage's last micro-batch, which stages reach at different times."""
     return parallel_state.get_pipeline_model_parallel_world_size() == 1
 
 
 ForwardStep = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
-"""A forward step: it takes an iterator over micro-batches' rows and the model, and returns the model's output and a
-loss function. That takes the output and returns the summed loss, the number of target tokens (an int scalar) and
-anything to be reported."""
+"""A function that runs the model on one micro-batch, as Megatron's schedules take it. It gets an iterator over batches
+and the model, and returns the model's output and a loss function. The loss function takes the output. It returns the
+summed loss, the number of target tokens as an int tensor, and anything to report."""
 
 
 def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
-    """Returns the forward step with checks of its results. Without a number of tokens Megatron would divide gradients
-    by micro-batches, and not over all ranks.
+    """Returns a forward step that calls the given one and checks the values that it returns.
+
+    Megatron would also accept a loss without a number of tokens. It would then divide gradients by the number of
+    micro-batches, in place of the target tokens of all ranks.
 
     Raises:
-        SupportError: the step or its loss function, when it is called, returns anything else.
+        SupportError: when it is called, if the step or its loss function does not return what :data:`ForwardStep` says.
     """
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -175,8 +191,8 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
 
 class _OneBatch(Iterator[Batch]):
-    """The batches of a forward step: the one of its micro-batch. It refuses a second one, which would be that of
-    another micro-batch."""
+    """The iterator that a forward step gets. It yields the step's own batch and refuses a second ``next``, which would
+    take the batch of the next micro-batch."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches, self.taken = batches, False
@@ -189,6 +205,7 @@ class _OneBatch(Iterator[Batch]):
 
 
 def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor) -> Any:
+    """Calls the loss function and returns its three values; refuses other values."""
     returned = loss_function(output)
     if not (isinstance(returned, tuple | list) and len(returned) == 3):
         given = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
@@ -204,7 +221,7 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
             "The loss function's second value is no integer tensor; return how many target tokens there are, as "
             "(loss_mask > 0).sum().int()."
         )
-    # Results must be no views, as Megatron's 1F1B frees what a stage returned.
+    # Sums are scalars and no views of a longer tensor; Megatron's 1F1B empties the tensor that a stage returned.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
 
 
@@ -215,19 +232,20 @@ def _is_no_count(tokens: torch.Tensor) -> bool:
 def run_schedule(
     model: DistributedDataParallel, batches: Sequence[Batch], forward_step: ForwardStep, *, forward_only: bool = False
 ) -> list[Any]:
-    """Runs forward and, unless told otherwise, backward of a global batch by Megatron's own schedule. Gradients end up
-    reduced and averaged over its tokens.
+    """Runs forward and backward of a global batch by Megatron's own schedule.
+
+    Afterwards gradients are reduced over ranks and divided by the target tokens of the global batch.
 
     Args:
         model: from :func:`wrap_for_data_parallel`.
-        batches: this rank's micro-batches; every data-parallel rank has equally many.
-        forward_step: as Megatron's schedules take it.
-        forward_only: compute losses only.
+        batches: this rank's rows, by micro-batch; all data-parallel ranks have the same number of micro-batches.
+        forward_step: from :func:`with_counted_tokens`.
+        forward_only: True computes losses only.
 
     Returns:
-        The reports of the loss function, by micro-batch; empty on stages without the loss.
+        The loss function's reports, by micro-batch; empty on pipeline stages without the loss.
     """
-    # Megatron's schedules do not switch gradients off where there is no backward; activations would be kept.
+    # With forward_only Megatron's schedules leave gradients enabled, so activations would be kept for a backward.
     with torch.set_grad_enabled(not forward_only):
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -242,8 +260,9 @@ def run_schedule(
 
 
 def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """The forward step of language models with the fused loss, which reports [summed loss, target tokens] in
-    float64."""
+    """The forward step of language models, with output layer and loss as one operation.
+
+    It reports [2] float64: the summed loss and the number of target tokens."""
     batch = next(batches)
     loss = model(
         batch.tokens,
@@ -257,31 +276,31 @@ def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor
 
 
 def log_probabilities_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """The forward step that reports the log-probability of every row's label, [1, rows]; it is for forward alone."""
+    """A forward step that reports [1, rows], the logarithm of the probability of each row's label; without backward."""
     batch = next(batches)
     output = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, log_probabilities=True)
     return output, lambda values: (values.sum(), batch.loss_mask.sum().int(), values.detach().clone())
 
 
 def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the results of a micro-batch for Megatron's schedules: summed loss, number of tokens, and both as a
-    report.
-
-    The gradients of the global batch are divided by its number of tokens at its end.
+    """A loss function for Megatron's schedules: returns the summed loss, the number of target tokens, and a report.
 
     Args:
-        loss_mask: [1, rows] bool, or weights, of which those above 0 count as tokens.
-        total: the last stage's output, the sum of the losses.
+        loss_mask: [1, rows] bool, or float32 weights; rows above 0 are target tokens.
+        total: the model's output, which is the summed loss already.
+
+    Returns:
+        The summed loss, the int number of target tokens, and [2] float64 with both.
     """
     tokens = (loss_mask > 0).sum()
-    # The report is a copy, as Megatron may change the returned loss in place.
+    # The report has a copy of the loss, as Megatron may change the returned one in place.
     return total, tokens.int(), torch.stack((total.detach().double(), tokens.double()))
 
 
 def sum_over_ranks(reports: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sum of token losses and the number of tokens of the whole global batch, two float64 scalars.
+    """Returns the summed loss and the number of target tokens of the global batch, float64 scalars on the device.
 
-    They are added up from the ``reports`` of :func:`summed_loss_step`, on the device. All ranks call it together."""
+    ``reports`` are those of :func:`summed_loss_step` on this rank. All ranks call it together."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for report in reports:  # empty on stages without the loss
         total += report

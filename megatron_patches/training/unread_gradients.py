@@ -1,7 +1,9 @@
-"""Finds optimizers that train nothing, as they read a weight's ``grad``, but its gradient is in ``main_grad``.
+"""Finds optimizers that train nothing because they read ``weight.grad``.
 
-torch calls a function here after every step of every optimizer. It looks at optimizers that hold weights of a trained
-model of which none has a ``grad``. Megatron's optimizers are none of these: they set ``grad``, or hold other tensors.
+Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. One of torch's optimizers skips
+weights without ``grad`` and changes nothing, without an error. So torch calls :func:`_look_at` after every step of
+every optimizer. It looks at an optimizer whose weights are a trained model's and all have no ``grad``. Megatron's own
+optimizers are not such: they set ``grad``, or hold copies of the weights.
 """
 
 from __future__ import annotations
@@ -21,27 +23,30 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""The steps without any change of a weight after which an unknown optimizer is reported to train nothing."""
+"""The number of steps that an optimizer of another library may change no weight. Then a warning says that it trains
+nothing."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
+"""The models that have had a backward pass."""
 _still: WeakKeyDictionary[Optimizer, tuple[int, torch.Tensor]] = WeakKeyDictionary()
-"""The steps that changed no weight, by optimizer, and the weights' sums since then. An optimizer with ``STEPS`` or more
-is not looked at any more."""
+"""For each optimizer the number of steps that changed no weight so far, and the sum of each weight. An optimizer is not
+looked at any more once the number is ``STEPS`` or more: it was reported, or has changed a weight."""
 _listening: list[Any] = []
+"""The handle by which torch calls :func:`_look_at`; empty until the first model is trained."""
 
 
 def note_gradients(model: DistributedDataParallel) -> None:
-    """Notes that gradients are in the model's ``main_grad``, so that an optimizer is expected to read them."""
+    """Notes that a model had a backward pass, so optimizers with its weights are looked at from now on."""
     if not _listening:
         _listening.append(register_optimizer_step_post_hook(_look_at))
     _trained.add(model)
 
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    """Looks at an optimizer after its step.
+    """Refuses one of torch's optimizers that just trained nothing, and watches optimizers of other libraries.
 
     Raises:
-        SupportError: it is one of torch's optimizers and trained nothing.
+        SupportError: the optimizer is one of torch's and trained nothing.
     """
     held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     for model in list(_trained):
@@ -59,10 +64,11 @@ def _look_at(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _watch(optimizer: Optimizer, weights: list[Any]) -> None:
-    """Warns of an optimizer that may read ``main_grad`` once its steps have changed nothing for a while."""
+    """Warns of another library's optimizer after ``STEPS`` steps without a change. It might read ``main_grad``, so one
+    step says nothing."""
     rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
     steps, before = _still.get(optimizer, (-1, torch.empty(0)))
-    if steps >= STEPS or not any(rates):  # a warm-up may begin at 0
+    if steps >= STEPS or not any(rates):  # at a learning rate of 0, as in a warm-up, nothing should change
         return
     sums = torch.stack([weight.detach().sum(dtype=torch.float64) for weight in weights]).cpu()
     if steps >= 0 and not torch.equal(sums, before):
