@@ -1,1 +1,1 @@
-"""Transformer Engine's linear layers in Megatron-Core's and in disaggregated layers, in bfloat16 and FP8."""
+"""Transformer Engine's linear layers in place of Megatron's own, in bfloat16 and FP8."""

@@ -1,4 +1,8 @@
-"""The choice between Megatron's and Transformer Engine's linear layers, and the refusal of FP8 that cannot run here."""
+"""Chooses Megatron's own or Transformer Engine's linear layers for ``CAD``, and refuses FP8 that cannot run here.
+
+FP8 is computed by Transformer Engine's layers only. Tensors are scaled to FP8 in one of three ways: by their own
+largest value ("current"), by those of earlier steps ("delayed"), or block by block ("blockwise").
+"""
 
 from __future__ import annotations
 
@@ -19,20 +23,23 @@ Linears = Literal["auto", "local", "te"]
 _NO_GPU = "Transformer Engine computes on GPUs only, and torch has none here"
 _OWN = "with experts or latent attention all linear layers are Megatron-Core's own"
 _CAPABILITY = (8, 9)
+"""The lowest CUDA compute capability that has FP8 products."""
 _BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
+"""The lowest compute capability and CUDA version for FP8 that is scaled in blocks."""
 
 
 def use_te(linears: Linears, config: TransformerConfig, device: torch.device) -> bool:
-    """Returns whether the layers of a model get Transformer Engine's linear layers.
+    """Returns whether a model gets Transformer Engine's linear layers; False is Megatron's own.
 
     Args:
-        linears: "te" for Transformer Engine's, "local" for Megatron's own, "auto" for the former where they can be
-            used.
+        linears: "te" for Transformer Engine's, "local" for Megatron's own, and "auto" for Transformer Engine's if they
+            can be used.
         config: the model's configuration.
         device: this rank's device.
 
     Raises:
-        SupportError: they cannot be used, but are asked for, or FP8 is, which needs them.
+        SupportError: Transformer Engine's layers cannot be used, but ``linears`` or FP8 asks for them; or FP8 cannot be
+            computed here.
     """
     fp8 = fp8_of(config)
     if config.num_moe_experts or is_latent(config):
@@ -57,10 +64,10 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
 
 
 def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
-    """Refuses a layer spec with Transformer Engine's linear layers where Megatron's own were chosen.
+    """Refuses a layer spec with Transformer Engine's linear layers; called where Megatron's own were chosen.
 
     Raises:
-        SupportError: always.
+        SupportError: always; the message says why Megatron's own were chosen.
     """
     reason = why_not_te(device, config.params_dtype) or "`linears` is local, and neither auto nor te"
     raise SupportError(
@@ -70,10 +77,10 @@ def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
 
 
 def check_moments(moments: torch.dtype, device: torch.device) -> None:
-    """Refuses a type of Adam's moments that needs Transformer Engine's Adam, where that cannot be used.
+    """Refuses moments of Adam that are not float32 where Transformer Engine's Adam, which they need, cannot be used.
 
     Raises:
-        SupportError: this type cannot be used here.
+        SupportError: Transformer Engine is not usable here.
     """
     if moments == torch.float32:
         return
@@ -108,6 +115,7 @@ def why_not_fp8(device: torch.device, blockwise: bool) -> str | None:
 
 
 def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
+    """Refuses FP8 that this GPU, this version of CUDA, or the sizes of the model do not allow."""
     fp8 = fp8_of(config)
     if reason := why_not_fp8(device, fp8 == "blockwise"):
         raise SupportError(f"`fp8` is {fp8}, but {reason}: set `fp8` to none.")

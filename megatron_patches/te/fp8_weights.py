@@ -1,9 +1,12 @@
-"""Weights of Transformer Engine's linear layers that are FP8 numbers and their scales, without a bfloat16 copy.
+"""Weights that exist as FP8 numbers and scales only, without a bfloat16 copy; for Transformer Engine's linear layers.
 
-Megatron-Core builds them where its configuration says ``fp8_param``. It makes float32 main weights from the numbers
-that were drawn, before these are quantised. After an update it gathers FP8 numbers. On Hopper a product in backward
-reads a weight by its columns. For that Transformer Engine makes a transposed copy and keeps it. Here each of these
-products makes the copy and drops it, so that a weight takes one byte a parameter.
+Megatron builds such weights where its configuration says ``fp8_param``. Its optimizer keeps float32 main weights. They
+are made from the numbers that initialisation drew, and not from the FP8 numbers, which are rounded already. After an
+update ranks gather FP8 numbers.
+
+On Hopper a product in backward reads a weight by columns, from a transposed copy. Transformer Engine makes that copy
+and keeps it, which doubles a weight's memory. Here the copy is made for each product in backward, and dropped after it.
+So a weight takes one byte for each parameter.
 """
 
 from __future__ import annotations
@@ -20,28 +23,29 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 def is_fp8(weight: torch.Tensor) -> bool:
-    """Whether a weight is FP8 numbers and their scales; its dtype is bfloat16 in either case."""
+    """Whether a weight is FP8 numbers and scales. Its ``dtype`` does not say so: that is bfloat16 also for FP8."""
     return bool(fp8_utils.is_float8tensor(weight))
 
 
 def has_fp8_weights(model: torch.nn.Module) -> bool:
+    """Whether some weight of a model is FP8 numbers and scales."""
     return any(is_fp8(weight) for weight in model.parameters())
 
 
 def keep_rows_only(weight: Any) -> None:
-    """Makes a weight hold its rows alone, also after it is quantised anew."""
+    """Drops the transposed copy of a weight's FP8 numbers; a later quantisation makes none either."""
     weight._quantizer.set_usage(rowwise=True, columnwise=False)
     forget_columns(weight)
     _cast_parts_by_rows()
-    # Else Megatron would make the transposed copies of all weights after every update.
+    # Megatron's function, which this replaces, makes the transposed copies of all weights after every update.
     fp8_utils.te_post_all_gather_processing = forget_columns
 
 
 def break_reference_cycle(weight: Any) -> None:
-    """Makes a weight, and the main weight that it refers to, be freed with their last user.
+    """Makes the memory of a weight, and of its main weight, free as soon as nothing uses the weight any more.
 
-    Transformer Engine gives a weight two methods that are bound to it, and a tensor in such a cycle is freed late or
-    never."""
+    Transformer Engine stores two bound methods as attributes of the weight, so the weight refers to itself. Python
+    frees tensors in such a cycle late or never. Here the methods hold the weight by a weak reference."""
     here = weakref.ref(weight)
 
     def bound(method: Any) -> Callable[[], Any]:
@@ -54,9 +58,10 @@ def break_reference_cycle(weight: Any) -> None:
 
 @cache
 def _cast_parts_by_rows() -> None:
-    """Makes the cast of main weights to a part of a weight, which is one long row, leave out its transposed copy.
+    """Replaces Transformer Engine's cast of a one-dimensional tensor to FP8 by one without a transposed copy.
 
-    With current scaling Transformer Engine makes one, by a kernel that takes 70 ms for a billion weights."""
+    The distributed optimizer casts its part of a weight as one long row. With current scaling Transformer Engine would
+    make a transposed copy too, by a kernel that takes 70 ms for a billion weights."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     cast = Float8Quantizer.update_quantized
@@ -77,15 +82,15 @@ def forget_columns(weights: Any) -> None:
 
 
 def set_values(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Sets a weight, and the numbers that its main weight will be made of, before the optimizer is built.
+    """Sets a weight before the optimizer is built, and with it the float32 main weight that will be made of it.
 
     Args:
-        weight: a weight of any kind.
-        values: numbers in its shape, of any type and on any device.
+        weight: a weight, FP8 or not.
+        values: the numbers in the weight's shape, of any dtype and on any device.
     """
     with torch.no_grad():
         if is_fp8(weight):
-            values = values.to(weight.device, weight.dtype)  # to bfloat16 first, as without FP8
+            values = values.to(weight.device, weight.dtype)  # rounded to bfloat16 first, as a weight without FP8
             weight._high_precision_init_val.copy_(values)  # type: ignore[attr-defined]
         weight.copy_(values)
 
@@ -107,11 +112,11 @@ def broadcast_weights(model: DistributedDataParallel) -> None:
 
 
 def quantise_main_weights(model: DistributedDataParallel, optimizers: Iterable[Any]) -> None:
-    """Sets all weights from main weights that were loaded, as an update does.
+    """Sets all weights from the optimizers' float32 main weights, which a checkpoint has just set.
 
     Args:
-        model: the wrapped model.
-        optimizers: megatron's distributed optimizers of its weights.
+        model: the model in Megatron's wrapper for data parallelism.
+        optimizers: Megatron's distributed optimizers of the model's weights.
     """
     for optimizer in optimizers:
         optimizer._copy_main_params_to_model_params()

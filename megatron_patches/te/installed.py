@@ -1,7 +1,7 @@
-"""The Transformer Engine that is installed, found without importing it, and the reasons against its use.
+"""Says which Transformer Engine is installed and whether it can be used, without importing it; hides it without a GPU.
 
-Megatron-Core imports Transformer Engine wherever it is installed, and uses its Adam. Without a GPU the import fails, so
-it is hidden from Megatron-Core there.
+Megatron-Core imports Transformer Engine wherever that is installed. Without a GPU this import fails. So there imports
+are made to fail in the way that Megatron-Core expects of a package that is not installed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import ModuleType
 
 NAME = "transformer_engine"
 SUPPORTED = ">=2.11,<2.21"
+"""The versions with which this project works, as pip writes them."""
 _FIRST, _BEYOND = (2, 11), (2, 21)
 
 
@@ -27,7 +28,7 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """Returns, in words, the Transformer Engine that is here and the one that is needed; None if it can be used."""
+    """Returns why the installed Transformer Engine cannot be used, as part of a sentence; None if it can."""
     version = installed_version()
     if version is None:
         return f"Transformer Engine is not installed; versions {SUPPORTED} are supported"
@@ -49,7 +50,7 @@ def hide_without_gpu() -> None:
 
 
 class _NotWithoutGpu:
-    """A finder of modules that finds Transformer Engine before others do, and refuses to load it."""
+    """An import hook that refuses to load Transformer Engine while torch has no GPU, and leaves all else to others."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -1,6 +1,7 @@
-"""Transformer Engine's linear layers, as Megatron wraps them, in layers that run once per nano-batch.
+"""Megatron's wrappers of Transformer Engine's linear layers, changed for layers that run a micro-batch in two parts.
 
-Importing this module imports Transformer Engine.
+The two parts are nano-batches: ping goes forward first, and pong backward first. So a layer runs twice for each
+micro-batch. Importing this module imports Transformer Engine.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from megatron_patches.te.quantization import in_fp8, make_recipe
 logger = logging.getLogger(__name__)
 
 _HISTORY = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+"""By direction, the name under which Transformer Engine holds scales and largest values of delayed scaling."""
 
 
 class _Linear:
-    """The common part of both linear layers."""
+    """The changes to both of Megatron's wrappers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -31,24 +33,24 @@ class _Linear:
             break_reference_cycle(self.weight)  # type: ignore[attr-defined]
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        """Leaves FP8 weights as they are: they are on their GPU, and a conversion would quantise them once more."""
+        """Ignores ``.cuda()``, ``.bfloat16()`` and the like for FP8 weights. They are on their GPU already, and a
+        conversion would quantise them once more."""
         return self if self._is_fp8 else super()._apply(function, recurse)  # type: ignore[misc]
 
     @property
     def is_first_microbatch(self) -> bool:
-        """It is always False. Else the product of a step's first rows would overwrite the weight's gradient. But in
-        backward ping, which is first in forward, comes after pong."""
+        """Always False. After True Transformer Engine would overwrite the weight's gradient in backward of these rows,
+        and not add to it. But rows that are first in forward, those of ping, come last in backward."""
         return False
 
     @is_first_microbatch.setter
     def is_first_microbatch(self, first: bool) -> None:
-        """Notes that weights have changed and must be quantised anew; Megatron sets it before a step's first
-        forward."""
+        """Drops the FP8 copies of weights, so that they are quantised anew. Megatron sets True before a step."""
         if first:
             self.__dict__.get("_fp8_workspaces", {}).clear()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the output, and the bias where the caller adds it."""
+        """Returns the output, and the bias if the caller has to add it, else None."""
         with in_fp8(self._recipe, self.config):  # type: ignore[attr-defined]
             output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(x)  # type: ignore[misc]
         if self._is_fp8 and (product := output[0].grad_fn) is not None:
@@ -62,10 +64,11 @@ class _Linear:
     def _recipe(self) -> Any:
         return make_recipe(self.config)  # type: ignore[attr-defined]
 
-    # Checkpoints hold tensors only. Transformer Engine's own state is a pickle, and loading it would run code.
+    # Transformer Engine's own extra state is a pickle, and loading a pickle can run code. Ours has tensors only.
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
-        """Returns scales and largest values of delayed scaling; None where there are none."""
+        """Returns the scales of delayed scaling and the largest values of earlier steps; None without delayed
+        scaling, and before the first forward."""
         meta = self.fp8_meta  # type: ignore[attr-defined]
         if self._recipe is None or not self._recipe.delayed() or "scaling_fwd" not in meta:
             return None
@@ -76,7 +79,8 @@ class _Linear:
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Sets the state that :meth:`get_extra_state` returned; the state of other kinds of layers is not read."""
+        """Sets the state that :meth:`get_extra_state` returned. A state that another class of layers wrote is
+        ignored."""
         if self._recipe is None or not self._recipe.delayed() or not isinstance(state, dict):
             return
         meta = self.fp8_meta  # type: ignore[attr-defined]
@@ -97,8 +101,8 @@ class _Linear:
 
 
 class ColumnLinear(_Linear, TEColumnParallelLinear):  # type: ignore[misc]
-    """A linear layer that is split over tensor-parallel ranks by outputs: linear_qkv and linear_fc1."""
+    """A linear layer whose outputs are split over tensor-parallel ranks: linear_qkv and linear_fc1."""
 
 
 class RowLinear(_Linear, TERowParallelLinear):  # type: ignore[misc]
-    """A linear layer that is split over tensor-parallel ranks by inputs: linear_proj and linear_fc2."""
+    """A linear layer whose inputs are split over tensor-parallel ranks: linear_proj and linear_fc2."""

@@ -1,9 +1,12 @@
-"""FP8 in Transformer Engine's linear layers: the context in which they compute, and the scales of delayed scaling.
+"""FP8 in Transformer Engine's linear layers: the context in which a layer computes, and the scales of delayed scaling.
 
-Megatron's own blocks open an FP8 context around each layer, or around all of them. In disaggregated layers, linear
-layers run once per nano-batch, and again where they are recomputed; so each opens a context itself. Scales of delayed
-scaling stay the same during a step, so that recomputation uses the same ones. At its end the largest values of all its
-micro-batches are reduced over ranks, and set the next scales.
+A tensor is multiplied by a scale before it is rounded to FP8. With *delayed* scaling the scale follows from the largest
+values of earlier steps. Here scales stay the same during a step, so that recomputation in backward rounds as forward
+did. At the step's end :func:`end_step` reduces the largest values over ranks, and sets the next scales.
+
+Megatron's own blocks open an FP8 context around each layer, or around all of them. Our linear layers run once for each
+of a micro-batch's two parts, and again where they are recomputed. So each opens a context for itself, by
+:func:`in_fp8`.
 """
 
 from __future__ import annotations
@@ -19,14 +22,15 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.sizes.fp8_shapes import Fp8
 
+# By scaling, the fields of Megatron's configuration.
 _FIELDS: dict[Fp8, dict[str, Any]] = {
     "none": {},
     "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "delayed": {
         "fp8": "hybrid",
         "fp8_recipe": "delayed",
-        # A scale follows from the largest values of this many steps; it is Transformer Engine's default. With
-        # Megatron's own layers it is this many micro-batches, and recomputed products count once more.
+        # A scale follows from the largest values of this many steps; 1024 is Transformer Engine's default. Megatron's
+        # own layers count micro-batches in place of steps, and count recomputed products twice.
         "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
     },
@@ -34,16 +38,18 @@ _FIELDS: dict[Fp8, dict[str, Any]] = {
 }
 
 _unreduced = False
+"""Whether layers with delayed scaling have run since scales were last set."""
 
 
 def config_fields(fp8: Fp8, weights: bool = False) -> dict[str, Any]:
-    """Returns the fields of megatron's configuration for a scaling to FP8. ``weights`` adds the field that keeps
-    weights in FP8 only, without a bfloat16 copy."""
+    """Returns the fields of Megatron's configuration for a scaling to FP8.
+
+    ``weights`` adds the field by which weights are FP8 numbers only, without a bfloat16 copy."""
     return _FIELDS[fp8] | ({"fp8_param": True} if weights else {})
 
 
 def fp8_of(config: TransformerConfig) -> Fp8:
-    """Returns how a served configuration scales tensors to FP8."""
+    """Returns how a configuration scales tensors to FP8; other ways than these were refused before."""
     if config.fp8 is None:
         return "none"
     names: dict[str, Fp8] = {"tensorwise": "current", "delayed": "delayed", "blockwise": "blockwise"}
@@ -51,7 +57,7 @@ def fp8_of(config: TransformerConfig) -> Fp8:
 
 
 def keeps_inputs(linear: Any) -> bool:
-    """Whether a linear layer keeps its input itself for backward, and not an FP8 copy of it."""
+    """Whether a linear layer keeps its bfloat16 input for backward. With FP8 it usually keeps an FP8 copy."""
     return linear.config.fp8 is None or getattr(linear, "save_original_input", False)
 
 
@@ -64,7 +70,9 @@ def make_recipe(config: TransformerConfig) -> Any:
 
 @contextmanager
 def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
-    """Makes one of Transformer Engine's layers compute in FP8 inside the block, unless it does already.
+    """Makes one of Transformer Engine's layers compute in FP8 inside the ``with`` block.
+
+    Nothing changes where a context is open already, or where ``recipe`` is None.
 
     Args:
         recipe: from :func:`make_recipe`.
@@ -83,8 +91,9 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
         _unreduced = True
         _autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
-    # In Transformer Engine's own context scales change when it is left, and in backward of the first layer entered. The
-    # last but one False makes this layer no first one, and the context is not its own. So scales change in end_step.
+    # Transformer Engine's own context sets scales when it is left, and in backward of the first layer that entered it.
+    # This one must leave them to end_step. So it sets the state alone, and the last but one False says that the layer
+    # is not the first.
     State.set_autocast_state((True, False, recipe, group, False, False))
     try:
         yield
@@ -93,18 +102,20 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
 
 
 def _autocast_arguments(manager: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns by key the recipe and the group with which scales of delayed scaling are updated.
+    """Returns Transformer Engine's dictionary of recipes and groups, by which it updates scales of delayed scaling.
 
     Args:
-        manager: FP8GlobalStateManager. In 2.11 it holds them itself; in 2.20 they are in a state that a reset replaces.
+        manager: Transformer Engine's FP8GlobalStateManager. The dictionary is its attribute in 2.11, and an attribute
+            of its ``quantization_state`` in 2.20.
     """
     held: dict[str, tuple[Any, Any]] = getattr(manager, "quantization_state", manager).autocast_arguments
     return held
 
 
 def end_step() -> None:
-    """Reduces the largest values of a step over the ranks of their group, and sets scales of delayed scaling from them;
-    all ranks call it after the step's last backward."""
+    """Reduces the largest values of a step over ranks, and sets the next scales of delayed scaling from them.
+
+    All ranks call it after the step's last backward; without delayed scaling it does nothing."""
     global _unreduced
     if not _unreduced:
         return
@@ -117,7 +128,7 @@ def end_step() -> None:
 
 
 def forget_layers() -> None:
-    """Drops the largest values of layers that are gone, and the groups that they were reduced over."""
+    """Resets Transformer Engine's global state, which holds values of earlier layers and groups that are closed."""
     global _unreduced
     _unreduced = False
     if "transformer_engine.pytorch.quantization" in sys.modules:

@@ -1,6 +1,7 @@
-"""A check of Transformer Engine's linear layers on this machine, in bfloat16 or FP8, against float64.
+"""Compares one of Transformer Engine's linear layers on this machine with float64, in bfloat16 and in FP8.
 
-Where bfloat16 products are wrong, Megatron's own layers can compute them. Wrong FP8 products are refused.
+``CAD`` runs it before a model is built. Where products are wrong, a run in bfloat16 can take Megatron's own layers. A
+run in FP8 is refused, as Megatron's own layers cannot compute in FP8.
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ from megatron_patches.te.quantization import fp8_of, in_fp8
 logger = logging.getLogger(__name__)
 
 _WIDTH, _OUT, _ROWS = 256, 384, 512
+"""Inputs, outputs and rows of the layer that is checked."""
 _MOST = {"none": 0.0078, "current": 0.10, "delayed": 0.10, "blockwise": 0.10}
-"""The largest relative error of a product, norm over norm, by scaling to FP8; more is wrong. bfloat16 rounds once,
-which gives 0.2 %. FP8 numbers with 3 bits of fraction are 2.6 % off, those of gradients with 2 bits 5.2 %. A product of
-both is 5.8 % off."""
+"""The largest relative error of a product that passes, norm over norm, by scaling to FP8. In bfloat16 a product is
+rounded once, which makes 0.2 %. Rounding to FP8 with 3 bits of fraction makes 2.6 %, and with the 2 bits of gradients
+5.2 %. A product of two such tensors has 5.8 %."""
 _MOST_FACTOR = 0.02
-"""The largest distance from 1 of the factor between a product and the exact one; more is wrong. Rounding cancels out in
-this factor, so it finds wrong scales."""
+"""The largest distance from 1 that passes, of the factor by which a product differs from the exact one as a whole.
+Errors of rounding cancel out in this factor, so it shows wrong scales."""
 
 
 def check_products(config: TransformerConfig, device: torch.device) -> str | None:
-    """Checks forward and both gradients of a linear layer; all ranks call it together.
+    """Checks the output and both gradients of a linear layer; all ranks call it together.
 
     Args:
-        config: the model's configuration, which says how tensors are scaled.
-        device: a GPU.
+        config: the model's configuration, which says whether and how tensors are scaled to FP8.
+        device: this rank's GPU.
 
     Returns:
-        The objection to these layers in bfloat16, the same on every rank; None if they are right.
+        Why products in bfloat16 are wrong, as part of a sentence and the same on every rank; None if they are right.
 
     Raises:
-        SupportError: products in FP8 are wrong on some rank; all ranks raise it.
+        SupportError: the configuration has FP8, and products are wrong on some rank; all ranks raise it.
     """
     fp8 = fp8_of(config)
     plain = first_objection(_why_wrong("none", config, device))
@@ -54,6 +56,7 @@ def check_products(config: TransformerConfig, device: torch.device) -> str | Non
 
 
 def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str | None:
+    """Returns why this rank's products are wrong, as part of a sentence; None if they are right."""
     try:
         actual, exact = _products(fp8, config, device)
     except Exception as error:  # Transformer Engine's libraries raise errors of any kind
@@ -63,17 +66,17 @@ def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str
 
 
 def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], fp8: Fp8) -> str | None:
-    """Returns an objection to products, as part of a sentence; None if they are as right as their numbers allow.
+    """Returns why products are wrong, as part of a sentence; None if they are as right as their numbers allow.
 
     Args:
         actual: products by name.
         exact: the same products in float64.
-        fp8: how tensors are scaled.
+        fp8: how tensors were scaled to FP8.
     """
     for name, expected in exact.items():
         values, square = actual[name].double(), expected.square().sum()
         off = float(((values - expected).square().sum() / square).sqrt())
-        factor = float((values * expected).sum() / square)
+        factor = float((values * expected).sum() / square)  # the least-squares factor from exact to actual values
         if not off <= _MOST[fp8]:
             return f"{name} is {off:.2%} off float64, and {_MOST[fp8]:.2%} is explained"
         if not abs(factor - 1) <= _MOST_FACTOR:
@@ -84,7 +87,7 @@ def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], f
 def _products(
     fp8: Fp8, config: TransformerConfig, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns output and gradients of one of Transformer Engine's layers, and those of float64."""
+    """Returns a layer's output and gradients by name, as Transformer Engine and as float64 products give them."""
     import transformer_engine.pytorch as te
 
     generator = torch.Generator().manual_seed(0)
@@ -100,7 +103,7 @@ def _products(
         params_dtype=torch.bfloat16,
         device=device,
         fuse_wgrad_accumulation=True,
-        init_method=torch.nn.init.zeros_,  # draws no random numbers, so the model's weights stay the same
+        init_method=torch.nn.init.zeros_,  # draws no random numbers, so the model's weights are as without the check
     )
     with torch.no_grad():
         linear.weight.copy_(weight)
@@ -117,8 +120,9 @@ def _products(
 
 
 def _recipe(fp8: Fp8) -> Any:
-    """Returns the recipe of the check: for delayed scaling that of current scaling. It runs the same products, but
-    keeps no scales for the layer's lifetime."""
+    """Returns Transformer Engine's recipe for the check; None for bfloat16.
+
+    For delayed scaling it is that of current scaling: it runs the same products, and keeps no scales afterwards."""
     from transformer_engine.common import recipe
 
     if fp8 == "none":
