@@ -63,7 +63,6 @@ from megatron_patches.steps.plan_options import plan_options
 from megatron_patches.steps.step import Step, Taker, make_step
 from megatron_patches.steps.step_documents import StepDocuments, check_room, listed
 from megatron_patches.steps.steps_ahead import AgreedSteps
-from megatron_patches.support.arguments import check_fp8_weights, check_gradients
 from megatron_patches.support.attached import check_same_config, note_attached
 from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
@@ -72,7 +71,7 @@ from megatron_patches.support.latent import check_latent
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.support.model_options import check_model_options, check_own_rotary
 from megatron_patches.support.ranks import check_groups, check_same_on_ranks
-from megatron_patches.support.trained_weights import check_weights_before
+from megatron_patches.support.trained_weights import check_fp8_weights, check_gradients, check_weights_before
 from megatron_patches.te.choice import refuse_te_spec, use_te
 from megatron_patches.training.pipeline_schedule import run_ticks
 from megatron_patches.training.readiness import known_ids, made_ready, note_trained

@@ -1,5 +1,6 @@
-"""The parts of megatron-core that core attention disaggregation serves, and the refusal of everything else.
+"""Refusals of what core attention disaggregation does not support: settings, modules and versions of Megatron-Core.
 
-Layers, block, norms and loss are replaced. A setting that changes what Megatron's parts compute, but not what their
-replacements compute, is refused before work starts. Nothing is dropped silently.
+This project replaces Megatron's layers, block, norms and loss. A setting that Megatron's part obeys, but its
+replacement does not, is refused with a sentence before work starts. No setting is ignored silently. "Served" means
+supported: the setting has the same effect as in Megatron-Core.
 """

@@ -1,5 +1,8 @@
-"""The state of a model when it was attached, and checks that it has not changed. Much of it is read only once, or on
-some ranks alone, so a later change would be lost."""
+"""Notes the state of a model when ``CAD.attach`` is done with it, and refuses to run it once that state has changed.
+
+Configuration and modules are checked, and often copied, when a model is attached. So a later change could be ignored,
+or could bring in a setting that is refused. ``CAD.forward_backward`` calls :func:`check_as_attached` before every step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from distca.runtime import AttentionPool
 
-# These fields may change: CAD itself sets them, or schedules read them anew in every step.
 _MAY_CHANGE = {
     "gradient_accumulation_fusion",
     "deallocate_pipeline_outputs",
@@ -23,9 +25,11 @@ _MAY_CHANGE = {
     "timers",
     "barrier_with_L1_time",
 }
+"""Fields of the configuration that may change: ``CAD`` sets them itself, or schedules read them in every step."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""The modules of a disaggregated layer that are not called themselves, as their parts are called one by one."""
+"""Modules whose ``forward`` is never called in a disaggregated layer, by their path in the layer; "" is the layer. Only
+their parts are called, so a hook on the module itself would never run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +37,10 @@ class Attached:
     """The state of a model at the end of :meth:`megatron_patches.api.CAD.attach`.
 
     Attributes:
-        pool: the server pool of the CAD that attached it.
-        fields: values of its configuration, by field.
-        modules: all modules, by name.
-        disaggregated: whether core attention is disaggregated.
+        pool: the kernel and transport of the CAD that attached it; it identifies that CAD.
+        fields: values of the model's configuration, by field.
+        modules: all modules of the model, by name.
+        disaggregated: whether other ranks compute parts of the core attention.
     """
 
     pool: AttentionPool
@@ -46,15 +50,15 @@ class Attached:
 
 
 def note_attached(model: GPTModel, pool: AttentionPool, disaggregated: bool) -> None:
-    """Notes the state of a model in the model itself."""
+    """Stores the state of a model as its attribute ``attached``; arguments as in :class:`Attached`."""
     model.attached = Attached(pool, fields_of(model.config), dict(model.named_modules()), disaggregated)
 
 
 def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
-    """Refuses a model that was built with another configuration than its CAD's.
+    """Refuses a model that was built with another configuration than the CAD.
 
     Raises:
-        SupportError: a field differs; it names the first one.
+        SupportError: a field differs; the message names the first one.
     """
     for name, ours, theirs in _differences(fields_of(config), fields_of(model.config)):
         raise SupportError(
@@ -68,10 +72,10 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
 
     Args:
         model: the attached model.
-        pool: the server pool of the CAD that runs it.
+        pool: the kernel and transport of the CAD that is going to run it.
 
     Raises:
-        SupportError: the model is refused; it names the difference.
+        SupportError: the model is refused; the message names the difference.
     """
     then: Attached = model.attached
     if then.pool is not pool:
@@ -93,6 +97,7 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
 
 
 def _check_hooks(model: Any) -> None:
+    """Refuses hooks on modules whose ``forward`` is never called."""
     for number, layer in enumerate(model.decoder.layers):
         for part, module in layer.named_modules():
             if part in _NEVER_CALLED and any(getattr(module, hooks) for hooks in _HOOKS):
@@ -104,7 +109,9 @@ def _check_hooks(model: Any) -> None:
 
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the values of a configuration by field, without functions and fields that may change."""
+    """Returns the values of a configuration by field. Fields that may change are left out.
+
+    So are functions, such as initialisation, but for the activation function."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_CHANGE)
     values = {name: getattr(config, name) for name in names}
     return {
@@ -115,6 +122,7 @@ def fields_of(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (field, first value, second value) for each field whose two values differ."""
     for name in before | now:
         ours, theirs = before.get(name), now.get(name)
         if ours is not theirs and ours != theirs:

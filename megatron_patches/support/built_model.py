@@ -1,4 +1,8 @@
-"""Checks of a built model beyond its configuration: its arguments, process groups, and every module."""
+"""Checks of a built GPTModel that its configuration does not tell: arguments, process groups, and every module.
+
+``CAD.attach`` calls them before it changes the model. A module must be of exactly the expected class: another class may
+compute something that the disaggregated layer would leave out.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,6 @@ from megatron_patches.support.config_fields import LIMITS, check_config
 from megatron_patches.support.layer_spec import name_of
 from megatron_patches.support.limits import Limit, check_limit
 
-# The arguments of GPTModel that its configuration does not hold, by the parts that honour them.
-
 SERVED_ARGUMENTS_BY = {
     "checks of their own": "config transformer_layer_spec pg_collection",
     "megatron's modules": """
@@ -47,6 +49,7 @@ SERVED_ARGUMENTS_BY = {
     "the angles of RoPE, from the frequencies and the interpolation of megatron's embedding": """
         rotary_base rotary_percent rope_scaling rope_scaling_factor seq_len_interpolation_factor""",
 }
+"""The arguments of GPTModel that are supported with all values; the key says which part of the code obeys them."""
 SERVED_ARGUMENTS = {*" ".join(SERVED_ARGUMENTS_BY.values()).split()}
 
 ARGUMENTS = {
@@ -56,17 +59,18 @@ ARGUMENTS = {
     "fp16_lm_cross_entropy": Limit("losses are computed in float32", (False,)),
     "scatter_embedding_sequence_parallel": Limit("a layer's input is this rank's share of the rows", (True,)),
 }
+"""The arguments of GPTModel that are supported with some values only."""
 
 
 def check_bare(model: Any, pattern: str = "") -> None:
-    """Refuses anything but a GPTModel or a HybridModel as it was built.
+    """Refuses anything but a GPTModel or a HybridModel that is not wrapped and not attached yet.
 
     Args:
-        model: the model that was given.
-        pattern: the pattern that its CAD was made with, for a HybridModel; empty for a GPTModel.
+        model: the object that the user gave to ``CAD.attach``.
+        pattern: the CAD's ``hybrid_layer_pattern``; empty where the model has to be a GPTModel.
 
     Raises:
-        SupportError: something else was given; it names its class.
+        SupportError: the object is something else; the message names its class.
     """
     if pattern:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -89,16 +93,16 @@ def check_bare(model: Any, pattern: str = "") -> None:
 def check_model(
     model: GPTModel, layer: type[TransformerLayer] = SplitTransformerLayer, options: ModelOptions = MEGATRONS
 ) -> None:
-    """Refuses a model that was built with arguments or modules, beyond its configuration, that would have no effect.
+    """Refuses a GPTModel that was built with an argument or a module that disaggregated layers would not obey.
 
     Args:
-        model: a GPTModel as it was built, with no part replaced yet.
-        layer: class of its layers; it is Megatron's own where core attention stays at home, unless it cannot compute
-            the options.
-        options: the model's options.
+        model: the model as it was built, with no part replaced yet.
+        layer: the class that its layers have to be. It is Megatron's TransformerLayer where every rank computes its own
+            attention and ``options`` need no layer of ours.
+        options: the model's options beside Megatron's configuration.
 
     Raises:
-        SupportError: the first argument or module that is not served.
+        SupportError: an argument or a module is not supported; the message names the first.
     """
     check_config(model.config)
     for name, limit in ARGUMENTS.items():
@@ -119,20 +123,20 @@ def check_model(
 
 
 def argument_of(model: Any, name: str) -> Any:
-    """Returns the argument that ``model`` was built with, as far as its modules tell."""
+    """Returns the value with which a model was built for the argument ``name``, as its modules show it."""
     embedding = model.embedding if model.pre_process else None
     if name == "scatter_embedding_sequence_parallel":
         return embedding is None or embedding.scatter_to_sequence_parallel
     if name == "position_embedding_type" and embedding is not None and embedding.add_position_embedding:
-        return "learned_absolute"  # only then has the embedding positions of its own
+        return "learned_absolute"  # with "rope" the embedding has no position weights
     return getattr(model, name)
 
 
 def check_model_groups(model: Any) -> None:
-    """Refuses a model with process groups of its own.
+    """Refuses a model that was built with other process groups than Megatron's ``parallel_state`` has.
 
     Raises:
-        SupportError: it has some.
+        SupportError: a group differs; the message names it.
     """
     ours = {
         "tp": parallel_state.get_tensor_model_parallel_group(check_initialized=False),
@@ -147,6 +151,7 @@ def check_model_groups(model: Any) -> None:
 
 
 def _check_layer(path: str, layer: Any, config: TransformerConfig, options: ModelOptions) -> None:
+    """Refuses a layer with a module of another class than its configuration and options lead to."""
     attention, mlp = layer.self_attention, layer.mlp
     norm = norm_class(config, options.norm_bias)
     expected = {
@@ -194,7 +199,7 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
 
 
 def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, Any]:
-    """Returns the classes of the parts of latent attention, by name."""
+    """Returns the expected classes of the parts of multi-head latent attention, by name."""
     norm = norm if config.qk_layernorm else WholeRows
     parts = {
         "linear_kv_down_proj": ReplicatedLinear,
@@ -210,10 +215,10 @@ def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, An
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Refuses norms of queries and keys that are not those of the configuration.
+    """Refuses norms of queries and keys of other classes than the configuration and the options lead to.
 
     Raises:
-        SupportError: one is not.
+        SupportError: a norm has another class, is missing, or is there without ``qk_layernorm``.
     """
     norm = norm_class(config, options.norm_bias)
     head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
@@ -227,8 +232,9 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
 
 
 def linears_like(linear: Any) -> tuple[type, type]:
-    """Returns the classes of linear layers, split by outputs and by inputs, of the same kind as ``linear``: Megatron's
-    own or Transformer Engine's."""
+    """Returns the classes of linear layers from the library that ``linear`` is from, Megatron or Transformer Engine.
+
+    The first class splits outputs over tensor-parallel ranks, the second inputs."""
     if type(linear).__module__ == "megatron_patches.te.linears":
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 
@@ -237,7 +243,12 @@ def linears_like(linear: Any) -> tuple[type, type]:
 
 
 def expect(path: str, found: Any, served: type | Callable[..., Any]) -> None:
-    """Refuses a module of another class.
+    """Refuses a module of another class than the expected one; functions are compared likewise.
+
+    Args:
+        path: the module's path in the model, for the message.
+        found: the module's class, or a function.
+        served: the expected class or function.
 
     Raises:
         SupportError: ``found`` is not ``served``.

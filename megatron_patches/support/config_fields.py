@@ -1,6 +1,8 @@
-"""The fields of megatron's configuration that are served, and their values.
+"""Says for every field of Megatron's configuration whether it is supported, with all values or with some.
 
-A field that is not at its default is refused unless it is in a table here.
+``_SERVED_BY`` lists the fields that are supported with all values. ``LIMITS`` lists those that are supported with some,
+and the reason for a refusal. A field in neither table comes from a later version of Megatron. It is refused unless it
+has its default. A test compares the tables with the installed version.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from distca.errors import SupportError
 from megatron_patches.support.experts import EXPERT_FIELDS, check_experts
 from megatron_patches.support.limits import Limit, check_limit
 
+# The fields that are supported with all values. The key says which part of the code reads them.
 _SERVED_BY = {
     "megatron's own linear layers, embedding and MLP, which stay": """
         num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels add_bias_linear
@@ -37,7 +40,7 @@ _SERVED_BY = {
     "megatron's embedding, initialization and configuration, and our loss": """
         use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
         mup_attn_scale_power""",
-    # These choose implementations, precisions and fusions of replaced parts, never the function that they compute.
+    # These choose an implementation, a precision or a fusion of a part that is replaced. They change no formula.
     "a replacement, which has its own way of computing the same": """
         attention_backend flash_attention_version attention_softmax_in_fp32 masked_softmax_fusion apply_rope_fusion
         fused_single_qkv_rope persist_layer_norm memory_efficient_layer_norm cross_entropy_loss_fusion
@@ -206,8 +209,8 @@ LIMITS = {
     "delay_wgrad_compute": Limit("weight gradients are computed in backward", (False,)),
 }
 
-# These are checked by functions, and not by LIMITS, as the values of two fields count.
 _CHECKED_TOGETHER = {"recompute_modules"}
+"""Fields that a function checks together with another field, here :func:`check_recomputation`."""
 
 SERVED = {
     *" ".join(_SERVED_BY.values()).split(),
@@ -218,13 +221,14 @@ SERVED = {
 
 
 def check_config(config: TransformerConfig) -> None:
-    """Refuses a configuration with a setting that would have no effect, or that is not known here.
+    """Refuses a configuration with a value that would have no effect, or with a field that no table here lists.
 
     Args:
         config: the configuration of a model.
 
     Raises:
-        SupportError: a field's value is not served, or the field is unknown and not at its default; it names the first.
+        SupportError: a value is not supported, or an unknown field is not at its default. The message names the first
+            such field.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -246,10 +250,10 @@ def check_config(config: TransformerConfig) -> None:
 
 
 def check_types(config: TransformerConfig) -> None:
-    """Refuses different types for weights, activations and the tensors that stages pass on.
+    """Refuses a configuration that names different dtypes for weights, activations and tensors between stages.
 
     Raises:
-        SupportError: two types differ; it names their fields.
+        SupportError: two dtypes differ; the message names their fields.
     """
     if config.bf16 != (config.params_dtype == torch.bfloat16):
         raise SupportError(
@@ -264,14 +268,14 @@ def check_types(config: TransformerConfig) -> None:
 
 
 def check_recomputation(config: TransformerConfig, recompute_segments: bool = False) -> None:
-    """Refuses to recompute core attention, or MLPs twice.
+    """Refuses a configuration that recomputes core attention in backward, or MLPs twice.
 
     Args:
         config: the configuration of a model.
-        recompute_segments: whether everything but core attention is recomputed as a whole.
+        recompute_segments: whether backward recomputes everything but core attention, as ``CAD(recompute="all")``.
 
     Raises:
-        SupportError: something other than MLPs is recomputed by itself, or MLPs are recomputed twice.
+        SupportError: the configuration recomputes other modules than MLPs, or MLPs that are recomputed already.
     """
     if config.recompute_granularity is None:
         return
@@ -279,9 +283,9 @@ def check_recomputation(config: TransformerConfig, recompute_segments: bool = Fa
     alone = {"mlp", "moe"} if config.num_moe_experts else {"mlp"}
     if not config.recompute_modules or not alone.issuperset(config.recompute_modules):
         raise SupportError(
-            f"recompute_modules is {config.recompute_modules}, but the MLPs are all that is recomputed by itself: set "
-            f"it to {sorted(alone)}, or leave recompute_granularity unset and give CAD(recompute='all') to recompute "
-            "everything but core attention."
+            f"recompute_modules is {config.recompute_modules}, but MLPs are the only modules that are recomputed one "
+            f"by one: set it to {sorted(alone)}. Or leave recompute_granularity unset and give CAD(recompute='all') to "
+            "recompute everything but core attention."
         )
     if recompute_segments:
         raise SupportError(

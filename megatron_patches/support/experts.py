@@ -1,4 +1,8 @@
-"""The fields of megatron's configuration that are served in a model with experts, and their values."""
+"""Says which fields of Megatron's configuration are supported in a model with experts, with all values or with some.
+
+``config_fields.py`` has the tables for the other fields. Rows go to experts by exchanges of this project, and not by
+Megatron's token dispatcher. A micro-batch runs as two nano-batches, each with its own exchanges.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from megatron_patches.support.limits import Limit, check_limit
 
+# The fields that are supported with all values. The key says which part of the code reads them.
 _SERVED_BY = {
     "megatron's routers and experts, and the losses that balance them": """
         num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
@@ -14,7 +19,7 @@ _SERVED_BY = {
         moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
         moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
         expert_model_parallel_size""",
-    # They choose among implementations of what is replaced, never what it computes.
+    # These choose an implementation of a part that is replaced. They change no formula.
     "a replacement, which has its own way of computing the same": """
         moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_per_layer_logging
         moe_shared_expert_glu_interleave_size use_grouped_gemm_for_shared_expert moe_mlp_glu_interleave_size
@@ -29,46 +34,46 @@ _SERVED_BY = {
         expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size
         moe_pad_experts_for_cuda_graph_inference""",
 }
-_HALVES = "a micro-batch runs as two halves, which would drop other rows than the whole"
+_DROPS = "two nano-batches would drop other rows than the whole micro-batch"
 _FP8 = "experts are computed in the type of their weights"
 
 LIMITS = {
     "moe_token_dispatcher_type": Limit(
-        "ranks have different numbers of rows in each half, which only this one knows to exchange", ("alltoall",)
+        "rows go to experts by exchanges of our own, which take the place of the alltoall dispatcher", ("alltoall",)
     ),
     "expert_tensor_parallel_size": Limit("a rank has whole experts, also with tensor parallelism", (1,)),
-    "moe_expert_capacity_factor": Limit(_HALVES, (None,), "moe_pad_expert_input_to_capacity"),
-    "moe_expert_rank_capacity_factor": Limit(_HALVES, (None,)),
-    "moe_token_dropping": Limit(_HALVES, (False,)),
+    "moe_expert_capacity_factor": Limit(_DROPS, (None,), "moe_pad_expert_input_to_capacity"),
+    "moe_expert_rank_capacity_factor": Limit(_DROPS, (None,)),
+    "moe_token_dropping": Limit(_DROPS, (False,)),
     "moe_latent_size": Limit("experts read and write whole rows", (None,)),
-    "moe_input_jitter_eps": Limit("halves would draw other noise than the whole", (None,)),
+    "moe_input_jitter_eps": Limit("two nano-batches would draw other noise than the whole micro-batch", (None,)),
     "moe_router_force_load_balancing": Limit("rows go where the router sends them", (False,)),
     "moe_router_force_biased": Limit("rows go where the router sends them", (None,)),
     "moe_enable_routing_replay": Limit("rows go where the router sends them", (False,)),
     "moe_shared_expert_overlap": Limit("shared experts run on the stream of their layer", (False,)),
-    "moe_apply_probs_on_input": Limit("what experts put out is scaled, not what they read", (False,)),
+    "moe_apply_probs_on_input": Limit("the outputs of experts are scaled, not their inputs", (False,)),
     "moe_router_padding_for_quantization": Limit(_FP8, (False, None)),
     "moe_router_padding_for_fp8": Limit(_FP8, (False, None)),
     "fp8": Limit(_FP8, (None,)),
 }
-"""In models with experts."""
+"""The fields that a model with experts supports with some values only."""
 
 EXPERT_FIELDS = {
     *" ".join(_SERVED_BY.values()).split(),
     *" ".join(limit.inert for limit in LIMITS.values()).split(),
     *LIMITS,
 } - {"fp8"}
-"""Fields that models without experts do not read."""
+"""All fields about experts. Models without experts do not read them, so there any value is supported."""
 
 _LOSSES = ("none", "aux_loss", "seq_aux_loss")
 
 
 def refuse_experts(config: TransformerConfig, what: str) -> None:
-    """Refuse what is not known to be right with experts yet.
+    """Refuses a model with experts; called for a feature that no test has shown to be right with experts.
 
     Args:
         config: the model's configuration.
-        what: the thing that is refused, as the message names it behind "but".
+        what: the feature, as the message names it.
 
     Raises:
         SupportError: the model has experts.
@@ -81,14 +86,14 @@ def refuse_experts(config: TransformerConfig, what: str) -> None:
 
 
 def check_expert_groups(stage_ranks: int, ep: int) -> None:
-    """Refuse expert-parallel ranks that would not lie within a stage.
+    """Refuses a number of expert-parallel ranks that does not divide the ranks of a pipeline stage.
 
     Args:
-        stage_ranks: tensor-parallel ranks times data-parallel ones.
-        ep: ranks that share a layer's experts.
+        stage_ranks: number of a stage's ranks: tensor-parallel times data-parallel ones.
+        ep: number of ranks that share a layer's experts.
 
     Raises:
-        SupportError: ``ep`` does not divide a stage's ranks.
+        SupportError: ``ep`` does not divide ``stage_ranks``.
     """
     if stage_ranks % ep:
         raise SupportError(
@@ -98,10 +103,10 @@ def check_expert_groups(stage_ranks: int, ep: int) -> None:
 
 
 def check_experts(config: TransformerConfig) -> None:
-    """Refuse what a configuration asks of experts and would not get.
+    """Refuses a configuration with settings of experts that would have no effect or do not go together.
 
     Raises:
-        SupportError: the first field with a value that is not served.
+        SupportError: a value is not supported; the message names the first such field.
     """
     experts = config.num_moe_experts
     if not experts:

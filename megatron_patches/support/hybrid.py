@@ -1,4 +1,9 @@
-"""Refusals of settings with which recurrent layers, and gates on attention's output, are not served."""
+"""Refuses settings that are not supported with recurrent layers or with gates on attention's output.
+
+A hybrid model mixes attention with recurrent layers, which are gated delta nets or Mamba-2. Megatron builds it in one
+of two ways. A GPTModel has delta nets with ``experimental_attention_variant``. A HybridModel has a pattern with one
+letter for each layer, such as "G-*-". What is refused here no test has compared with Megatron-Core.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +24,15 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 logger = logging.getLogger(__name__)
 
 _OF_SYMBOL = {"plain_recurrent_norm": DELTA_NET, "step_min": MAMBA}
-"""The options of recurrent layers, with the symbol of the layers that have each."""
+"""The options of ``CAD`` for one kind of recurrent layer, each with the letter of that kind in a pattern."""
 _SERVED = ("rotations", *_OF_SYMBOL)
-"""The options that a HybridModel may have."""
+"""The options beyond Megatron's configuration that are supported for a HybridModel."""
 
 
 def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: torch.device) -> None:
-    """Warns, on rank 0, that hybrid models and gates were not compared with Megatron-Core's on GPUs."""
+    """Warns on rank 0, if the model has recurrent layers or output gates and runs on GPUs.
+
+    Such models were compared with Megatron-Core's on CPUs only."""
     unproved = bool(pattern) or has_recurrent_layers(config) or has_output_gate(config)
     if unproved and device.type == "cuda" and dist.get_rank() == 0:
         logger.warning(
@@ -37,17 +44,17 @@ def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: to
 def check_hybrid(
     config: TransformerConfig, pattern: str, options: ModelOptions, disaggregate: bool, offload: bool
 ) -> None:
-    """Refuses to run recurrent layers, or gates on attention's output, in ways that no test compares with
-    Megatron-Core.
+    """Refuses a setting that is not supported beside recurrent layers or output gates; other models pass.
 
     Args:
         config: Megatron's configuration.
-        pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
-        options: the model's options.
-        disaggregate, offload: as in :class:`megatron_patches.api.CAD`.
+        pattern: the letters of a HybridModel's layers; empty for a GPTModel.
+        options: the model's options beyond Megatron's configuration.
+        disaggregate: the argument of ``CAD``; False if every rank computes its own attention.
+        offload: the argument of ``CAD``; True if inputs of layers wait for backward in host memory.
 
     Raises:
-        SupportError: a setting is not served with them.
+        SupportError: a setting is not supported; the message names it and the value to set.
     """
     delta_nets = has_recurrent_layers(config)
     _check_options(pattern, options)
@@ -58,6 +65,7 @@ def check_hybrid(
         what = f"hybrid_layer_pattern is {pattern!r}"
     recurrent = delta_nets or any(symbol in RECURRENT for symbol in pattern)
     tp = config.tensor_model_parallel_size
+    # Each key is a phrase with a value and the change to make; the entry says whether it applies.
     refused = {
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"tensor_model_parallel_size is {tp}, without sequence_parallel: set it to True": (
@@ -92,7 +100,9 @@ def check_hybrid(
 
 
 def _check_stages(config: TransformerConfig) -> None:
-    """Refuses stages of different layers: an idle stage serves others' cores in the order of its own layers."""
+    """Refuses pipeline stages with different kinds of layers.
+
+    All stages run their layer i together, also a stage without a micro-batch, so that layer has one kind on all."""
     recurrent, stages = (
         [is_recurrent(config, 1 + n) for n in range(config.num_layers)],
         config.pipeline_model_parallel_size,
@@ -106,6 +116,7 @@ def _check_stages(config: TransformerConfig) -> None:
 
 
 def _check_options(pattern: str, options: ModelOptions) -> None:
+    """Refuses an option of one kind of recurrent layer in a model without such layers."""
     for name, symbol in _OF_SYMBOL.items():
         value = getattr(options, name)
         if value != getattr(MEGATRONS, name) and symbol not in pattern:

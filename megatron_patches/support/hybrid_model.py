@@ -1,4 +1,8 @@
-"""Checks of a built HybridModel beyond its configuration: its arguments, process groups, and every module."""
+"""Checks of a built HybridModel that its configuration does not tell: arguments, process groups, and every module.
+
+A HybridModel has a pattern with one letter for each layer: attention, a recurrent layer, an MLP or experts.
+``built_model.py`` has the same checks for a GPTModel.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +46,19 @@ from megatron_patches.support.limits import Limit, check_limit
 _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_block_spec"} | {
     "position_embedding_type": Limit("RoPE is all that is served, or no positions", ("rope", "none")),
 }
+"""The arguments of HybridModel that are supported with some values only."""
 
 
 def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
-    """Refuses a HybridModel that was built with arguments or modules, beyond its configuration, that would have no
-    effect.
+    """Refuses a HybridModel that was built with an argument or a module that disaggregated layers would not obey.
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        pattern: the pattern that its CAD was made with.
-        options: the options that its CAD was made with.
+        pattern: the CAD's ``hybrid_layer_pattern``.
+        options: the CAD's ``model_options``.
 
     Raises:
-        SupportError: the first argument or module that is not served.
+        SupportError: an argument or a module is not supported; the message names the first.
     """
     if model.hybrid_layer_pattern != pattern:
         raise SupportError(
@@ -77,6 +81,7 @@ def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
 
 
 def _check_layer(path: str, symbol: str, layer: Any, config: Any, options: ModelOptions) -> None:
+    """Refuses a layer with a module of another class than its letter in the pattern leads to."""
     norm = norm_class(config)
     attention = GatedAttentionLayer if has_output_gate(config) else SplitTransformerLayer
     classes = {ATTENTION: attention, DELTA_NET: SplitRecurrentLayer, MAMBA: SplitMambaLayer}

@@ -1,4 +1,7 @@
-"""Refusals of settings with which multi-head latent attention is not served."""
+"""Refuses settings that are not supported with multi-head latent attention.
+
+What is refused here no test has compared with Megatron-Core.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
 def check_latent(config: TransformerConfig, given: CadArguments) -> None:
-    """Refuses to run latent attention in ways that no test compares with Megatron-Core.
+    """Refuses a setting that is not supported beside latent attention; other models pass.
 
     Args:
         config: Megatron's configuration.
-        given: the arguments of CAD.
+        given: the arguments of ``CAD``.
 
     Raises:
-        SupportError: a setting is not served with it; it names the first.
+        SupportError: a setting is not supported; the message names the first. So it is for ``latent_norm_epsilon`` in a
+            model without latent attention.
     """
     epsilon = given.model_options.latent_norm_epsilon
     if not is_latent(config):
@@ -39,13 +43,13 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
 
 
 def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
-    """Returns for each setting that is not served a phrase with its value and what to set, and whether it is set."""
+    """Returns the unsupported settings: a phrase with the value and the change to make, and whether it applies."""
     heads, tp = config.num_attention_heads, config.tensor_model_parallel_size
     if not hasattr(config, "v_head_dim"):
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}
     key_dim, value_dim = latent_dims(config)
     return {
-        # Latent attention is served from 0.19 on, the version with the gated delta net.
+        # Latent attention is supported from 0.19 on, which is also the first version with the gated delta net.
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
             tp > 1 and not config.sequence_parallel

@@ -1,4 +1,9 @@
-"""The modules that a layer spec may name, and the refusal of others."""
+"""Checks the layer spec that a user gives to ``CAD.block_spec``.
+
+A spec names the class of each module of a transformer layer. Two specs of Megatron are supported: the local one, and
+Transformer Engine's. Disaggregated layers replace some of these modules. So any other class is refused, as it may
+compute something that the replacement leaves out.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +34,19 @@ from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.patches.norms import LayerNorm, LayerNormWithoutBias, RMSNorm
 
 _NORMS = (WrappedTorchNorm, RMSNorm, LayerNorm, LayerNormWithoutBias, TENorm)
+# The end of messages: the remedy.
 _LOCAL = ": give the spec of megatron's get_gpt_layer_local_spec(normalization='RMSNorm')."
 
 
 def check_layer_spec(spec: ModuleSpec) -> None:
-    """Refuses a layer spec with modules that our layers would not run as these are meant.
+    """Refuses a layer spec that names a class which disaggregated layers would not replace by its equal.
 
     Args:
-        spec: spec of a transformer layer, from megatron's get_gpt_layer_local_spec, or from its
-            get_gpt_layer_with_transformer_engine_spec, whose linear layers hold norms that our layers run themselves.
+        spec: the spec of a transformer layer. It comes from Megatron's get_gpt_layer_local_spec, or from its
+            get_gpt_layer_with_transformer_engine_spec. In the latter, linear layers contain the norms before them.
 
     Raises:
-        SupportError: the first module that is not served.
+        SupportError: a class is not supported; the message names the first.
     """
     if not isinstance(spec, ModuleSpec):
         raise SupportError(
@@ -72,19 +78,26 @@ def check_layer_spec(spec: ModuleSpec) -> None:
 
 
 def has_te_linears(spec: ModuleSpec) -> bool:
-    """Whether the linear layers of a served layer spec are Transformer Engine's."""
+    """Whether a spec that :func:`check_layer_spec` accepted has Transformer Engine's linear layers."""
     linear = spec.submodules.self_attention.submodules.linear_qkv
     return linear in (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
 
 
 def mlp_submodules(spec: Any) -> Any:
-    """Returns the part of an MLP's spec that names its linear layers, which may be replaced there."""
+    """Returns the object in an MLP's spec that names its linear layers. Setting its attributes changes the spec."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> None:
-    """Refuses a norm that is in the spec twice, or not at all: it is a module, or a part of the linear layer behind
-    it."""
+    """Refuses a spec in which a norm is twice, or not at all. It is a module of its own, or it is inside the linear
+    layer behind it.
+
+    Args:
+        parts: the layer's submodules.
+        norm: the name of the norm in ``parts``.
+        path: the path of the linear layer, for messages.
+        linear: the class of the linear layer.
+    """
     found = getattr(parts, norm)
     if linear is TELayerNormColumnParallelLinear and found is IdentityOp:
         return
@@ -93,13 +106,15 @@ def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> No
 
 
 def _module(spec: Any) -> Any:
-    """Returns the class that a spec builds, from a ModuleSpec or, in later versions, a partial of a class method."""
+    """Returns the class that a spec builds. In later versions of Megatron-Core a spec may be a partial of a class
+    method in place of a ModuleSpec."""
     if isinstance(spec, functools.partial):
         return getattr(spec.func, "__self__", spec.func)
     return spec.module if isinstance(spec, ModuleSpec) else spec
 
 
 def _expect_in_spec(path: str, found: Any, *served: Any) -> None:
+    """Refuses a class that is not among ``served``; the message proposes the first of these."""
     if found not in served:
         twice = ", whose norm would be applied twice" if "LayerNormColumn" in name_of(found) else ""
         raise SupportError(

@@ -1,4 +1,7 @@
-"""A field or argument that is served for some values only, and the sentence about others."""
+"""The entry of a table of fields or arguments that are supported with some values only, and its check.
+
+The tables are in ``config_fields.py``, ``experts.py`` and ``built_model.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from distca.errors import SupportError
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """A field or argument that is served for some values only.
+    """The supported values of a field or argument.
 
     Attributes:
-        because: the reason why other values are refused, as the end of a sentence: "is ..., but ...".
-        served: the values that are served; the first one is proposed.
-        inert: names of fields that are not read while this one has a served value.
+        because: why other values are refused, as the sentence "NAME is VALUE, but ..." goes on.
+        served: the values that are supported.
+        inert: names of further fields, which are not read while this field has a supported value. So all their values
+            are supported.
     """
 
     because: str
@@ -24,6 +28,11 @@ class Limit:
 
 
 def check_limit(name: str, value: Any, limit: Limit) -> None:
+    """Refuses a value that ``limit`` does not list; ``name`` is the field's or argument's name.
+
+    Raises:
+        SupportError: the value is not supported; the message says why, and which values are.
+    """
     if value not in limit.served:
         raise SupportError(f"{name} is {value!r}, but {limit.because}: set it to {_alternatives(limit.served)}.")
 

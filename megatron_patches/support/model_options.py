@@ -1,4 +1,7 @@
-"""Refusals of model options that mean nothing, or that something else would undo."""
+"""Refuses wrong values of ``model_options``, the options of ``CAD`` for which Megatron's configuration has no field.
+
+Options are also refused where they would have no effect beside other options or Megatron's configuration.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,29 @@ from distca.errors import SupportError
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions, Norms, QueryKeyNorm, Rotary
 
 _CHOICES = {"norms": Norms, "query_key_norm": QueryKeyNorm}
+"""Options that have one of a few words as their value."""
 _ABOVE_ZERO = ("embedding_scale", "residual_multiplier", "logit_multiplier")
 _FROM_ZERO = ("score_softcap", "final_softcap", "step_min", "latent_norm_epsilon")
+"""Options that are 0 or more; those of ``_ABOVE_ZERO`` are more than 0."""
 
 
 def check_model_options(options: ModelOptions, config: TransformerConfig) -> None:
-    """Refuses options that mean nothing together, or with Megatron's configuration.
+    """Refuses options with a wrong value, or without effect beside other options or Megatron's configuration.
 
     Raises:
-        SupportError: options mean nothing; it names the first.
+        SupportError: an option is wrong or without effect; the message names the first.
     """
     for sentence in (*_values(options), *_norms(options, config), *_rotations(options, config)):
         raise SupportError(sentence)
 
 
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
-    """Refuses a model that was built with rotary positions that no layer would have.
+    """Refuses a GPTModel whose own rotary positions no layer would use, as ``rotations`` has others for all layers.
+
+    A GPTModel with Megatron's default positions passes, as the user did not ask for these.
 
     Raises:
-        SupportError: its positions have no layer.
+        SupportError: the model's positions are not Megatron's default, and no layer uses them.
     """
     config = model.config
     skipped = config.no_rope_freq or [0] * config.num_layers
@@ -54,6 +61,7 @@ def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
 
 
 def _values(options: ModelOptions) -> Iterator[str]:
+    """Yields a sentence for each option with a wrong value."""
     for name, kind in _CHOICES.items():
         if getattr(options, name) not in get_args(kind):
             yield f"`{name}` is {getattr(options, name)!r}; it can be {', '.join(get_args(kind))}."
@@ -70,6 +78,7 @@ def _values(options: ModelOptions) -> Iterator[str]:
 
 
 def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
+    """Yields a sentence for each option of norms, biases or logits that has no effect beside other settings."""
     if not config.qk_layernorm:
         for name in ("query_key_norm", "norm_after_rotation"):
             if getattr(options, name) != getattr(MEGATRONS, name):
@@ -98,6 +107,7 @@ def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
 
 
 def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
+    """Yields a sentence for each fault of ``rotations``, the rotary positions of each layer."""
     if not options.rotations:
         return
     layers, skipped = config.num_layers, config.no_rope_freq or [0] * config.num_layers
@@ -115,7 +125,7 @@ def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str
 
 
 def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
-    """Returns a sentence for each field that cannot work, which begins with its name."""
+    """Returns a sentence for each field of ``rotary`` with a wrong value; it begins with the field's name."""
     assert config.kv_channels is not None
     found = [f"scaling.{problem}" for problem in rotary.scaling.problems()]
     if not rotary.base > 0:

@@ -1,7 +1,7 @@
-"""Checks of ranks: Megatron's process groups, and that all ranks have the same configuration.
+"""Checks Megatron's process groups, and that all ranks were given the same configuration.
 
-Groups exist, have the configuration's sizes, and number ranks as pools do. One rank's attention is computed on others,
-by their configuration.
+Ranks compute parts of each other's attention, each by its own configuration. So a difference between ranks would give
+wrong results, or ranks would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from megatron_patches.support.attached import fields_of
 
 
 def check_groups(config: TransformerConfig) -> None:
-    """Refuses groups with which a model of this configuration cannot be trained.
+    """Refuses process groups that do not go with the configuration.
 
     Args:
         config: Megatron's configuration.
 
     Raises:
-        SupportError: there are no groups yet, their sizes are not the configuration's, or ranks have other numbers than
-            tensor-parallel ranks first, then data-parallel ones, then stages.
+        SupportError: there are no groups yet; their sizes are not the configuration's; or ranks are not numbered in
+            Megatron's default order. In this order tensor-parallel ranks follow each other, then data-parallel ranks,
+            then stages.
     """
     if not parallel_state.model_parallel_is_initialized():
         raise SupportError(
@@ -48,7 +49,9 @@ def check_groups(config: TransformerConfig) -> None:
                 f"{name} is {getattr(config, name)} in the configuration, but Megatron's process groups were made with "
                 f"{size}: give the configuration and parallel_state.initialize_model_parallel the same {name}."
             )
-    strides = {  # two strides are the same only where the groups of the first have one rank each
+    # By group, the difference between the numbers of two neighbouring ranks. Two of these differences can be equal only
+    # if the groups of the first one have a single rank each; then there is nothing to check in them.
+    strides = {
         1: parallel_state.get_tensor_model_parallel_group(),
         tp: parallel_state.get_data_parallel_group(),
         tp * parallel_state.get_data_parallel_world_size(): parallel_state.get_pipeline_model_parallel_group(),
@@ -64,12 +67,14 @@ def check_groups(config: TransformerConfig) -> None:
 def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) -> None:
     """Refuses a configuration or arguments that differ between ranks; all ranks call it together.
 
+    It compares numbers, texts, booleans and None.
+
     Args:
         config: Megatron's configuration.
-        arguments: arguments of :class:`megatron_patches.api.CAD`, by name.
+        arguments: arguments of ``CAD`` that have to be the same on all ranks, by name.
 
     Raises:
-        SupportError: a value differs; all ranks raise it and name the first.
+        SupportError: a value differs; all ranks raise the same message, which names the first.
     """
     plain = (bool, int, float, str, type(None))
     mine = {name: value for name, value in (fields_of(config) | arguments).items() if isinstance(value, plain)}
@@ -77,7 +82,7 @@ def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) ->
     dist.all_gather_object(everyone, mine)
     for name, first in everyone[0].items():
         for rank, theirs in enumerate(everyone):
-            if repr(theirs.get(name)) != repr(first):  # nan is not equal to itself, but its text is
+            if repr(theirs.get(name)) != repr(first):  # nan differs from itself, but its text does not
                 raise SupportError(
                     f"{name} is {theirs.get(name)!r} on rank {rank} and {first!r} on rank 0: give every rank the same."
                 )

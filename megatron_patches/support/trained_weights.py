@@ -1,4 +1,9 @@
-"""Checks of a trained model's weights: that their gradients are reduced, and that the optimizer reaches them."""
+"""Refuses weights whose gradients would not be reduced, or that the optimizer would not reach.
+
+Megatron's wrapper for data parallelism adds gradients up in buffers, as ``main_grad`` of each weight. It fixes at
+construction which weights have a place there. Some checks run in ``CAD.data_parallel``; :func:`check_trained_weights`
+runs before every step.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +12,53 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from distca.errors import SupportError
 from megatron_patches.te.fp8_weights import is_fp8
 
 _FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
-"""The fields of Megatron's and Transformer Engine's linear layers that tell whether a product adds up gradients."""
+"""The attributes of Megatron's and of Transformer Engine's linear layers which say that a matrix product adds the
+weight's gradient to ``main_grad`` itself."""
+
+
+def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
+    """Refuses a dtype of gradients that is neither float32 nor, for bfloat16 weights, bfloat16.
+
+    Raises:
+        SupportError: gradients cannot be added up in this dtype.
+    """
+    if gradients != torch.float32 and not gradients == weights == torch.bfloat16:
+        raise SupportError(
+            f"`gradients` is {gradients} and the weights are {weights}; gradients are added up in torch.float32, or, "
+            "of torch.bfloat16 weights, in torch.bfloat16."
+        )
+
+
+def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) -> None:
+    """Refuses weights that are FP8 numbers only (``fp8_param``) without Megatron's distributed optimizer.
+
+    Raises:
+        SupportError: ``distributed_optimizer`` is False for such weights.
+    """
+    if config.fp8_param and not distributed_optimizer:
+        raise SupportError(
+            "fp8_param is True, but Megatron holds the main weights of FP8 weights in its distributed optimizer only: "
+            "set distributed_optimizer to True, or leave fp8_param out."
+        )
 
 
 def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, device: torch.device) -> None:
-    """Refuses weights of another type, or on another device, than those that CAD was made for, before they are wrapped.
+    """Refuses weights with another dtype or on another device than the CAD has, before the model is wrapped.
 
     Args:
-        model: the model; where the configuration says bf16, Megatron casts it later.
+        model: the model. Its dtype is not checked if ``params_dtype`` is bfloat16, as Megatron then casts it.
         params_dtype: the configuration's ``params_dtype``.
         device: the CAD's device.
 
     Raises:
-        SupportError: a weight is refused; it names the first.
+        SupportError: a weight is refused; the message names the first.
     """
     for name, weight in model.named_parameters():
         if weight.device.type != device.type:
@@ -40,11 +73,12 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
 
 
 def check_trained_weights(model: DistributedDataParallel) -> None:
-    """Refuses weights that were frozen, set free to learn, replaced or moved after CAD.data_parallel, and hooks on
-    gradients that are only in ``main_grad``.
+    """Refuses changes to weights after ``CAD.data_parallel``, and hooks on gradients that would see garbage.
+
+    Changes are: a weight was frozen or unfrozen, replaced, or moved to other memory.
 
     Raises:
-        SupportError: a weight is refused; it names the first.
+        SupportError: a weight is refused; the message names the first.
     """
     reduced = model.param_to_bucket_group
     for name, weight in model.named_parameters():
@@ -59,7 +93,7 @@ def check_trained_weights(model: DistributedDataParallel) -> None:
 
 
 def _check_places(model: DistributedDataParallel) -> None:
-    """Refuses weights in other memory than Megatron's buffers, which alone its distributed optimizer updates."""
+    """Refuses weights outside Megatron's buffers. Its distributed optimizer updates the buffers, not the weights."""
     for buffer in model.buffers + model.expert_parallel_buffers:
         if buffer.param_data is None:
             continue
@@ -74,6 +108,7 @@ def _check_places(model: DistributedDataParallel) -> None:
 
 
 def _check_hooks(model: DistributedDataParallel) -> None:
+    """Refuses hooks on gradients that a matrix product adds to ``main_grad``, as autograd gets unwritten memory then."""
     for weight in _fused_weights(unwrap_model(model)):
         if weight.requires_grad and (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)):
             raise SupportError(
@@ -84,10 +119,11 @@ def _check_hooks(model: DistributedDataParallel) -> None:
 
 
 def _fused_weights(model: Any) -> Iterator[torch.nn.Parameter]:
+    """Yields the weights whose gradients a matrix product adds to ``main_grad`` itself."""
     for module in model.modules():
         if any(getattr(module, name, False) for name in _FUSED):
             weight = getattr(module, "weight", None)
-            if weight is None and model.share_embeddings_and_output_weights:  # the output layer's
+            if weight is None and model.share_embeddings_and_output_weights:  # the output layer has no own weight
                 weight = model.shared_embedding_or_output_weight()
             if isinstance(weight, torch.nn.Parameter):
                 yield weight
@@ -98,7 +134,7 @@ def _name_of(model: DistributedDataParallel, weight: torch.nn.Parameter) -> str:
 
 
 def _bare(name: str) -> str:
-    """Returns the name that a weight has in the GPTModel."""
+    """Returns a weight's name without the prefixes of wrappers: the name that it has in the GPTModel."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

@@ -19,7 +19,7 @@ from megatron_patches.te.quantization import in_fp8, make_recipe
 logger = logging.getLogger(__name__)
 
 _HISTORY = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
-"""By direction, the name under which Transformer Engine holds scales and largest values of delayed scaling."""
+"""The name, by direction, under which Transformer Engine holds scales and largest values of delayed scaling."""
 
 
 class _Linear:

@@ -126,7 +126,7 @@ def test_what_cannot_be_used_is_refused(
 
 
 def test_fp8_weights_are_drawn_where_they_are_and_their_main_weights_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_patches.support.arguments import check_fp8_weights
+    from megatron_patches.support.trained_weights import check_fp8_weights
 
     for name in ("why_not_te", "why_not_fp8"):
         monkeypatch.setattr(choice, name, lambda *_: None)
