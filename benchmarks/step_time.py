@@ -1,23 +1,18 @@
-"""Write where a step's time goes, from kept traces: ``python -m benchmarks.step_time``.
+"""Draw where a step's time goes, from kept traces: ``python -m benchmarks.step_time``.
 
-It writes the table of ``benchmarks/results/step_time.md`` and draws ``docs/images/step_time.svg``. Kinds of kernels are
+``python -m benchmarks.tables`` writes the table of ``benchmarks/results/step_time.md``. Kinds of kernels are
 those of one GPU in traced steps; what a step took beyond them, in which it computed nothing, is idle.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE = RESULTS / "step_time.md"
+from benchmarks.tables import MIXES, ROOT, Figures, kept, rows
+
 PICTURE = ROOT / "docs" / "images" / "step_time.svg"
-BEGIN, END = "<!-- where time goes -->", "<!-- until here -->"
 
 _KINDS = ("matrix products", "attention", "other")
 _COLOURS = ("#4c72b0", "#dd8452", "#8c8c8c", "#e5e5e5")
@@ -51,7 +46,7 @@ class Step:
 
 def steps() -> Iterator[Step]:
     """All steps with a trace: before and after work on other kernels, and beside other ways to train."""
-    report = _read("dense_beside_d1a4203.json")
+    report = kept("dense_beside_d1a4203")
     for workload, cell in report["cells"].items():
         for key, what in _COMMITS.items():
             started = zip(cell[key]["steps_s"], cell[key]["traced_seconds"], strict=True)
@@ -59,21 +54,16 @@ def steps() -> Iterator[Step]:
             each = [_seconds(ranks[0], all_steps[:2]) for all_steps, ranks in started]
             mean = {kind: sum(one[kind] for one in each) / len(each) for kind in each[0]}
             yield Step(what, _where(report, workload), mean)
-    report = _read("throughput_2_gpus_peers_64k.json")
+    report = kept("throughput_2_gpus_peers_64k")
     for workload, cell in report["cells"].items():
         for mode, what in _MODES.items():
             figures = cell["modes"][mode]
             yield Step(what, _where(report, workload), _seconds(figures["traced"][0]["kinds"], figures["steps_s"][:1]))
 
 
-def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    return found
-
-
-def _where(report: dict[str, Any], workload: str) -> str:
-    mix = {"pretrain": "Pretrain", "prolong": "ProLong"}[workload.split()[0]]
-    return f"{report['hardware'].replace('NVIDIA ', '').replace(' 80GB HBM3', '')}, {mix}"
+def _where(report: Figures, workload: str) -> str:
+    hardware = report["hardware"].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
+    return f"{hardware}, {MIXES[workload.split()[0]]}"
 
 
 def _seconds(kinds: dict[str, float], measured: list[float]) -> dict[str, float]:
@@ -83,22 +73,13 @@ def _seconds(kinds: dict[str, float], measured: list[float]) -> dict[str, float]
     return computed | {"idle": max(step - sum(computed.values()), 0.0)}
 
 
-def table(found: list[Step]) -> str:
+def table() -> str:
     """The table in Markdown: milliseconds, and their share of the step."""
-    lines = [
-        "| GPUs, mix | what | step, ms | " + " | ".join((*_KINDS, "idle")) + " |",
-        "|---" * (len(_KINDS) + 4) + "|",
-    ]
-    for step in found:
+    lines = [["GPUs, mix", "what", "step, ms", *_KINDS, "idle"], ["---"] * (len(_KINDS) + 4)]
+    for step in steps():
         parts = [f"{1e3 * each:.0f} ({each / step.total:.1%})" for each in step.seconds.values()]
-        lines.append(f"| {step.where} | {step.what} | {1e3 * step.total:.0f} | {' | '.join(parts)} |")
-    return "\n".join(lines)
-
-
-def with_table(page: str) -> str:
-    """The page with the table between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(list(steps()))}\n{END}{rest.partition(END)[2]}"
+        lines.append([step.where, step.what, f"{1e3 * step.total:.0f}", *parts])
+    return rows(*lines)
 
 
 def draw(found: list[Step]) -> None:
@@ -128,7 +109,6 @@ def draw(found: list[Step]) -> None:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     draw(list(steps()))
 
 

@@ -1,4 +1,4 @@
-"""Write README's table of when DistCA pays, from the kept results: ``python -m benchmarks.when_it_pays``.
+"""README's table of when DistCA pays, from the kept results: ``python -m benchmarks.tables`` writes it.
 
 A row is a mix of documents, with so many tokens for each GPU, in one kind of numbers. It has tokens per second of every
 way to train that its file has, and how many times as fast DistCA is: by the median over batches where the file says so,
@@ -7,18 +7,13 @@ else by mean speeds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-FILES = ("throughput_2_gpus_peers_64k.json", "linears_2_gpus_128k.json")
+from benchmarks.tables import MIXES, Figures, kept, rows
+
+FILES = ("throughput_2_gpus_peers_64k", "linears_2_gpus_128k")
 """The newest runs of LLaMA-like layers, of one kind of hardware each."""
-BEGIN, END = "<!-- when it pays -->", "<!-- until here -->"
 
 _NUMBERS = {"te": "bf16", "local": "bf16", "none": "bf16", "delayed": "FP8 (delayed)", "current": "FP8 (current)"}
 _NUMBERS["blockwise"] = "FP8 (blockwise)"
@@ -27,8 +22,6 @@ _WAYS = {
     "context parallelism per document": r"cp\d+(-keep)?",
     "Megatron-Core with Transformer Engine": r"megatron-te.*",
 }
-
-Figures = dict[str, Any]
 
 
 def runs_of(report: Figures) -> Iterator[tuple[str, str, dict[str, Figures], Figures]]:
@@ -75,33 +68,10 @@ def table() -> str:
     head = ["mix, tokens for each GPU, numbers", *(f"{way} (DistCA over it)" for way in _WAYS), "DistCA", "GPUs"]
     lines = [head, ["---"] * len(head)]
     for file in FILES:
-        report = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        report = kept(file)
         hardware = re.sub(" ?NVIDIA| 80GB HBM3", "", report["hardware"])
         for workload, numbers, modes, cell in runs_of(report):
-            mix = {"pretrain": "Pretrain", "prolong": "ProLong"}[workload.split()[0]]
-            link = f"[{hardware}](benchmarks/results/{file})"
+            mix = MIXES[workload.split()[0]]
+            link = f"[{hardware}](benchmarks/results/{file}.json)"
             lines.append([f"{mix}, {tokens_of(report)}, {numbers}", *row_of(modes, cell), link])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def with_table(page: str) -> str:
-    """The page with the table between its two marks.
-
-    Raises:
-        ValueError: the marks are not there.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"The page has no {BEGIN} with {END} behind it.")
-    return f"{before}{begin}\n{table()}\n{end}{after}"
-
-
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return rows(*lines)

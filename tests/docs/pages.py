@@ -1,10 +1,6 @@
 """The pages that people read, and what is in them."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,29 +12,19 @@ PAGES = [
 ]
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block.
-
-    Attributes:
-        line: number of its first line in the page.
-        lines: what is between the fences.
-    """
-
-    line: int
-    lines: tuple[str, ...]
-
-
 def name_of(page: Path) -> str:
-    """Of a page, from the project's folder."""
     return str(page.relative_to(ROOT))
 
 
-def blocks(page: Path, language: str) -> Iterator[Block]:
-    """A page's fenced blocks of a language."""
-    text = page.read_text(encoding="utf-8")
-    for found in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield Block(text.count("\n", 0, found.start(1)) + 1, tuple(found[1].splitlines()))
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[list[tuple[int, str]]]:
+    """The lines of a page's fenced blocks of a language, each with its number."""
+    text = text_of(page)
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [list(enumerate(block[1].splitlines(), text.count("\n", 0, block.start(1)) + 1)) for block in found]
 
 
 def without_comment(line: str) -> str:

@@ -117,7 +117,7 @@ def check_host_memory(config: RunConfig, world_size: int, vocabulary: int, host:
         ConfigError: a node has too little memory.
     """
     if not _fits_host(config, world_size, vocabulary, host):
-        need = host.ranks * _of_a_rank_in_host_memory(config, world_size, vocabulary)
+        need = host.ranks * host_memory_of_a_rank(config, world_size, vocabulary)
         raise ConfigError(
             f"train.offload is all, and what the ranks of a node keep for backward would need about {need / GIB:.1f} "
             f"GiB of host memory, of which {host.free / GIB:.1f} are free: lower data.tokens_per_rank "
@@ -126,10 +126,10 @@ def check_host_memory(config: RunConfig, world_size: int, vocabulary: int, host:
 
 
 def _fits_host(config: RunConfig, world_size: int, vocabulary: int, host: HostMemory) -> bool:
-    return host.ranks * _of_a_rank_in_host_memory(config, world_size, vocabulary) <= _WITH_ROOM * host.free
+    return host.ranks * host_memory_of_a_rank(config, world_size, vocabulary) <= _WITH_ROOM * host.free
 
 
-def _of_a_rank_in_host_memory(config: RunConfig, world_size: int, vocabulary: int) -> int:
+def host_memory_of_a_rank(config: RunConfig, world_size: int, vocabulary: int) -> int:
     """Bytes that the fullest stage's rank takes: whole pieces."""
     need = max(stage.host for stage in predict_memory(config, world_size, vocabulary))
     return -(-need // CHUNK_BYTES) * CHUNK_BYTES
