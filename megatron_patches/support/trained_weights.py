@@ -108,7 +108,7 @@ def _check_places(model: DistributedDataParallel) -> None:
 
 
 def _check_hooks(model: DistributedDataParallel) -> None:
-    """Refuses hooks on gradients that a matrix product adds to ``main_grad``, as autograd gets unwritten memory then."""
+    """Refuses hooks on gradients that a matrix product adds to ``main_grad``: they would get unwritten memory."""
     for weight in _fused_weights(unwrap_model(model)):
         if weight.requires_grad and (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)):
             raise SupportError(
