@@ -1,10 +1,14 @@
-"""Moving work from servers above their limit to others, each time the piece that costs fewest bytes per second of work.
+"""Moving attention work from servers above their limit to others, for fewest bytes per second of work.
 
-The server furthest above its limit, the *sender*, gives a piece of its work to one or several *receivers* with room. It
-gives, in this order: several whole pieces at once, a part of its cheapest piece, one whole piece, or a piece in
-exchange for a smaller one. A server that can give nothing is *stuck* and left as it is.
+A *server* is a rank in its role of computing attention. The *home* of a row is the rank that holds it. A *piece* is a
+range of query rows of one document that one server computes; at first every server has the pieces of its own rows.
+``scheduler.py`` sets each server's limit, in seconds, and runs a :class:`Balancer`.
 
-Array legend: K directions (forward, backward, or both), R ranks, C receivers looked at, P pieces of one sender.
+In each step the server furthest above its limit, the *sender*, gives work to one or several *receivers* with room. It
+tries these moves, in this order: several whole pieces at once; a part that is cut out of its cheapest piece; one whole
+piece; one piece in exchange for a smaller one. A server that can give nothing away is *stuck*, and left as it is.
+
+Array legend: K directions (forward, backward, or both), R ranks, P pieces of the sender.
 """
 
 from __future__ import annotations
@@ -19,32 +23,52 @@ from distca.plan.scheduler.range_split import Excess, RangeSplit, Receivers, Tim
 from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 
 ENOUGH = 1e-9
-"""The part of the mean load below which a difference is rounding. It is no limit on plans."""
+"""Differences of load below this part of the mean load are rounding. It is no limit on plans."""
 _LEAST_ROOM = 1e-4
-"""The least room of a receiver, in parts of the mean load; less is not worth a range. Most constants here save time or
-serve rare cases: other values change plans by less than 1 % (benchmarks/results/planner.md)."""
+"""A server with less room than this part of the mean load is no receiver of a cut range. Most constants here save time
+or serve rare cases: other values change plans by less than 1 % (benchmarks/results/planner.md)."""
 _TRIES = 3
-"""Pieces of a sender from which a part is tried to be cut, cheapest first, before whole pieces are tried."""
+"""The cheapest pieces of a sender, this many, from which it tries to cut a part. After that whole pieces are tried."""
 _FAILED = 64
-"""Cuts that did not pay after which balancing ends once all servers are within the tolerance. Only crumbs of room are
-left then, and filling them would take longer than all moves before."""
+"""The number of cuts that did not pay after which balancing ends, if all servers are within the tolerance. Hardly any
+room is left on receivers then, and filling the rest would take longer than all moves before."""
 _FAILED_UNLIKE = 2
-"""Cuts that did not pay after which balancing ends where servers are not alike; there the limit rises next."""
+"""``_FAILED`` where servers are not equally fast. There ``unlike.py`` raises the limit next."""
 _PARTNERS = 8
-"""Receivers with which an exchange of pieces is tried, those with most room."""
+"""The receivers with most room, this many, are tried for an exchange of pieces."""
 _CRUMB = 64
-"""How many times smaller than what a server should lose a piece must be to count as a crumb. Crumbs are handed over
-many at a time, since a thousand moves of one each would take as long as planning everything else."""
+"""A piece is a crumb if it has less than a 64th of the time that the sender should lose. Crumbs are given away many at
+a time. A thousand moves of one crumb each would take as long as the rest of planning."""
 _MOST_EXCHANGED = 1024
-"""Pieces of a server that are looked at for an exchange, the shortest; a table of all pairs is searched."""
+"""The shortest pieces of a server, this many, are tried for an exchange. All pairs with the other server's are
+compared."""
 _NO_DOCUMENT = -1
+"""The answer of :meth:`Balancer._move` if it moved pieces of several documents."""
 _KV_SHARE = 0.56
-"""The part of k,v rows in the bytes of a range at its cheapest place, which a receiver that has them already saves. It
-follows from 32 query and 8 key/value heads; 0.3 moved 0.4 % fewer bytes, 0.8 as many."""
+"""The part of a cut range's bytes that are keys and values, in the cheapest part of a document. A receiver that has
+these already costs less by it. It follows from 32 query and 8 key/value heads. With 0.3 plans move 0.4 % fewer bytes,
+with 0.8 as many."""
 
 
 class Balancer:
-    """Moves work until no server is above its limit, or none of those that are can give any away."""
+    """Moves work until no server is above its limit, or no server above it can give work away.
+
+    Args:
+        state: loads, limits and pieces of all servers; moves are noted in it.
+        timer: gives seconds of ranges.
+        q_bytes: bytes that travel for a query row that is computed away from home.
+        kv_bytes: bytes that travel for a key/value row.
+
+    Attributes:
+        unit: [K, 1] mean load of a server, in seconds.
+        stuck: [R] bool, servers that can give nothing away.
+        prices: by node, the answer of :meth:`_prices_from`.
+        place: [R] position of every rank in ``state.order``.
+        lately: [R] ranks in the order that :meth:`_falling` found last.
+        failed: number of cuts so far that did not pay.
+        unlike: whether servers are not equally fast.
+        patience: number of cuts that may fail before balancing ends.
+    """
 
     def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
         self.state, self.timer, self.q_bytes, self.kv_bytes = state, timer, q_bytes, kv_bytes
@@ -58,12 +82,12 @@ class Balancer:
         self.patience = _FAILED_UNLIKE if self.unlike else _FAILED
 
     def run(self, at_most: float, enough: float) -> bool:
-        """Moves work until no server can be relieved any more; returns whether none is left above its limit.
+        """Moves work until no server can be relieved any more; returns whether all servers are within their limits.
 
         Args:
-            at_most: balancing ends early once a stuck server is further than this above its fair share, as a part of
-                the mean.
-            enough: balancing ends early, too, once many cuts did not pay and no server is further than this above its
+            at_most: balancing ends early if a server is stuck at more than this above its fair share, as a part of the
+                mean load.
+            enough: balancing also ends early after many cuts that did not pay, if no server is more than this above its
                 fair share.
         """
         state = self.state
@@ -86,10 +110,10 @@ class Balancer:
         return bool((free >= -ENOUGH).all())
 
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
-        """The next sender: the server furthest above its limit, None where none is above it.
+        """Returns the next sender, the server furthest above its limit; None if no server is above it.
 
-        Servers that share the ``document`` that moved last come first, since receivers have its k,v rows now. ``free``
-        [R] is how far below their limits servers are, negative above, in parts of the mean."""
+        Homes of the ``document`` that moved last come first: receivers of the last move have its k,v rows now. ``free``
+        [R] is how far servers are below their limits, in parts of the mean load; negative above."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
@@ -103,12 +127,15 @@ class Balancer:
         return sender if excess[sender] > ENOUGH else None
 
     def _move(self, sender: int, room: np.ndarray, free: np.ndarray) -> int | None:
-        """Gives away work of the sender; returns the document of it, ``_NO_DOCUMENT`` for several, None for nothing.
+        """Gives away work of the sender.
 
         Args:
             sender: the server that gives.
             room: [K, R] seconds that servers are below their limits.
-            free: [R] the smaller of both directions' room, in parts of the mean.
+            free: [R] the smaller of both directions' room, in parts of the mean load.
+
+        Returns:
+            The document that the work is of; ``_NO_DOCUMENT`` if it is of several; None if nothing could be given.
         """
         need = -room[:, sender]
         wanted = -float(free[sender])
@@ -120,7 +147,7 @@ class Balancer:
             return _NO_DOCUMENT
         for best in _cheapest(price):
             if (_CRUMB * pieces.seconds[:, best] < need).all():
-                # Crumbs are moved together: each by itself would take as long as all of them.
+                # Each crumb by itself would take as long as all of them together.
                 crumbs = (_CRUMB * pieces.seconds < need[:, None]).all(axis=0)
                 if self._move_whole(sender, pieces, np.where(crumbs, price, np.inf), need, room, free, wanted):
                     return _NO_DOCUMENT
@@ -132,12 +159,13 @@ class Balancer:
         return _NO_DOCUMENT if moved else None
 
     def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
-        """[P] bytes per query-key pair of each piece: those of its cheapest range with ``work``, in parts of the mean.
+        """Returns the [P] price of each piece: bytes per query-key pair of its cheapest range.
 
-        The middle of that range is where geometry.cheapest_middle has it, as far as the piece reaches there."""
+        The range has so many pairs that it takes ``work``, in parts of the mean load, or all pairs of a smaller piece.
+        Its middle is where ``geometry.cheapest_middle`` puts it, or as near as the piece allows."""
         if not len(pieces) or work <= ENOUGH:
             return np.full(len(pieces), np.inf)
-        # Positions become floats first: numpy takes twice as long where types are mixed.
+        # Positions become floats at once, because numpy takes twice as long where types are mixed.
         _, start, stop = pieces.place.astype(np.float64)
         whole = range_pairs(start, stop)
         seconds = pieces.seconds / self.unit
@@ -159,11 +187,19 @@ class Balancer:
         free: np.ndarray,
         wanted: float,
     ) -> bool:
-        """Hands the cheapest pieces to one receiver in one step, as many as it has room for and the sender must lose;
-        returns whether any went.
+        """Gives the cheapest pieces to one receiver in one move; returns whether any piece went.
 
-        The other arguments are as in :meth:`_move`; ``price`` [P] is infinite for pieces that must not go, and
-        ``wanted`` is what the sender should lose, in parts of the mean."""
+        It gives as many pieces as the receiver has room for and the sender must lose.
+
+        Args:
+            sender: the server that gives.
+            pieces: its pieces.
+            price: [P] bytes per pair of each piece; infinite for pieces that must stay.
+            need: [K] seconds that the sender should lose.
+            room: as in :meth:`_move`.
+            free: as in :meth:`_move`.
+            wanted: what the sender should lose, in parts of the mean load.
+        """
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False
         order = np.argsort(price, kind="stable")
@@ -176,9 +212,10 @@ class Balancer:
         return self._hand_over(sender, pieces, chosen, receiver)
 
     def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Hands over one whole piece where no cut pays; returns whether it did.
+        """Gives one whole piece to the receiver with most room, where no cut pays; returns whether it did.
 
-        It is the shortest piece that covers the need, or else the longest that fits."""
+        It is the piece with fewest rows of those that relieve the sender of all that it must lose. If none does, it is
+        the piece with most rows that fits."""
         receiver = self._one_receiver(free, np.inf)
         fits = (self.state.on(receiver, sender, pieces) <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
@@ -189,11 +226,11 @@ class Balancer:
         return self._hand_over(sender, pieces, np.array([best]), receiver)
 
     def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Swaps two whole pieces where nothing fits alone; returns whether it did.
+        """Swaps two whole pieces where no piece fits alone; returns whether it did.
 
-        One piece of the sender goes against a slightly smaller one of a receiver. The shortest such pair is taken."""
-        # All pairs of a given and a taken piece: [K, given, taken] seconds that the sender loses and the receiver
-        # gains.
+        The sender gives a piece, and a receiver gives it a smaller one. The pair with fewest rows is taken."""
+        # Tables of all pairs of a given and a taken piece, [K, given, taken]: "lost" is the seconds that the sender
+        # loses by the exchange, "gained" those that the receiver gains.
         given = pieces.shortest(_MOST_EXCHANGED)
         for receiver in self._falling(free)[:_PARTNERS].tolist():
             theirs = self.state.pieces_of(receiver)
@@ -222,8 +259,10 @@ class Balancer:
         return True
 
     def _falling(self, worth: np.ndarray) -> np.ndarray:
-        """[N] ranks with a ``worth`` [R] above 0, by falling worth, equals in the state's order."""
-        # The last order is sorted anew: little changes from move to move, and a nearly sorted array takes less time.
+        """Returns [N] ranks with a ``worth`` [R] above 0, the highest first; equals are in the order of
+        ``state.order``."""
+        # Little changes from move to move, and a nearly sorted array is sorted faster. So the order of the last call is
+        # sorted anew. Equals may stand in the wrong order in it; then all ranks are sorted from ``state.order``.
         found = -worth.take(self.lately)
         at, some = found.argsort(kind="stable"), np.count_nonzero(worth)
         self.lately = self.lately.take(at)
@@ -236,7 +275,7 @@ class Balancer:
         return self.lately[:some]
 
     def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
-        """The fullest rank with room for ``wanted``, or else the emptiest one."""
+        """Returns the fullest rank that still has room for ``wanted``; if none has, the rank with most room."""
         order = self.state.order
         fits = np.where(free[order] >= wanted, free[order], np.inf)
         at = int(np.argmin(fits)) if np.isfinite(fits).any() else int(np.argmax(free[order]))
@@ -245,7 +284,7 @@ class Balancer:
     def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Cuts ranges out of a piece for the cheapest receivers; returns whether a cut paid.
 
-        Receivers that would then read too many k,v rows are asked only where the others do not do."""
+        Servers that would then read too many k,v rows are receivers only if the others do not suffice."""
         state = self.state
         pieces = state.pieces_of(sender)
         document, start, stop = pieces.place[:, piece].tolist()
@@ -267,15 +306,17 @@ class Balancer:
         return True
 
     def _split(self, sender: int, excess: Excess, receivers: Receivers) -> RangeSplit | None:
+        """Returns the cut of a piece into ranges for receivers; None if there are none, or no cut pays."""
         if not len(receivers.rank):
             return None
         return split_range(excess, receivers, replace(self.timer, sender=sender, receivers=receivers.rank))
 
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
-        """Ranks with room, those that cost fewest bytes per second of work first.
+        """Returns the ranks with room, in the order of the bytes that they cost per second of work, fewest first.
 
-        Ranks of the sender's node cost less, as do empty ones, and those that have k,v rows of the document. Bytes per
-        second fall with the root of the room. So ``worth``, room over squared price, sorts ranks without a root."""
+        Ranks of the sender's node cost less, as do ranks with much room, and ranks that have k,v rows of the document.
+        Bytes per second fall with the square root of the room. So ranks are sorted by room over squared price, "worth",
+        which needs no square root."""
         state, network = self.state, self.state.links.network_price
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared
@@ -284,8 +325,8 @@ class Balancer:
         ranks = self._falling(worth)
 
         def price(low: np.ndarray, ends: np.ndarray, chosen: list[int]) -> np.ndarray:
-            # Query rows of range i cost each[i] · (ends[i] − ends[i − 1]), which adds up as ends @ rises − low ·
-            # each[0].
+            # [G] price of range i for receiver i, added up over i. Range i begins where range i - 1 ends. So its query
+            # rows cost each[i] · (ends[i] − ends[i − 1]); the sum over i is ends @ rises − low · each[0].
             to = ranks.take(chosen)
             each = q_price.take(to)
             rises = each.copy()
@@ -296,8 +337,10 @@ class Balancer:
         return Receivers(ranks, room.take(ranks, axis=1), distant.take(ranks), price)
 
     def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns for every rank [R], as seen from ``node``: 1 if it is on another node, else 0; the price of a query
-        row; and the price of a byte, squared."""
+        """Returns three [R] arrays for a sender on ``node``, with a number for every rank.
+
+        The first is 1 for ranks on other nodes, else 0. The second is the price of a query row sent there. The third is
+        the squared price of a byte."""
         if node not in self.prices:
             distant = (self.state.node != node).astype(np.float64)
             price = np.where(distant, self.state.links.network_price, 1.0)
@@ -306,8 +349,7 @@ class Balancer:
 
 
 def _cheapest(price: np.ndarray) -> Iterator[int]:
-    """The ``_TRIES`` cheapest pieces by [P] ``price``, as far as it is finite; most often only the first is asked
-    for."""
+    """Yields the ``_TRIES`` pieces with the lowest [P] ``price``, as far as it is finite, cheapest first."""
     for _ in range(min(_TRIES, len(price))):
         best = int(price.argmin())
         if not price[best] < np.inf:

@@ -1,15 +1,20 @@
-"""Cutting consecutive query ranges out of one document's piece, one for each of several receivers.
+"""Cutting query ranges out of one document for several servers that take over a part of the work.
 
-A range of m query rows that ends at position d costs m rows of q (and o) and up to d rows of k,v. Its query-key pairs
-are about m (d - m/2). For A pairs the bytes Q m + K d are least where the range's middle lies at sqrt(A (Q + K/2) / K).
-So a long document gives its inner rows best, and one long range is cheaper than two short ones. A sender therefore
-hands over one part [low, high) of a piece [start, stop), cut into consecutive ranges, one per receiver. Short ranges
-come first, which makes the sum of their ends, and so the k,v rows, least.
+A *server* is a rank that computes attention. ``balancer.py`` calls :func:`split_range` when a server, the *sender*, has
+too much work. It names one *piece* of the sender, a range of query rows [start, stop) of a document, and the
+*receivers*: servers with room. The sender gives one part [low, high) of the piece away. This part is cut into
+consecutive ranges, one for each receiver. Example: receivers 5 and 7 get ranges of the piece [0, 1000) with the cuts
+400, 500 and 700. Then one gets the rows [400, 500), the other [500, 700), and the sender keeps [0, 400) and [700,
+1000).
 
-Example: a piece [0, 1000) should lose ranges for receivers 5 and 7. The cuts 400, 500, 700 give rows [400, 500) to one
-and [500, 700) to the other; the sender keeps [0, 400) and [700, 1000).
+The part lies where it costs fewest bytes. A range of m query rows that ends at position d moves these m rows. It also
+moves up to d rows of k and v. It has about A = m (d - m/2) query-key pairs. Its bytes are Q m + K d, with Q for a query
+row and K for a key/value row. They are least if the range's middle is at sqrt(A (Q + K/2) / K). So ranges from the
+middle of a long document are cheapest, and one long range is cheaper than two short ones. Of consecutive ranges the
+short ones come first: that way their ends, and so their k,v rows, add up to least.
 
-Array legend: K directions, C receivers, N chosen receivers, G tried places of the part.
+Array legend: K directions (forward, backward, or both), C receivers, N receivers that are chosen, G places that are
+tried for the part.
 """
 
 from __future__ import annotations
@@ -27,33 +32,34 @@ from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
-"""The most time that a cut may add, as a part of the time that it moves. Costlier cuts are refused while servers can be
-relieved otherwise; so it sets how short a range may be. What follows with small budgets, and other values of all
-constants here, are in benchmarks/results/planner.md."""
+"""The most time that a cut may add, as a part of the time that it moves: each side of a cut reads keys once more.
+Costlier cuts are refused while servers can be relieved in another way. So this limits how short a range may be. For its
+effect where ranks have few tokens, and for other values of all constants here, see benchmarks/results/planner.md."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
-"""The places that are tried for the ranges, from the start of the piece to its end. With 5 places plans move 0.1 % more
-bytes, with 49 as many as with 13."""
+"""The places that are tried for the part, from 0, the start of the piece, to 1, its end. With 5 places plans move 0.1 %
+more bytes, with 49 as many as with 13."""
 _LEAST_BLOCKS = 8
-"""The fewest kernel tiles that a sender hands over, even if it should lose less. With 32 bytes grow by 1.5 %."""
+"""The least work that a sender gives away, in kernel tiles of query rows, even if it should lose less. With 32 plans
+move 1.5 % more bytes."""
 _FEW = 8
-"""Receivers up to which sizes of ranges are corrected once; with more they are corrected three times, as errors add up
-along the ranges. With 32 the slowest server is as fast."""
+"""The most receivers for which the sizes of ranges are corrected once. With more they are corrected three times,
+because errors add up from range to range. With 32 the slowest server is as fast."""
 _LONG_CONTEXT = 131_072
-"""The end of a piece, in rows, from which a place's price counts the keys that the sender then reads twice. Up to there
-their time does not change the choice, and counting it takes longer."""
+"""If a piece ends behind this row, the price of a place includes the time for keys that the sender then reads twice.
+For shorter documents this time does not change the choice, and counting it makes planning slower."""
 _NEVER_WASTEFUL = 32
-"""The length of a range, in kernel tiles, from which it is not checked whether its cut pays: it always does."""
+"""Cuts that leave no range shorter than this many kernel tiles always pay, and are not checked."""
 _SLIVER = 8
-"""How many times shorter than the range next to it a sender's rest must be to go along with that range."""
+"""If the sender would keep a rest more than this many times shorter than the range next to it, the rest goes along."""
 _FINEST = 0.004
-"""The part of a server's load that a rounded cut may be off. Where a kernel tile is more, cuts are rounded to a half, a
-quarter, or at least a sixteenth of a tile."""
+"""The part of a server's mean load that a kernel tile of query rows may take for cuts to fall on whole tiles. Else they
+fall on multiples of a half, a quarter, or at least a sixteenth of a tile."""
 
 
 @dataclass(frozen=True)
 class Timer:
-    """Seconds of query ranges in the directions that are balanced.
+    """Gives the seconds of query ranges, in the directions that are balanced.
 
     Attributes:
         work: the work of ranges on every server.
@@ -75,9 +81,9 @@ class Timer:
         return self.work.costs[0].block
 
     def block(self, per_row: list[float]) -> int:
-        """The rows that cuts are rounded to: a kernel tile, or a part of one where a tile is too much of a load.
+        """Returns the number of rows that cuts are multiples of: a kernel tile, or a fraction of one (``_FINEST``).
 
-        ``per_row`` [K] is seconds of a row."""
+        ``per_row`` [K] is the seconds of a row."""
         block = self.tile
         fine = _FINEST * min(unit / max(seconds, 1e-300) for unit, seconds in zip(self.unit, per_row, strict=True))
         while block > fine and block > max(1, self.tile // 16):
@@ -85,22 +91,25 @@ class Timer:
         return block
 
     def seconds(self, start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """[K][N] seconds of a handful of ranges [start, stop) on the sender."""
+        """Returns [K][N] seconds of a handful of ranges [start, stop) on the sender."""
         return self.work.of_few(start, stop, self.sender)
 
     def seconds_at(self, chosen: Sequence[int], start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """[K][N] seconds of ranges: the first and the last stay at the sender, the ``chosen`` receivers (indices) get
-        the others."""
+        """Returns [K][N + 2] seconds of consecutive ranges on the servers that compute them.
+
+        The first and the last range stay at the sender; the others go to the [N] receivers with the indices
+        ``chosen``."""
         if self.work.of_server is None:
             return self.seconds(start, stop)
         return self.work.of_few(start, stop, [self.sender, *self.receivers.take(chosen).tolist(), self.sender])
 
 
 class Excess(NamedTuple):
-    """A sender's piece and what should leave it.
+    """A piece of the sender, and how much work should leave it.
 
     Attributes:
-        start, stop: query rows of the piece.
+        start: first query row of the piece.
+        stop: one past its last query row.
         seconds: [K] seconds of the whole piece.
         need: [K] seconds that the sender should lose; negative where it is below its limit.
     """
@@ -112,14 +121,14 @@ class Excess(NamedTuple):
 
 
 class Receivers(NamedTuple):
-    """Servers that may take ranges, in order of preference.
+    """The servers that may take ranges, in order of preference.
 
     Attributes:
         rank: [C] the servers.
         room: [K, C] seconds that each may still gain.
         distant: [C] float64, 1 for servers on another node than the sender, else 0.
-        price: (low [G], ends [G, N], indices [N]) -> [G] price of moving consecutive ranges, which begin at ``low`` and
-            end at ``ends``, to these receivers: of query rows, and of the k,v rows that they still need.
+        price: a function of ``low`` [G], ``ends`` [G, N] and the indices of N receivers. It returns [G] prices of
+            moving ranges that begin at ``low`` and have these ends: of query rows, and of k,v rows that receivers lack.
     """
 
     rank: np.ndarray
@@ -129,14 +138,14 @@ class Receivers(NamedTuple):
 
 
 class RangeSplit(NamedTuple):
-    """Consecutive ranges [cuts[i], cuts[i + 1]) of a piece, one for each chosen receiver.
+    """The consecutive ranges [cuts[i], cuts[i + 1]) of a piece, one for each chosen receiver.
 
-    There are mostly one or two ranges, so all fields are lists: numpy's calls would take longer than the numbers.
+    Mostly there are one or two ranges. So all fields are lists: for so few numbers, calls of numpy take longer.
 
     Attributes:
         chosen: [N] indices of receivers.
         room: [K][N] seconds that each may gain.
-        cuts: N + 1 positions.
+        cuts: [N + 1] positions.
         moved: [K][N] seconds that each receiver gains.
         kept: [K][2] seconds that the sender keeps before and behind these ranges.
     """
@@ -149,12 +158,12 @@ class RangeSplit(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """[N] rows of every range."""
+        """Returns [N] rows of every range."""
         return [stop - start for start, stop in pairwise(self.cuts)]
 
     @property
     def fit(self) -> list[float]:
-        """[N] room of each receiver over the time of its range, in the tighter direction."""
+        """Returns [N] room of each receiver over the time of its range, in the direction where that is less."""
         directions = [
             [most / max(own, 1e-300) for most, own in zip(room, moved, strict=True)]
             for room, moved in zip(self.room, self.moved, strict=True)
@@ -163,15 +172,17 @@ class RangeSplit(NamedTuple):
 
 
 def least_of(directions: np.ndarray) -> np.ndarray:
-    """[...] the smaller of one or two directions [K, ...]; faster than a reduction over an axis of length two."""
+    """Returns [...] the smaller one of one or two directions [K, ...].
+
+    This is faster than numpy's minimum over an axis of length one or two."""
     return np.minimum(directions[0], directions[-1])
 
 
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
-    """The cheapest ranges that relieve the sender of its excess and fit the receivers; None when no cut pays."""
-    # Sizes are pairs. First guess the pairs that fill each receiver, choose receivers and the place, and round to
-    # blocks. Then correct the sizes by the seconds that these ranges take. At last drop ranges that do not fit or do
-    # not pay.
+    """Returns the cheapest ranges that the receivers have room for and that relieve the sender; None if no cut pays."""
+    # The size of a range is its query-key pairs. First the pairs that fill each receiver are guessed, receivers and the
+    # part's place are chosen, and cuts are rounded. Then sizes are corrected by the seconds that these ranges take. At
+    # last ranges that do not fit or do not pay are dropped.
     whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
@@ -179,7 +190,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     low = _place(excess, receivers, chosen, sizes, whole, timer)
     room = receivers.room.take(chosen, axis=1).tolist()
     split = _timed(excess, chosen, room, _on_blocks(excess, low, sizes, block), timer)
-    # Ranges of one piece differ in seconds per pair: sizes are corrected by the times just computed, in the same place.
+    # Seconds per pair differ from range to range. So sizes are corrected by the times of the ranges just cut; the place
+    # mostly stays.
     for _ in range(1 if len(chosen) <= _FEW else 3):
         relief = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
         relieved = all(own >= need for own, need in zip(relief, excess.need, strict=True))
@@ -201,15 +213,16 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
 
 
 def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
-    """[C] pairs that fill each receiver, the pairs that should leave the sender, and the fewest that are worth a cut.
+    """Returns [C] pairs that fill each receiver, the pairs that should leave the sender, and the fewest that are worth
+    a cut.
 
-    Seconds become pairs by the rate of a range in the piece's middle that fills the preferred receiver: a range costs
-    more per pair than the whole piece.
-    """
+    Seconds per pair are those of a sample range in the middle of the piece, which fills the first receiver. They are
+    more than those of the whole piece, as a short range has many keys for its pairs."""
     middle = 0.5 * (excess.start + excess.stop)
     per_pair = [seconds / whole for seconds in excess.seconds]
     size = np.minimum(receivers.room[0] / per_pair[0], receivers.room[-1] / per_pair[-1])
-    # A few blocks are handed over even if fewer are needed: more than needed is better than nothing.
+    # At least a few tiles are given away, as far as a receiver has room: it is better to give more than needed than
+    # nothing.
     least = min(_LEAST_BLOCKS * timer.tile * middle, float(size.max()))
     wanted = min(max(*(need / each for need, each in zip(excess.need, per_pair, strict=True)), least), whole)
     rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
@@ -222,10 +235,11 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
 
 
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[int], list[float]]:
-    """[N] receivers and the pairs that each gets, smallest first.
+    """Returns [N] chosen receivers and the pairs that each gets, fewest pairs first.
 
-    Receivers are filled in order of preference; what is left goes to the one that it fills best, if possible on the
-    sender's node. Example: sizes 50, 40, 30 and 12 for 60 pairs fill the first with 50 and give 10 to the last."""
+    Receivers are filled in order of preference. The last part goes to the receiver with the least room that suffices,
+    if possible on the sender's node. Example: receivers have room for 50, 40, 30 and 12 pairs, and 60 pairs should go.
+    The first gets 50 and the last gets 10."""
     total = size.cumsum()
     full = int(total.searchsorted(wanted * (1 - 1e-12)))
     if full == len(size):
@@ -241,7 +255,7 @@ def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[
 def _place(
     excess: Excess, receivers: Receivers, chosen: list[int], sizes: list[float], whole: float, timer: Timer
 ) -> float:
-    """The first row of the cheapest place for consecutive ranges of these sizes, of ``_PLACES`` from start to end."""
+    """Returns the first row of the part, at the cheapest of ``_PLACES``; ranges have the pairs ``sizes``."""
     total = list(accumulate(sizes))
     if total[-1] >= whole * (1 - 1e-12):
         return float(excess.start)
@@ -250,8 +264,8 @@ def _place(
     ends = np.minimum(stop_after(low[:, None], np.array(total)), excess.stop)
     price = receivers.price(low, ends, chosen)
     if excess.stop > _LONG_CONTEXT:
-        # Two parts left at home read their keys twice. The price of a place grows by that time, over that of the work
-        # that leaves.
+        # The sender may keep rows before and behind the part, and then reads keys twice. The price of a place grows by
+        # this time, as a part of the time of the work that leaves.
         rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
         seconds = timer.work.on(timer.sender, rows, np.append(low, np.full(len(low), float(excess.stop))))
         kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
@@ -262,11 +276,14 @@ def _place(
 
 
 def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> list[int]:
-    """N + 1 cuts of ranges of these sizes from ``low`` on, rounded to whole blocks counted from the piece's start.
+    """Returns N + 1 cuts, rounded to whole blocks from the piece's start, for ranges with the pairs ``sizes`` from
+    ``low`` on.
 
-    The end is rounded up. Then every range but the first is rounded down, and the first is lengthened so that together
-    they have as many pairs as they should. What would leave the sender a sliver takes the sliver too."""
-    # "edges" are the exact borders. squared() grows by twice the pairs, so borders follow from added pairs.
+    The end of the part is rounded up. Then the rows of every range but the first are rounded down. The first range
+    becomes longer, so that the part has as many pairs as it should. If the sender would keep a sliver, the sliver goes
+    along."""
+    # "edges" are the exact borders. squared() of a border grows by twice the pairs of a range, so edges follow from
+    # sums of pairs.
     square = squared(low)
     edges = [low]
     for pairs in sizes:
@@ -278,7 +295,7 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
     cuts = [high]
     for begin, end in zip(edges[-2:0:-1], edges[:1:-1], strict=True):
         cuts.append(cuts[-1] - max(int((end - begin) // block), 1) * block)
-    # The first range begins where all ranges together, up to the rounded end, have the pairs that they should.
+    # The first range begins where the part, up to its rounded end, has as many pairs as all sizes together.
     bottom = cuts[-1]
     lowest = squared(low) - squared(edges[-1]) + squared(float(high))
     rows = bottom - position_of(max(lowest, 0.25))
@@ -289,7 +306,7 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
 
 
 def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: list[int], timer: Timer) -> RangeSplit:
-    """The split at ``cuts`` with its seconds; receivers whose range has no rows are left out."""
+    """Returns the split at ``cuts`` with its seconds; receivers whose range has no rows are left out."""
     some = [start < stop for start, stop in pairwise(cuts)]
     if not all(some):
         chosen, cuts = list(compress(chosen, some)), list(compress(cuts, [*some, True]))
@@ -299,8 +316,10 @@ def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: lis
 
 
 def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int) -> RangeSplit | None:
-    """Shortens ranges that exceed their room, then gives up those that still do or do not pay; None where none is
-    left."""
+    """Shortens ranges that take longer than their receivers have room for, and drops ranges that still do, or do not
+    pay.
+
+    Returns None if no range is left."""
     over = _over(split)
     for _ in range(3):
         if not any(over):
@@ -313,7 +332,7 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
             bad = [each or wasted for each, wasted in zip(over, _wasteful(excess, split, timer), strict=True)]
         if not any(bad):
             return split
-        # Ranges must stay consecutive, so those on the shorter side of a bad one are given up with it.
+        # Ranges must stay consecutive. So with a bad range all ranges on its shorter side are dropped.
         at = bad.index(True)
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
         cuts = split.cuts[at + 1 :] if at < len(bad) / 2 else split.cuts[: at + 1]
@@ -323,12 +342,13 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
 
 
 def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer, block: int) -> RangeSplit:
-    """The split with the ranges that are ``over`` cut to what fits; the others slide into the gap."""
+    """Returns the split with the ranges that are ``over`` their room cut to it; the other ranges move into the gap."""
     rows = split.rows
     for at, fit in enumerate(split.fit):
         if over[at]:
             rows[at] = int(rows[at] * fit * 0.999 // block) * block
-    # They slide to the end of the piece that moves as a whole, so that the sender keeps one part and not two.
+    # Ranges move to the part's first row if the piece begins there, else to its last row. So if the part reaches an end
+    # of the piece, the sender keeps one range and not two.
     if split.cuts[0] == excess.start and split.cuts[-1] < excess.stop:
         cuts = list(accumulate(rows, initial=split.cuts[0]))
     else:
@@ -337,7 +357,7 @@ def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer
 
 
 def _over(split: RangeSplit) -> list[bool]:
-    """[N] whether each range takes longer than its receiver has room for."""
+    """Returns [N] whether each range takes longer than its receiver has room for."""
     over = [False] * len(split.chosen)
     for room, moved in zip(split.room, split.moved, strict=True):
         over = [was or own > most * (1 + 1e-9) for was, own, most in zip(over, moved, room, strict=True)]
@@ -345,11 +365,13 @@ def _over(split: RangeSplit) -> list[bool]:
 
 
 def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
-    """[N] whether the cut of each range from the rows behind it (and, for the first, before it) costs too much.
+    """Returns [N] whether it costs too much to cut each range from the rows behind it; for the first, also from those
+    before.
 
-    A cut costs the seconds of both sides, less the seconds of one range that joins them."""
+    A cut costs the seconds of both sides, minus the seconds of one range that joins them."""
     wasteful, cuts, most = [True] * len(split.chosen), split.cuts, timer.most_overhead
-    # Seconds of each range joined with the one behind it; at last, of the first joined with what is before it.
+    # "seconds" are those of each range joined with the one behind it. The last entry is the first range joined with the
+    # rows before it.
     seconds = timer.seconds([*cuts[:-1], excess.start], [*cuts[2:], excess.stop, cuts[1]])
     alone = split.moved if timer.work.of_server is None else timer.seconds(cuts[:-1], cuts[1:])
     for moved, (before, behind), joined in zip(alone, split.kept, seconds, strict=True):

@@ -1,9 +1,14 @@
-"""The scheduler: which server computes which CA-task, so that every server is done at about the same time.
+"""The scheduler: it chooses the server that computes each range of queries, so that all servers end at about the same
+time.
 
-It is a greedy scheduler like the paper's (arXiv 2510.18121, section 5.2). It starts with every shard at home and moves
-work from loaded to idle servers, for fewest bytes per second of work (``balancer.py``). It differs in one thing: only a
-server above its limit gives work away, and never more than its excess. So the slowest server's time itself is bounded;
-see docs/planning.md.
+A *server* is a rank that computes attention; the *home* of a row is the rank that holds it. A *task* is a range of
+query rows of one document on one server. ``phases.py`` calls :func:`schedule` for each *nano-batch*, the whole or one
+of two parts of a micro-batch. At first every task is at home. Then work moves from servers above a limit to others, for
+fewest bytes per second of work (``balancer.py``).
+
+The scheduler is greedy, like that of the paper (arXiv 2510.18121, section 5.2). It differs in one thing: only a server
+above its limit gives work away, and never more than its excess. So the slowest server's time itself is bounded; see
+docs/planning.md.
 """
 
 from __future__ import annotations
@@ -31,40 +36,40 @@ from distca.plan.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOLERANCE = 0.02
-"""How far above the mean the slowest server may be, as a part of it. It was chosen from a curve of bytes over tolerance
-in benchmarks/results/planner.md; below 0.01 bytes rise steeply."""
+"""How far above the mean load the slowest server may be, as a part of it. It was chosen from the curve of bytes over
+tolerance in benchmarks/results/planner.md; below 0.01 bytes rise steeply."""
 
 _FINEST_TOLERANCE, _SERVERS_OF_DEFAULT = 0.005, 128
-"""The tolerance of small pools, and the servers from which pools have the default. Finer plans gained less than 0.2 %
-of attention's time (benchmarks/results/planner.md)."""
+"""The first is the tolerance of small pools of servers. The second is the number of servers from which the default is
+used. Finer plans gained less than 0.2 % of attention's time (benchmarks/results/planner.md)."""
 
 _AIM = 0.95
-"""The part of the tolerance that is tried first; the rest is for what ranges add when they are joined. With 1.0 the
-slowest server is 0.08 % slower; with 0.8 it is 0.24 % faster, but bytes grow by 0.8 %."""
+"""The part of the tolerance that the first try aims at. The rest is for time that ranges add when they are joined. With
+1.0 the slowest server is 0.08 % slower; with 0.8 it is 0.24 % faster, but bytes grow by 0.8 %."""
 _JOININGS = 3
-"""Times that a limit is tried again after ranges that met on a server were joined, which changes their seconds."""
+"""How often one limit is tried at most. Ranges that met on a server are joined at the end of a try, which changes their
+seconds. If a server takes longer by that, the next try begins with the joined ranges."""
 _USUAL_TRIES = 4
-"""Limits that are tried before cuts may add more work."""
+"""The number of limits that are tried before cuts may add more work."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
-"""Additions to the tolerance, tried in turn where the limit cannot be kept. A block of the longest document may be a
-few percent of the mean load. Every receiver is then left a little short of its limit. A slightly higher limit for all
-is better than one server that nobody can relieve."""
+"""Numbers that are added to the tolerance, one after the other, if no plan keeps to the limit before. A kernel tile of
+the longest document may be a few percent of the mean load. Every receiver then stays a little below its limit. A
+slightly higher limit for all is better than one server that nobody can relieve."""
 _MORE_OVERHEAD = 1.0
-"""The time that a cut may add, as a part of the time that it moves, in tries before the tolerance grows. Where budgets
-are small, ranges that pay for their cut are up to a quarter of a server's backward. Shorter ones add work, but a server
-that nobody can relieve keeps all others waiting for longer (benchmarks/results/planner.md)."""
+"""The time that a cut may add, as a part of the time that it moves, in the last tries. If ranks have few tokens, a
+range that pays for its cut is up to a quarter of a server's backward. Shorter ranges add work. But a server that nobody
+can relieve keeps all others waiting for longer (benchmarks/results/planner.md)."""
 _LEAST_SLACK = 0.0003
-"""The least distance of a limit from what forward and backward disagree about, in parts of the mean. Closer limits are
-not tried: a thousand moves would end just above them."""
+"""How far a limit must be above the least imbalance that forward and backward allow together, in parts of the mean
+load. Closer limits are not tried: a thousand moves would end just above them."""
 
 
 def training_tolerance(servers: int) -> float:
-    """The tolerance of plans for training: 0.005 for up to 32 servers, growing with them to 0.02 from 128 on.
+    """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing with them to 0.02 from 128 on.
 
-    In small pools a finer plan costs a few milliseconds in the background and some percent more bytes. With 0.02, one
-    of two ranks with a document as long as the context each is 1.4 to 1.8 % above the mean
-    (benchmarks/results/planner.md).
-    """
+    In small pools a finer plan costs a few milliseconds of planning, which runs in the background, and some percent
+    more bytes. With 0.02, two ranks with a document as long as the context each have a slowest server 1.4 to 1.8 %
+    above the mean (benchmarks/results/planner.md)."""
     return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 
 
@@ -82,17 +87,17 @@ def schedule(
     """Plans one nano-batch.
 
     Args:
-        layout: where the rows live.
-        cost: seconds per CA-task.
-        tolerance: how far above its fair share of the time a server may be, as a part of the mean. A plan exceeds it
-            where documents and the shortest worthwhile ranges leave no other way.
-        direction: which direction is balanced; "both" balances each of them with one common set of tasks.
-        resend: whether backward resends q, k, v and o, which changes the price of a moved row.
-        links: prices of bytes between ranks; None prices all pairs alike.
-        other_seconds: seconds of work other than attention on every server, [R] for one direction, [2, R] for both. A
-            server with less of it gets more attention, so that all are done at the same time. None: all have as much.
-        growth: how much cuts added to the work in the plan before, where servers are not alike; that of this plan is
-            noted in it. None: nothing is known.
+        layout: the rows of each rank.
+        cost: seconds per task.
+        tolerance: how far above its fair share of the time a server may be, as a part of the mean load. A plan exceeds
+            it if documents, and the shortest ranges that pay for their cut, leave no other way.
+        direction: the direction that is balanced; "both" balances both with one common set of tasks.
+        resend: whether homes send q, k, v and o again for backward, which changes the price of a moved row.
+        links: which ranks share a node, and prices of bytes between ranks; None prices all pairs alike.
+        other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
+            server with less of it gets more attention, so that all end at the same time. None: all have equally much.
+        growth: by direction, the factor by which cuts made all work grow in the plan before. It is used and updated if
+            servers are not equally fast. None: nothing is known.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
@@ -114,7 +119,8 @@ def schedule(
         return Plan(layout, schedule_unlike(home, work, target, tolerance, moved_bytes, links, growth))
     search = _Search(home, work, target, moved_bytes, links)
     while not search.run(tolerance, least) and tolerance > _FINEST_TOLERANCE:
-        # No plan was kept, as one direction always lost more than the other gained: a finer one may do better.
+        # No plan was better than computing at home: one direction always lost more than the other gained. A finer plan
+        # may be better.
         tolerance = max(tolerance / 2, _FINEST_TOLERANCE)
     return Plan(layout, search.best)
 
@@ -128,11 +134,11 @@ class _Search:
         work: the work of ranges on every server.
         target: how much work each server should get.
         moved_bytes: bytes of a query row and of a key/value row that is computed away from home.
-        links: prices of bytes between ranks.
+        links: which ranks share a node, and prices of bytes between ranks.
         best: tasks of the fastest plan so far.
-        lowest: load of its slowest server over the mean load.
+        lowest: its slowest server's seconds over the mean load.
         before: [K] seconds of the slowest server with everything at home.
-        grown: [K] mean seconds of a server after the last try; cuts have added to them.
+        grown: [K] mean load after the last try, with the work that cuts added.
     """
 
     home: Plan
@@ -149,10 +155,11 @@ class _Search:
         self.best = self.home.tasks
 
     def run(self, tolerance: float, least: float) -> bool:
-        """Tries limits from a little under ``tolerance`` on; returns False where a finer tolerance may do better.
+        """Tries limits, the first a little below ``tolerance``; returns False if a finer tolerance may give a better
+        plan.
 
-        Limits below ``least`` are left out, because forward and backward differ too much to leave room for them. First
-        come the usual tries, with a higher limit each, then all limits again with more costly cuts."""
+        First come a few limits, each higher than the one before. Then all limits are tried with costlier cuts. Limits
+        below ``least`` are left out: forward and backward differ too much for them."""
         more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
@@ -160,10 +167,10 @@ class _Search:
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # A usual try may end once one server is stuck above the next try's limit.
+            # One of the first tries may end as soon as a server is stuck above the next try's limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
-            # Cuts add work, and limits with it: servers that were filled first are then left with crumbs of room. So
-            # the last tries expect the work of the try before from the start.
+            # Cuts add work, and limits rise with the mean load. Servers that were filled before then have only a little
+            # room again, too little for a range. So the last tries expect the work of the try before from the start.
             expected = self.grown if tried > len(usual) else None
             overhead = MOST_OVERHEAD if tried < len(usual) else _MORE_OVERHEAD
             over = self._at_limit(aim, tolerance, at_most, overhead, expected)
@@ -177,14 +184,14 @@ class _Search:
     def _at_limit(
         self, aim: float, tolerance: float, at_most: float, overhead: float, expected: np.ndarray | None
     ) -> float:
-        """Balances to one limit; returns how far above the mean the slowest server then is, as a part of it.
+        """Balances to one limit; returns how far above the mean load the slowest server then is, as a part of it.
 
         Args:
-            aim: how far above the mean the limit is.
+            aim: how far above the mean load the limit is.
             tolerance: how far above it a server may be for the plan to count as good.
-            at_most: how far above it a stuck server ends this try.
+            at_most: a server that is stuck further above it than this ends the try.
             overhead: most time that a cut may add, as a part of the time that it moves.
-            expected: [K] mean seconds that the limit counts from, where cuts are known to add work.
+            expected: [K] mean load that the limit is computed from, if cuts are known to add work; else None.
         """
         start, over = self.home, np.inf
         for _ in range(_JOININGS):
@@ -198,23 +205,24 @@ class _Search:
             tasks = state.joined()
             self.grown = state.mean
             slowest = state.figure(unit)
-            # Forward and backward run one after the other. Where they share tasks, the plan is kept only if their
-            # slowest servers together are not slower than with everything at home.
+            # Forward and backward run one after the other, and may share tasks. So a plan is kept only if its slowest
+            # servers, added over directions, are no slower than with everything at home.
             if slowest < self.lowest and state.slowest.sum() <= self.before.sum():
                 self.best, self.lowest = tasks, slowest
             over = state.over
             if not state.grew_by_joining or over <= max(aim, tolerance) + ENOUGH:
                 break
-            # Ranges that met on a server take longer as one: they are balanced again as they are now.
+            # Joined ranges made a server slower: the next try begins with the ranges as they are now.
             start = Plan(self.home.layout, tasks)
         return over
 
 
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
-    """About how far above the mean the slowest server stays at least, as a part of it, for plans of both directions.
+    """Returns about how far above the mean load the slowest server stays in any plan for both directions, as a part of
+    it.
 
-    A server may have more than the mean in backward and less in forward, or the other way round. It is the mean over
-    servers of the larger of both."""
+    A server may have more than the mean in backward and less in forward, or the other way round. The answer is the
+    larger of both, in the mean over servers; it is 0 for plans of one direction."""
     seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
     if not seconds:
         return 0.0

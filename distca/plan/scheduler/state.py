@@ -1,4 +1,9 @@
-"""The state of scheduling: every server's load, its pieces, and the k,v rows that it already has."""
+"""The state of one scheduling run: every server's load, the work that it has, and the k,v rows that it already holds.
+
+A *server* is a rank that computes attention; the *home* of a row is the rank that holds it. At first each server
+computes its own rows. ``balancer.py`` then moves *pieces*, ranges of query rows of one document, to other servers. It
+asks this state for loads and limits, and notes every move in it.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,13 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _MOST_KEPT, _FEW_KEPT = 1.5, 6
-"""The most k,v rows that a server should read, which limits memory of keys. It is 1.5 times the mean of servers with
-everything at home, or 6 times a server's query rows if that is more. Servers above it are asked last for further
-work."""
+"""The number of k,v rows that a server should read at most, to limit its memory. It is the larger of two numbers: 1.5
+times the mean with everything at home, and 6 times the mean query rows. Servers above it get further work only if the
+others do not suffice."""
 
 
 class Pieces(NamedTuple):
-    """Query ranges that one server computes.
+    """Query ranges that one server computes. Array legend: P pieces, K directions (forward, backward, or both).
 
     Attributes:
         place: [3, P] int64 document, start and stop of each piece.
@@ -40,21 +45,24 @@ class Pieces(NamedTuple):
         return np.asarray(self.place[2] - self.place[1])
 
     def shortest(self, most: int) -> np.ndarray:
-        """[P'] indices of the shortest pieces, at most ``most``; of pieces with equal length and end, one."""
+        """Returns the indices of the shortest pieces, at most ``most``; of pieces with equal length and end, one."""
         if len(self) <= most:
             return np.arange(len(self))
         rows, stop = self.rows, self.place[2]
         return np.unique(rows * (int(stop.max()) + 1) + stop, return_index=True)[1][:most]
 
     def take(self, chosen: np.ndarray | list[int]) -> Pieces:
+        """Returns the pieces with the indices ``chosen``."""
         return Pieces(self.place.take(chosen, axis=1), self.seconds.take(chosen, axis=1))
 
 
 class MovedRanges(NamedTuple):
-    """The ranges that leave a sender. Array legend: M ranges.
+    """The ranges that leave a sender in one move. Array legend: M ranges, K directions.
 
     Attributes:
-        document, start, stop: [M] each.
+        document: [M] document of each range.
+        start: [M] first query row.
+        stop: [M] one past the last query row.
         receiver: [M] server that computes the range from now on.
         seconds: [K][M] seconds of the range there.
     """
@@ -67,25 +75,33 @@ class MovedRanges(NamedTuple):
 
 
 class HeldRows:
-    """The rows of every document that ranks and nodes hold.
+    """Counts the k,v rows of a document that servers lack, where each rank holds its own rows only.
 
     Args:
-        shards: home shards, which cover a document up to its last row.
+        shards: ranges of documents with their home ranks; those of a document cover it up to its last row.
         node: [R] node of every rank.
     """
 
     def __init__(self, shards: Shards, node: np.ndarray) -> None:
         self._shards, self._node = shards, node
-        # Positions that are asked for are floats, and numpy takes twice as long where types are mixed.
+        # Positions given to :meth:`missing` are floats, and numpy takes twice as long where types are mixed.
         self._start, self._stop = shards.start.astype(np.float64), shards.stop.astype(np.float64)
 
     def missing(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float = 1.0) -> np.ndarray:
-        """[G] rows that must travel to ``ranks`` [N] so that each has the document's rows up to its stop.
+        """Returns [G] rows that must travel so that each of the ``ranks`` [N] has the document's rows up to its stop.
 
-        Example: a document has rows [0, 4) on rank 0 and [4, 8) on rank 1. For rank 1 with stop 6, 4 rows travel. Rows
-        from another node count ``between_nodes`` each. ``stops`` is [G, N], none behind the document's last row."""
-        # "held" [G, N, shards] is how many of each shard's rows lie before each stop. "saves" [N, shards] is what such
-        # a row saves of ``between_nodes``: all of it at home, all but 1 on the same node.
+        Example: a document has rows [0, 4) on rank 0 and [4, 8) on rank 1. For rank 1 with stop 6, 4 rows travel.
+
+        Args:
+            document: the document.
+            ranks: [N] ranks that read it.
+            stops: [G, N] one past the last row that each rank reads, in G cases; none is behind the document's last
+                row.
+            between_nodes: how much a row from another node counts; a row from the same node counts 1.
+        """
+        # "held" [G, N, shards] is the number of each shard's rows before each stop. First all rows count
+        # ``between_nodes``. "saves" [N, shards] is how much less a row really counts: 0 remains at home, 1 on the same
+        # node.
         some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
         home = self._shards.rank[some]
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
@@ -96,21 +112,30 @@ class HeldRows:
 
 
 class SchedulerState:
-    """All servers while work moves. Array legend: K directions, R ranks, P pieces.
+    """All servers while work moves. Array legend: K directions (forward, backward, or both), R ranks, P pieces.
 
-    Seconds are those of a server of mean speed (:class:`distca.plan.cost.pool.ServerWork`). Where servers are alike,
-    they are each server's own.
+    Seconds are those of a server of mean speed (:class:`distca.plan.cost.pool.ServerWork`). If servers are equally
+    fast, they are each server's own.
+
+    Args:
+        home: the plan that moving begins with; in a first run it computes everything at home.
+        work: the work of ranges on every server.
+        target: how much work each server should get, its fair share.
+        tolerance: how far above its target a server's limit is, as a part of the mean load.
+        links: which ranks share a node, and prices of bytes between ranks.
+        expected: see below; None is 0.
 
     Attributes:
         load: [K, R] seconds of every server.
-        mean: [K] seconds of a server if the work, with what cuts added so far, were spread evenly.
-        expected: [K] mean seconds that limits count from at least, where cuts are known to add much.
+        mean: [K] mean load; it grows when cuts add work.
+        expected: [K] the least mean load that limits are computed from. It is more than ``mean`` if cuts are known to
+            add much work later.
         order: [R] ranks by the first document that they hold, ranks without tokens last. Ties are broken in this order,
             so that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
         kept: [R] k,v rows that every server reads.
         most_kept: k,v rows that a server should read at most.
-        grew_by_joining: whether a server takes longer since :meth:`joined`.
+        grew_by_joining: whether :meth:`joined` found that a server takes longer after its ranges were joined.
     """
 
     def __init__(
@@ -139,7 +164,7 @@ class SchedulerState:
         self._held = HeldRows(layout.kv, self.node)
         last = tasks.take(tasks.last_on_server)
         self.kept = np.bincount(last.server, last.stop, layout.ranks)
-        # Servers without a model never have rows of their own, so the mean is over servers that have some.
+        # Servers without a model have no rows of their own, so means are over servers that have some.
         homes = layout.ranks if work.slowness is None else max(int(np.count_nonzero(layout.q_rows)), 1)
         self.most_kept = max(_MOST_KEPT * float(self.kept.sum() / homes), _FEW_KEPT * layout.tokens / homes)
         self._readers = _readers_of_cut_documents(last)
@@ -149,85 +174,91 @@ class SchedulerState:
 
     @property
     def target(self) -> np.ndarray:
-        """[K, R] attention that each server should have; [K, 1] if all should have equally much."""
+        """Returns [K, R] seconds of attention that each server should have; [K, 1] if all should have equally much."""
         return self._target.of(self.mean)
 
     @property
     def slowest(self) -> np.ndarray:
-        """[K] seconds of the slowest server; where targets differ, the mean plus the longest time above a target."""
+        """Returns [K] seconds of the slowest server. If targets differ, it is the mean load plus the longest time above
+        a target."""
         if self._target.alike:
             return np.asarray(self.load.max(axis=1))
         return self.mean + np.asarray(self._above.max(axis=1))
 
     @property
     def limit(self) -> np.ndarray:
-        """[K, R] or [K, 1] the most attention that each server may have, counted from the larger of the mean and the
-        expected mean."""
+        """Returns the most seconds of attention that each server may have, [K, R]; or [K, 1] if it is the same for
+        all."""
         mean = np.maximum(self.mean, self.expected)
         return self._target.of(mean) + self._target.work_in(self._target.tolerated(mean)[:, None] * self.tolerance)
 
     @property
     def _above(self) -> np.ndarray:
-        """[K, R] seconds, of each server's own, that it is above its target."""
+        """Returns [K, R] seconds that each server is above its target, in seconds of that server."""
         return self._target.seconds_of(self.load - self.target)
 
     @property
     def over(self) -> float:
-        """How far above the mean the slowest server is, as a part of it, in the worse direction."""
+        """Returns how far the slowest server is above the mean load, as a part of it, in the worse direction."""
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
-        """The slowest server over the [K] ``unit``, in the worse direction; plans for servers alike are compared by
-        it."""
+        """Returns the slowest server's seconds over [K] ``unit``, in the worse direction; the lower, the better is a
+        plan."""
         return float((self.slowest / unit).max())
 
     def above_target(self, rank: int) -> float:
-        """How far above its target ``rank`` is, as a part of the mean, in its worse direction."""
+        """Returns how far ``rank`` is above its target, as a part of the mean load, in its worse direction."""
         return float((self._above[:, rank] / self._mean).max())
 
     def most_above_target(self) -> float:
-        """How far above its target the worst server is, as a part of the mean, in its worse direction."""
+        """Returns how far the worst server is above its target, as a part of the mean load, in its worse direction."""
         return float((self._above / self._mean[:, None]).max())
 
     @property
     def _mean(self) -> np.ndarray:
+        """Returns the [K] mean load, at least 1e-300, so that it can be divided by."""
         return np.maximum(self.mean, 1e-300)
 
     def pieces_of(self, rank: int) -> Pieces:
-        """Returns the pieces of its home rows that ``rank`` still computes."""
+        """Returns the pieces that ``rank`` had at the beginning and still computes; pieces that it received do not move
+        again."""
         if rank not in self._pieces:
             mine = slice(*self._bounds[rank : rank + 2].tolist())
             self._pieces[rank] = Pieces(self._place[:, mine], self._seconds[:, mine])
         return self._pieces[rank]
 
     def on(self, receiver: int, holder: int, pieces: Pieces) -> np.ndarray:
-        """[K, P] seconds that pieces of the ``holder`` would take on the receiver."""
+        """Returns [K, P] seconds that the ``holder``'s pieces would take on the ``receiver``."""
         if self.work.same(receiver, holder):
             return pieces.seconds
         return self.work.on(receiver, pieces.rows, pieces.place[2])
 
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """[N] ranks that already read rows of ``document``, and [N] up to which row; a sole home is not among them."""
+        """Returns [N] ranks that read ``document``, and [N] up to which row.
+
+        A document's home is not among them if it is the only one."""
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
     def may_keep(self, document: int, stop: int) -> np.ndarray:
-        """[R] whether servers may read ``document`` up to ``stop`` without too many k,v rows."""
+        """Returns [R] whether each server may read ``document`` up to ``stop`` and stay within ``most_kept``."""
         kept = self.kept + stop
         sharing, had = self.sharers(document)
         kept[sharing] -= np.minimum(had, stop)
         return np.asarray(kept <= self.most_kept)
 
     def homes(self, document: int) -> np.ndarray | None:
-        """[N] home ranks of a document that lives on several, ascending; None for others."""
+        """Returns [N] home ranks of a document that lies on several, ascending; None for other documents."""
         homes = self._homes.get(document)
         return None if homes is None else np.array(homes)
 
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float) -> np.ndarray:
-        """[G] k,v rows that must still travel so that ``ranks`` [N] can read ``document`` up to ``stops`` [G, N].
+        """Returns [G] k,v rows that must still travel so that each of the ``ranks`` [N] can read ``document`` up to its
+        stop.
 
-        Rows that they hold as homes, or have fetched already, are free. Rows from other nodes count ``between_nodes``
-        each."""
+        Rows that a rank holds as a home, or fetched for an earlier move, are free. For ``stops`` and ``between_nodes``
+        see :meth:`HeldRows.missing`."""
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
@@ -237,14 +268,14 @@ class SchedulerState:
         return rows[:-1] - rows[-1]
 
     def move(self, sender: int, chosen: list[int], left: Pieces, lost: list[float], moved: MovedRanges) -> None:
-        """Moves work, and notes what it changes: loads, the mean, pieces, readers and their k,v rows.
+        """Moves work, and updates loads, the mean load, pieces, and the k,v rows that servers read.
 
         Args:
             sender: the server that gives.
             chosen: indices of its pieces that go, whole or in part.
-            left: what it keeps of them.
-            lost: [K] seconds that it loses.
-            moved: where the rest goes.
+            left: the parts of these pieces that stay at the sender.
+            lost: [K] seconds that the sender loses.
+            moved: the ranges that go, with their receivers.
         """
         pieces = self.pieces_of(sender)
         more = []
@@ -272,8 +303,9 @@ class SchedulerState:
         np.add.at(self.kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
-        """All pieces where they are now, as tasks; pieces that touch are joined, and loads count joined ones from then
-        on."""
+        """Returns all pieces as tasks on their servers, and joins pieces that touch.
+
+        A joined range takes other seconds than its pieces. So loads are computed anew if any were joined."""
         home = self._home
         if not self._moved[0]:
             return home
@@ -295,7 +327,8 @@ class SchedulerState:
 
 
 def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
-    """[R] ranks by their first task, ranks without one last; rank r has the tasks [bounds[r], bounds[r + 1])."""
+    """Returns [R] ranks by their first task, ranks without tasks last; rank r has the tasks [bounds[r], bounds[r +
+    1])."""
     empty = bounds[:-1] == bounds[1:]
     some = np.flatnonzero(~empty)
     first = bounds[some]
@@ -303,8 +336,9 @@ def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
 
 
 def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:
-    """For every document that lives on several ranks: by rank, up to which row it reads the document at home. ``last``
-    has the last task of each document on each rank."""
+    """Returns, for every document that lies on several ranks, by rank the row up to which the rank reads it at home.
+
+    ``last`` has the last task of each document on each rank."""
     last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)
     readers: dict[int, dict[int, int]] = {}
     columns = (last.document, last.server, last.stop)

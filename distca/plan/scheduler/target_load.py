@@ -1,28 +1,31 @@
-"""How much attention each server should get: less where it has other work meanwhile, or is slower.
+"""How much attention each server should get: less if it has other work at the same time, or is slower.
 
-In a pipeline's phase, stages with a micro-batch compute their linear layers between the attention of one layer and the
-next. A stage without one has that time for attention, as has a server without a model. Server r takes f_r times as long
-as the mean server for the same attention. All servers are done at the same time T if server r gets the attention
+A *server* is a rank that computes attention. ``scheduler.py`` moves attention until no server is far above its target,
+which is computed here. In a pipeline's phase, a stage with a micro-batch computes linear layers between the attention
+of two layers. A stage without one is free for attention then, and so is a server without a model. Say that server r
+takes f_r times as long for attention as the mean server. All servers end at the same time T if server r gets the
+attention
 
     target_r = max(T − other_seconds_r, 0) / f_r      where the targets add up to all attention.
 
-Attention is counted in seconds of a mean server. The harmonic mean of f is 1: without other work T is the mean, and a
-server slower by f gets 1/f of the mean work. No plan is done before the slowest home has done its other work. So where
-servers are not alike, T is at least that: attention that can be computed meanwhile costs no time, and need not move.
+Attention is counted in seconds of a server of mean speed: the harmonic mean of f is 1. Without other work T is the
+mean, and a server with f_r = 2 gets half the mean. No step ends before the server with most other work. So if servers
+differ in speed, T is at least that server's other seconds: the others have this time for attention anyway, and need not
+give it away.
 
-Example: two servers alike have 6 seconds of attention in all, and the first has 2 seconds of other work. They are done
-at T = 4, with 2 and 4 seconds of attention.
+Example: two equal servers have 6 seconds of attention in all, and the first has 2 seconds of other work. They end at T
+= 4, with 2 and 4 seconds of attention.
 
-**Two directions.** Where servers keep rows, forward and backward share their tasks: server r has the same share φ_r of
-both, and each direction is done when its slowest server is. With A_k attention in all, the times T_k of a direction
-obey
+**Two directions.** If servers keep rows for backward, they compute the backward of the same tasks. So server r has the
+same fraction φ_r of the attention in both directions. A direction k, with the attention A_k in all, ends when its
+slowest server does. Its time T_k obeys
 
     other_kr + f_kr · A_k · φ_r ≤ T_k      with Σ φ_r = 1,
 
-and the plan should have the least T_forward + T_backward. For given times a server may have the share
-min_k max(T_k − other_kr, 0) / (f_kr A_k), and the shares must add up to 1 at least. If the times that each direction
-would need alone allow that, they are the answer. Else the least T_backward is a convex, falling function of T_forward,
-and a golden-section search finds where their sum is least. Limits are T_k − other_kr.
+and the plan should have the least T_forward + T_backward. For given times, server r can have the fraction min_k max(T_k
+− other_kr, 0) / (f_kr A_k). The times are long enough if these add up to 1 or more. First each direction's shortest
+time by itself is tried. If both together are too short, the least T_backward is a convex, falling function of
+T_forward. A golden-section search finds the least sum. A server's limit in direction k is T_k − other_kr.
 
 Array legend: K directions, R servers.
 """
@@ -36,10 +39,11 @@ import numpy as np
 from distca.errors import PlanError
 
 _SEARCHED = 24
-"""Steps of the golden-section search. Each shortens the interval to 0.618 of it, so the last is a 100,000th of the
+"""Steps of the golden-section search. Each shortens the interval to 0.618 of it, so at last it is a 100,000th of the
 first."""
 _GOLDEN = (5**0.5 - 1) / 2
 _ROUNDING = 1e-9
+"""Fractions of all attention that add up to 1 but for this are enough."""
 
 
 class TargetLoad:
@@ -47,10 +51,10 @@ class TargetLoad:
 
     Args:
         servers: R.
-        other_seconds: seconds of work other than attention on each server, [R], or [K, R] by direction; None where it
-            is the same for all.
-        slowness: [K, R] seconds of a server per second of work; None where servers are alike.
-        mean: [K] attention per server before anything is cut; needed where servers are not alike, or for several
+        other_seconds: seconds of other work than attention on each server, [R], or [K, R] by direction; None if all
+            servers have equally much.
+        slowness: [K, R] seconds that a server takes per second of work; None if servers are equally fast.
+        mean: [K] attention per server before anything is cut; needed if servers are not equally fast, or for both
             directions.
 
     Raises:
@@ -85,13 +89,14 @@ class TargetLoad:
         )
         slow = np.ones_like(other) if slowness is None else slowness
         times = _least_times(mean * servers, other, slow)
-        # Work that cuts add is spread over all servers that get attention.
+        # Cuts will add work. Servers that get attention share it, so all times rise by "rise" for each second of mean
+        # work.
         takes_part = np.where(other < times[:, None], 1.0 / slow, 0.0).sum(axis=1)
         self._times = mean, times, servers / np.maximum(takes_part, 1.0 / slow.max(axis=1))
         self._other = other
 
     def of(self, mean: np.ndarray) -> np.ndarray:
-        """[K, R] attention for each server, where it is [K] ``mean`` per server; [K, 1] if all get the mean."""
+        """Returns [K, R] attention for each server if there is [K] ``mean`` per server; [K, 1] if all get the mean."""
         if self.alike:
             return mean[:, None]
         assert self._other is not None
@@ -99,28 +104,29 @@ class TargetLoad:
             first, times, rise = self._times
             later = times + np.maximum(mean - first, 0.0) * rise
             return self.work_in(np.maximum(later[:, None] - self._other, 0.0))
-        # done[k, n] is the time at which all attention is done if only the n + 1 servers with least other work take
-        # part. A further server takes part if its own other work is done before that.
+        # done[k, n] is the time at which all attention ends if only the n + 1 servers with least other work compute it.
+        # One more server takes part if its own other work ends before that.
         done = ((mean * self._servers)[:, None] + self._spent) / np.arange(1, self._servers + 1)
         joined = (done > self._ascending).sum(axis=1) - 1
         last = done[np.arange(len(mean)), np.maximum(joined, 0)]
         return np.asarray(np.maximum(last[:, None] - self._other, 0.0))
 
     def tolerated(self, mean: np.ndarray) -> np.ndarray:
-        """[K] seconds that the tolerance is a part of: each direction's ``mean`` [K], or where servers are not alike,
-        the mean over directions.
+        """Returns [K] seconds of which the tolerance is a fraction: of each direction the ``mean`` [K].
 
-        There, ranges that move differ from those that stay in how much longer their backward takes. So one direction is
-        left less level, and a second of either is worth the same."""
+        If servers differ in speed, it is the mean over both directions instead. Ranges that move have another ratio of
+        backward to forward seconds than ranges that stay. So one direction stays less level, and a second of excess
+        counts the same in both."""
         return mean if self._slowness is None else np.full_like(mean, mean.mean())
 
     def work_in(self, seconds: np.ndarray) -> np.ndarray:
-        """The work that each server does in ``seconds`` [K, R] or [K, 1]; of the same shape, but [K, R] where servers
-        are not alike."""
+        """Returns the work that each server does in ``seconds`` [K, R] or [K, 1].
+
+        It has the shape of ``seconds``, or [K, R] if servers differ in speed."""
         return seconds if self._slowness is None else np.asarray(seconds / self._slowness)
 
     def seconds_of(self, work: np.ndarray) -> np.ndarray:
-        """[K, R] seconds that each server takes for ``work`` [K, R]."""
+        """Returns [K, R] seconds that each server takes for ``work`` [K, R]."""
         return work if self._slowness is None else np.asarray(work * self._slowness)
 
 
@@ -138,19 +144,21 @@ def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
 
 
 def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> np.ndarray:
-    """[K] times, with the least sum, in which servers can do all attention, each the same part of both directions.
+    """Returns the [K] times with the least sum in which servers can do all attention, each the same fraction in all
+    directions.
 
     Args:
         total: [K] attention of all servers together.
         other: [K, R] seconds of other work.
         slowness: [K, R] seconds of a server per second of work.
     """
-    # Directions without attention only take the longest other work. The others are tried alone first. Their times may
-    # be too short for one set of tasks. Then forward's time is searched, from its least up to the one at which backward
-    # has its least.
+    # A direction without attention takes the longest other work. For the others the shortest time by itself is tried
+    # first. If these times are too short together, forward's time is searched. It lies between its shortest and the one
+    # with which backward can have its shortest.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
-    # Per direction with attention: when servers can begin, and the part of all attention that each does in a second.
+    # For each direction with attention: when each server begins, and the fraction of all attention that it does in a
+    # second.
     begin, speed = other[some], 1.0 / (slowness[some] * total[some, None])
     alone = np.array([_time_for(*each) for each in zip(begin, speed, strict=True)])
     least[some] = np.maximum(least[some], alone)
@@ -179,19 +187,19 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
 
 
 def _share(times: np.ndarray, begin: np.ndarray, speed: np.ndarray) -> np.ndarray:
-    """[R] part of all attention that each server can do by ``times`` [K], in both directions."""
+    """Returns [R] the fraction of all attention that each server can do in the ``times`` [K], in every direction."""
     return np.asarray((np.maximum(times[:, None] - begin, 0.0) * speed).min(axis=0))
 
 
 def _time_for(begin: np.ndarray, speed: np.ndarray, most: np.ndarray | None = None) -> float:
-    """The least time at which servers have done a whole 1 together, or have all done their most.
+    """Returns the earliest time at which servers together have done all attention, or each has done its most.
 
     Args:
-        begin: [R] when each server begins.
-        speed: [R] what each does per second.
-        most: [R] the most that each does; None for no limit.
+        begin: [R] time at which each server begins.
+        speed: [R] fraction of all attention that each does per second.
+        most: [R] largest fraction that each does; None for no limit.
     """
-    # What is done grows linearly between the times ("edges") at which a server begins or has done its most.
+    # The fraction that is done grows linearly between "edges": times at which a server begins, or has done its most.
     edges, change = begin, speed
     if most is not None:
         some = most > 0

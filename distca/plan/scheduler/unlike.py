@@ -1,9 +1,11 @@
-"""Scheduling over servers of unlike speed, where most work moves.
+"""Scheduling over servers that are not equally fast.
 
-Cuts add work, so a tight limit ends with servers that nobody can relieve. Beginning again at home with another limit
-would take as long as all moves before. So the limit rises instead, and the servers above it are relieved from there.
+A *server* is a rank that computes attention. Where speeds differ, much work moves from slow servers to fast ones.
+``scheduler.py`` hands such nano-batches to :func:`schedule_unlike`. Each cut of a range adds work, so under a tight
+limit some servers stay above it, without a receiver for their work. To begin again with a higher limit would take as
+long as all moves before. So here the limit rises, and moving goes on from where it ended.
 
-Array legend: K directions.
+Array legend: K directions (forward, backward, or both).
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.tasks import Tasks
 
 _FINEST = 0.01
-"""The finest tolerance: for finer ones cuts take more time than they save (benchmarks/results/planner.md)."""
+"""The smallest tolerance that is used; with a smaller one cuts take more time than they save
+(benchmarks/results/planner.md)."""
 _RISES = (1, 1.25, 2.5, 6, 20)
-"""Multiples of the tolerance that are the limit, one after the other, while a server is above it."""
+"""Multiples of the tolerance that are the limit, one after the other, until no server is above it."""
 _MOST_OVERHEAD = 1.0
-"""The time that a cut may add, as a part of the time that it moves. It is high, as a server that nobody can relieve
+"""The time that a cut may add, as a part of the time that it moves. It is high because a server that nobody can relieve
 costs more than that."""
 
 Growth = dict[Direction, np.ndarray]
@@ -41,17 +44,18 @@ def schedule_unlike(
     links: Links,
     growth: Growth,
 ) -> Tasks:
-    """The tasks of one nano-batch.
+    """Returns the tasks of one nano-batch: ranges of queries, each with the server that computes it.
 
     Args:
         home: the plan that computes everything at home.
         work: the work of ranges on every server.
         target: how much work each server should get.
-        tolerance: as in :func:`distca.plan.scheduler.scheduler.schedule`.
+        tolerance: how far above its target a server may be, as a part of the mean load.
         moved_bytes: bytes of a query row and of a key/value row that is computed away from home.
-        links: prices of bytes between ranks.
-        growth: the growth of the plan before; that of this one is noted in it. Ping and pong of one micro-batch grow
-            alike. A limit with room for the growth from the start leaves no crumbs of room.
+        links: which ranks share a node, and prices of bytes between ranks.
+        growth: the growth of work in the plan before; that of this plan takes its place. The nano-batches of a
+            micro-batch grow alike. With room for this growth from the start, no small rests of room are left on
+            servers.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)
