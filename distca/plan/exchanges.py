@@ -1,8 +1,13 @@
-"""How rows of one kind (q, or k and v) get from home ranks to servers: what every rank sends, receives and keeps.
+"""Exchanges of rows between ranks: the rows that each rank sends, receives and keeps for one nano-batch.
 
-Rows of a shard are contiguous, so a transfer is a list of row ranges, its *segments*, and nothing is indexed by token.
-The reverse of an exchange (o back home, gradients back home) has the same segments, with source and destination
-exchanged.
+The *home* of a row is the rank that holds it. A *server* is a rank that computes attention, for tasks: ranges of query
+rows of one document. Rows of q go from homes to servers in one exchange, rows of k and v in another. ``routes.py``
+makes both for a plan. The way back, of o and of gradients, is the same exchange with source and destination swapped.
+
+Rows that follow each other in a tensor move together, as a *segment*. So a transfer is a short list of row ranges, and
+no row has an index of its own.
+
+Array legend: R ranks, T tasks, N segments or pieces; all arrays are int64.
 """
 
 from __future__ import annotations
@@ -37,48 +42,53 @@ class Segments:
 
     @staticmethod
     def none() -> Segments:
-        """No segments."""
+        """Returns an empty list of segments."""
         empty = np.zeros(0, np.int64)
         return Segments(empty, empty, empty, empty)
 
     @property
     def total(self) -> int:
+        """Returns the rows of all segments together."""
         return int(self.rows.sum())
 
     def per_peer(self, ranks: int) -> np.ndarray:
-        """[ranks] rows exchanged with each peer."""
+        """Returns [ranks] rows exchanged with each peer."""
         return np.bincount(self.peer, weights=self.rows, minlength=ranks).astype(np.int64)
 
     def take(self, chosen: np.ndarray | slice) -> Segments:
-        """The segments that a slice or indices choose."""
+        """Returns the segments that a slice or indices choose."""
         return Segments(self.peer[chosen], self.source[chosen], self.destination[chosen], self.rows[chosen])
 
     def between(self, low: int, high: int) -> Segments:
-        """The segments from index ``low`` up to ``high``."""
+        """Returns the segments from index ``low`` up to ``high``."""
         return self.take(slice(low, high))
 
 
 @dataclass(frozen=True)
 class RowExchange:
-    """How one kind of row (q or k,v) gets from home ranks to servers, seen from one rank.
+    """The way of one kind of row (q, or k and v) from homes to servers, seen from one rank.
+
+    A kernel reads one *region* of k,v rows for each task. If tasks share rows, a server receives them once, and copies
+    them to every region that needs them while it computes.
 
     Attributes:
         source_rows: rows of this rank's home tensor.
         destination_rows: rows of this rank's server buffer, each of which arrives once.
         send: home rows of this rank that other servers need.
         receive: rows that other homes send to this server.
-        keep: home rows that this rank's own server needs.
+        keep: home rows of this rank that its own server needs.
         repeat: copies from the server buffer to all tasks' regions, made while the server computes; their gradients are
-            added up before they go home. Empty where the buffer has the regions already: no two tasks share rows, and
-            none have rows from the nano-batch before.
-        before: copies from the server buffer of the nano-batch before; their gradients are added to that one's.
-        travelling: rows that travel between any two ranks of the pool; the same on every rank, so all of them know when
-            an exchange can be left out.
-        ahead_at_server: [R] int64 rows that each server receives from home ranks below this one. A receiver packs rows
-            by (sender, order of its segments), so this rank's rows begin there.
-        ahead_at_home: [R] int64 rows that each home rank gets back from servers below this one.
+            added up before they go home. Empty if the buffer is the regions already: no two tasks share rows, and none
+            has rows from the previous nano-batch.
+        before: copies from the server buffer of the previous nano-batch; their gradients are added to those of that
+            buffer.
+        travelling: rows that travel between any two ranks of the pool. It is the same on every rank, so all of them
+            know when an exchange can be left out.
+        ahead_at_server: [R] int64 rows that each server receives from homes with a lower rank than this one. A receiver
+            packs rows by sender, and by that sender's segments, so this rank's rows begin there.
+        ahead_at_home: [R] int64 rows that each home gets back from servers with a lower rank than this one.
         most_to_server: most rows that any one server receives from others; the same on every rank.
-        most_to_home: most rows that any one home rank gets back from others; the same on every rank.
+        most_to_home: most rows that any one home gets back from others; the same on every rank.
     """
 
     source_rows: int
@@ -117,14 +127,16 @@ class Pieces:
     def of(
         reads: Reads, begin: np.ndarray, offset: np.ndarray, shards: Shards, links: Links | None = None, ranks: int = 1
     ) -> tuple[Pieces, Pieces]:
-        """Returns the rows of ``reads`` that come from home, and those that a gateway hands on.
+        """Returns the pieces of ``reads`` that come from home, and those that come from a *gateway*.
+
+        A gateway is a server that received the rows from another node, and hands them on inside its own node.
 
         Args:
-            reads: of tasks.
+            reads: the ranges of home rows that tasks read.
             begin: [T] first row that each task reads.
-            offset: [T] where that row lands in the server's buffer.
-            shards: where rows live.
-            links: as in :meth:`distca.plan.network.Reads.in_hops`.
+            offset: [T] row in the server's buffer at which that row lies.
+            shards: the home rank and row of every range of a document.
+            links: which ranks share a node; None if all do.
             ranks: R.
         """
         start = np.maximum(begin[reads.task], shards.start[reads.shard])
@@ -142,9 +154,9 @@ class Exchanges:
     """The exchanges of one kind of row, for all ranks.
 
     Args:
-        pieces: what every server reads.
+        pieces: the row ranges that servers read.
         source_rows: [R] rows of every sender's tensor.
-        only: the one rank that is going to be asked for, which saves time; None for all.
+        only: the one rank whose exchange will be asked for, which saves time; None if others may be, too.
     """
 
     def __init__(self, pieces: Pieces, source_rows: np.ndarray, only: int | None) -> None:
@@ -152,7 +164,7 @@ class Exchanges:
         home, server, rows = pieces.sender, pieces.server, pieces.rows
         source, destination = pieces.source, pieces.destination
         self._ranks, self._source_rows = ranks, source_rows
-        # Senders look segments up by home rank, then server; receivers by server, then home rank.
+        # Rows to send are found by home and then server, rows to receive by server and then home.
         self._by_home = _Grouped(home, Segments(server, source, destination, rows), ranks, only)
         self._by_server = _Grouped(server, Segments(home, source, destination, rows), ranks, only)
         away = np.flatnonzero(home != server)
@@ -161,7 +173,9 @@ class Exchanges:
         self._to_home = _Arrivals(server, home, rows, ranks, only)
 
     def of(self, rank: int, destination_rows: int, repeat: Segments, before: Segments) -> RowExchange:
-        """The exchange of one rank, whose server buffer has ``destination_rows``."""
+        """Returns the exchange of one rank, whose server buffer has ``destination_rows``.
+
+        ``repeat`` and ``before`` are the copies of :class:`RowExchange`."""
         send, keep = self._by_home.of(rank)
         receive, _ = self._by_server.of(rank)
         return RowExchange(
@@ -181,11 +195,10 @@ class Exchanges:
 
 
 class _Grouped:
-    """The segments of all ranks by their ``owner`` [N], the rank at this end; those that continue each other are
-    joined.
+    """The segments of all ranks, grouped by their ``owner`` [N]: the rank at this end.
 
-    Example: rows 0 to 3 go to rows 10 to 13 of a peer, and rows 4 and 5 to its rows 14 and 15: one segment of 6
-    rows."""
+    Segments that continue each other become one. Example: rows 0 to 3 go to rows 10 to 13 of a peer, and rows 4 and 5
+    to its rows 14 and 15. That is one segment of 6 rows."""
 
     def __init__(self, owner: np.ndarray, segments: Segments, ranks: int, only: int | None) -> None:
         if only is None:
@@ -216,7 +229,7 @@ class _Grouped:
 
 
 class _Arrivals:
-    """Rows that reach other ranks in one direction, [N] pieces with a sender and a receiver each.
+    """Counts the rows that reach each rank from others, from [N] pieces with a sender and a receiver each.
 
     Attributes:
         total: rows at all receivers together.
@@ -233,6 +246,6 @@ class _Arrivals:
         self.total, self.most = int(everything.sum()), int(everything.max())
 
     def ahead(self, rank: int) -> np.ndarray:
-        """[R] int64 rows that each receiver gets from senders below ``rank``."""
+        """Returns [R] int64 rows that each receiver gets from senders below ``rank``."""
         below = slice(len(self._sender) if self._all_below else int(np.searchsorted(self._sender, rank)))
         return np.bincount(self._receiver[below], self._rows[below], self._ranks).astype(np.int64)

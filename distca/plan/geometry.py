@@ -1,11 +1,12 @@
-"""The geometry of masks: which keys a query range sees, how many pairs it has, and which range has so many.
+"""The geometry of causal masks: which keys a query range sees, how many query-key pairs it has, and its inverse.
 
 A query range is [start, stop) of one document, also written [kv_rows - q_rows, kv_rows). The query at position p sees
-the keys [0, p], or with a window w the last w of them. Example: the range [2, 4) has 3 + 4 = 7 causal pairs. Costs,
-placement, scheduling, plans and counted FLOPs all ask here, so that a mask of another form is a change of this file.
+the keys [0, p], or with a window w the last w of them. A *pair* is a query and a key that it sees. Example: the range
+[2, 4) has 3 + 4 = 7 pairs. Costs, placement, scheduling, plans and counted FLOPs all call this file. So a mask of
+another form is a change of this file only.
 
-Functions over ``Rows`` take numbers or arrays alike: the scheduler asks for a handful of ranges at a time, which is
-faster in plain Python. Array legend: N ranges.
+Functions over ``Rows`` take a number or an array. The scheduler often has a few ranges only, for which plain numbers
+are faster. Array legend: N ranges.
 """
 
 from __future__ import annotations
@@ -19,27 +20,26 @@ Rows = TypeVar("Rows", float, np.ndarray)
 
 
 def first_key(window: int | np.ndarray, start: np.ndarray) -> np.ndarray:
-    """[N] int64 first key that a query range from [N] ``start`` sees; ``window`` 0 is none."""
+    """Returns [N] int64 first key that a query range from [N] ``start`` sees; ``window`` 0 is none."""
     return np.where(np.asarray(window) > 0, np.maximum(start - window + 1, 0), 0)
 
 
 def keys_seen(q_rows: np.ndarray, kv_rows: np.ndarray, window: int) -> np.ndarray:
-    """[N] keys that the query ranges [kv_rows - q_rows, kv_rows) see through a window."""
+    """Returns [N] keys that the query ranges [kv_rows - q_rows, kv_rows) see through a window."""
     return np.minimum(kv_rows, q_rows + window - 1)
 
 
 def causal_pairs(q_rows: Rows, kv_rows: Rows) -> Rows:
-    """[N] query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) without a window."""
+    """Returns [N] query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) without a window."""
     return q_rows * (kv_rows - 0.5 * (q_rows - 1))
 
 
 def pairs(q_rows: np.ndarray, kv_rows: np.ndarray, window: int = 0) -> np.ndarray:
-    """[N] float64 query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) of documents.
+    """Returns [N] float64 query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) of documents.
 
     A pair takes 4 x head_dim x heads FLOPs in forward, and 10 x head_dim x heads in backward. A window w leaves out the
-    keys more than w - 1 rows before a query. These are the triangle of kv - w rows, less that of the kv - q - w rows
-    that come before the range.
-    """
+    keys more than w - 1 rows before a query. For the queries [0, kv) together these are T(kv - w) pairs, with T(n) = 1
+    + 2 + ... + n. The queries before the range leave out T(kv - q - w) of them."""
     q = np.asarray(q_rows, np.float64)
     full = causal_pairs(q, kv_rows)
     if not window:
@@ -50,46 +50,50 @@ def pairs(q_rows: np.ndarray, kv_rows: np.ndarray, window: int = 0) -> np.ndarra
 
 
 def range_pairs(start: Rows | float, stop: Rows) -> Rows:
-    """[N] causal query-key pairs of the query ranges [start, stop)."""
+    """Returns [N] causal query-key pairs of the query ranges [start, stop)."""
     return (stop * (stop + 1.0) - start * (start + 1.0)) * 0.5
 
 
 def squared(position: Rows) -> Rows:
-    """(position + 1/2)²: it grows by 2 with every causal pair of the rows before ``position``."""
+    """Returns (position + 1/2)²; from ``start`` to ``stop`` it grows by twice the causal pairs of the range [start,
+    stop)."""
     return (position + 0.5) ** 2
 
 
 def position_of(squares: Rows) -> Rows:
-    """The inverse of :func:`squared`."""
+    """Returns the position with these ``squares``: the inverse of :func:`squared`."""
     if isinstance(squares, np.ndarray):
         return np.sqrt(squares) - 0.5
     return math.sqrt(squares) - 0.5
 
 
 def stop_after(start: Rows, wanted: Rows) -> Rows:
-    """[N] end of the causal query ranges that begin at ``start`` and have ``wanted`` pairs."""
+    """Returns [N] ends of the causal query ranges that begin at ``start`` and have ``wanted`` pairs."""
     return position_of(squared(start) + 2 * wanted)
 
 
 def start_before(stop: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """[N] start of the causal query ranges that end at [N] ``stop`` and have ``wanted`` pairs; 0 where the whole
-    document has fewer."""
+    """Returns [N] starts of the causal query ranges that end at [N] ``stop`` and have ``wanted`` pairs.
+
+    It is 0 where the rows [0, stop) have fewer pairs."""
     return position_of(np.maximum(squared(stop) - 2 * wanted, 0.25))
 
 
 def cheapest_middle(wanted: np.ndarray, q_per_kv: float) -> np.ndarray:
-    """[N] middle of the causal query range that has ``wanted`` pairs for fewest bytes.
+    """Returns [N] the middle of the causal query range that has ``wanted`` pairs for fewest bytes.
 
-    A range of m rows around the position c has about m·c pairs, and needs m query rows and c + m/2 keys. So its bytes
-    are least at c = sqrt(wanted · (Q/K + 1/2)), with Q bytes for a query row and K for a key.
+    A range of m rows around the position c has about m·c pairs, and needs m query rows and c + m/2 keys. With Q bytes
+    for a query row and K for a key, its bytes are least at c = sqrt(wanted · (Q/K + 1/2)).
 
     Args:
         wanted: [N] pairs.
-        q_per_kv: bytes that travel for a query row, over those for a key.
+        q_per_kv: Q/K, the bytes that travel for a query row over those for a key.
     """
     return np.sqrt(wanted * (q_per_kv + 0.5))
 
 
 def rows_around(middle: np.ndarray, wanted: np.ndarray, least: float) -> np.ndarray:
-    """[N] rows around [N] ``middle`` that have ``wanted`` causal pairs; a middle below ``least`` counts as that."""
+    """Returns [N] rows that a range around [N] ``middle`` needs for ``wanted`` causal pairs.
+
+    A middle below ``least`` counts as ``least``."""
     return wanted / np.maximum(middle, least)

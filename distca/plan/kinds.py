@@ -1,6 +1,8 @@
 """Kinds of attention layers: which keys a query sees, and how scores become weights.
 
-Layers of one kind share a plan. A difference that concerns the home only (rotation, norms) makes no other kind.
+Layers of one kind share a plan, since the plan depends on the keys that a query sees. The server that computes
+attention must also know how scores become weights. Other differences concern only the rank that holds a row, such as
+rotary angles and norms of queries. They make no other kind.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class AttentionKind:
         scale: factor on the products of queries and keys.
         window: most keys that a query sees, its own included; 0 where it sees its whole document up to itself.
         softcap: limit of the scores; 0 for none.
-        sink: whether each head has a learned score without a value, which takes a part of the softmax.
+        sink: whether each head has a learned extra score in the softmax, which has no value and so adds nothing to o.
 
     Raises:
         PlanError: the window or the softcap is negative.
@@ -41,19 +43,19 @@ class AttentionKind:
 
     @property
     def name(self) -> str:
-        """The name in tables and pictures: "full" or its window, then its softcap and sinks."""
+        """Returns the name in tables and pictures: "full" or its window, then its softcap and sinks."""
         parts = [f"window {self.window:,}" if self.window else "full"]
         parts += [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sink
         return ", ".join(parts)
 
 
 def usual_scale(head_dim: int) -> float:
-    """The usual factor on the products of queries and keys: one over the root of the head's width."""
+    """Returns the usual factor on the products of queries and keys: one over the root of the head's width."""
     return float(head_dim**-0.5)
 
 
 def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[int, ...]:
-    """Returns by layer the number of keys that a query sees; 0 for its whole document up to itself.
+    """Returns, for each layer, the number of keys that a query sees; 0 for its whole document up to itself.
 
     Args:
         layer_types: "full" or "window", for each layer; repeated from the first on where there are more layers.
@@ -64,13 +66,14 @@ def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[in
 
 
 def numbered(of_layers: Sequence[AttentionKind]) -> tuple[tuple[AttentionKind, ...], tuple[int, ...]]:
-    """Returns the kinds of a model's layers, each once, those that see most keys first; and by layer its kind's
-    number."""
+    """Returns the different kinds of a model's layers, and for each layer the number of its kind.
+
+    Kinds are numbered from 0. Those without a window come first, then those with longer windows."""
     kinds = tuple(sorted(dict.fromkeys(of_layers), key=lambda kind: (kind.window > 0, -kind.window)))
     return kinds, tuple(kinds.index(kind) for kind in of_layers)
 
 
 def by_stage(of_layer: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Splits values by layer into one tuple for each pipeline stage; stages have equally many layers."""
+    """Splits values of layers into one tuple for each pipeline stage; stages have equally many layers."""
     each = len(of_layer) // stages
     return tuple(tuple(of_layer[stage * each : (stage + 1) * each]) for stage in range(stages))

@@ -1,15 +1,18 @@
-"""Layouts: where the tokens of every document live.
+"""Layouts: the home rank and row of every token of a nano-batch.
 
-A micro-batch is a list of documents over ``ranks`` home ranks. It is processed as one or two *nano-batches* (ping and
-pong), each with a layout of its own (``place/lay_out.py``). Where a document's head is computed in ping and its tail in
-pong, the tail's queries need the head's keys and values. So pong's layout lists those rows as *carried*: they stay
-where ping put them, and are exchanged again with pong's own rows.
+A micro-batch is a list of documents whose rows lie on ``ranks`` ranks, their *homes*. It is computed as one or two
+*nano-batches*, ping and pong: the transfers of one run beside the computation of the other. Each nano-batch has a
+layout, which ``place/lay_out.py`` makes. A *server* is a rank in its role of computing attention.
+
+A document may have its first rows in ping and its last rows in pong. Then the queries of pong need the keys and values
+of ping's rows too. So pong's layout lists those rows as *carried*. Carried rows stay on the ranks that have them.
+Servers that lack them get them together with pong's own rows.
 
 Example: a document of 6 rows on two ranks, cut at row 4. In ping, rank 0 has rows 0 and 1, rank 1 has 2 and 3. In pong,
-rank 0 has row 4 and rank 1 row 5. The k,v rows of pong are then 0, 1, 4 on rank 0, two of them carried, and 2, 3, 5 on
-rank 1.
+rank 0 has row 4 and rank 1 row 5. The k,v rows of pong are then 0, 1, 4 on rank 0, of which 0 and 1 are carried. On
+rank 1 they are 2, 3, 5.
 
-Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are int64.
+Array legend: D documents of the micro-batch, S shards, R ranks, N ranges. All arrays are int64.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from distca.plan.sorting import order_by
 
 @dataclass(frozen=True)
 class Shards:
-    """Contiguous token ranges of documents and their home rows, sorted by (document, start).
+    """Contiguous token ranges of documents and their home ranks, sorted by (document, start).
 
     Attributes:
         document: [S] index of the document in the micro-batch.
@@ -43,21 +46,22 @@ class Shards:
         return len(self.document)
 
     def on_rank(self, rank: int) -> Shards:
-        """The shards that live on ``rank``, ordered by row."""
+        """Returns the shards that lie on ``rank``, ordered by row."""
         mine = np.flatnonzero(self.rank == rank)
         mine = mine[np.argsort(self.row[mine], kind="stable")]
         return Shards(*(column[mine] for column in self.columns()))
 
     def columns(self) -> tuple[np.ndarray, ...]:
+        """Returns document, start, stop, rank and row of all shards."""
         return self.document, self.start, self.stop, self.rank, self.row
 
 
 def overlaps(
     document: np.ndarray, start: np.ndarray, stop: np.ndarray, shards: Shards
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All pairs (range, shard) of one document that share tokens, and how many rows they share.
+    """Finds all pairs of a range and a shard of the same document that have rows in common.
 
-    Example: a document with shards [0, 4) and [4, 6) gives for the range [2, 5) two pairs, of 2 rows and of 1 row.
+    Example: a document with shards [0, 4) and [4, 6) gives for the range [2, 5) two pairs, with 2 rows and with 1 row.
 
     Args:
         document: [N] document of each range.
@@ -66,14 +70,15 @@ def overlaps(
         shards: the shards, sorted by (document, start).
 
     Returns:
-        [P] each: index of the range, index of the shard, rows.
+        Three arrays with an element for each pair: index of the range, index of the shard, rows in common.
     """
-    # A range's shards follow each other: ``count`` of them from number ``low`` on. They are all shards of its document,
-    # or found by a search for its ends; there (document, position) is one number, document * span + position.
+    # The shards of a range follow each other: "count" of them, from index "low" on. If a document has one shard, this
+    # is all. Else a search for the range's ends finds them. For the search, (document, position) becomes one number,
+    # document * span + position.
     shards_of = np.bincount(shards.document, minlength=int(document.max(initial=-1)) + 1)
     low = (np.cumsum(shards_of) - shards_of)[document]
     count = shards_of[document]
-    # Most documents have one shard; only ranges of the others are searched.
+    # Most documents have one shard, and their ranges need no search.
     cut = np.flatnonzero(count > 1)
     if len(cut):
         document, span = document[cut], int(max(stop.max(), shards.stop.max())) + 1
@@ -91,19 +96,20 @@ def overlaps(
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """One nano-batch: which rows are computed in it, and where their k,v rows live.
+    """One nano-batch: the rows that are computed in it, and the home ranks of these rows and of the k,v rows that they
+    need.
 
-    A layout is equal only to itself, so that it can be the key of a memo.
+    A layout is equal only to itself, so that it can be a key of a dictionary.
 
     Attributes:
-        ranks: number of home ranks, which is also the number of attention servers.
-        first: [D] first query position of each document computed in this nano-batch.
+        ranks: number of home ranks, which is also the number of servers.
+        first: [D] first query position of each document that is computed in this nano-batch.
         last: [D] one past the last one; ``first == last`` for a document with no rows here.
         q: shards of the query rows, covering [first, last) of every document.
         kv: shards of the key/value rows, covering [0, last) of every document with rows here. A rank's k,v rows are
             numbered with its carried rows first, then its own rows in the order of ``q``.
         q_rows: [R] query rows per rank.
-        carried_rows: [R] rows that each rank carries over: this many of its last query rows in the previous nano-batch.
+        carried_rows: [R] rows of the previous nano-batch that each rank carries over.
     """
 
     ranks: int
@@ -116,26 +122,27 @@ class Layout:
 
     @property
     def kv_rows(self) -> np.ndarray:
-        """[R] k,v rows per rank: carried rows, then own rows."""
+        """Returns [R] k,v rows per rank: carried rows, then own rows."""
         return self.carried_rows + self.q_rows
 
     @property
     def tokens(self) -> int:
-        """Query rows over all ranks."""
+        """Returns the query rows of all ranks together."""
         return int(self.q_rows.sum())
 
     @property
     def carried(self) -> np.ndarray:
-        """[S] bool: the shards of ``kv`` that the previous nano-batch computed."""
+        """Returns [S] bool: whether each shard of ``kv`` is carried, so that its queries were in the previous
+        nano-batch."""
         return np.asarray(self.kv.row < self.carried_rows[self.kv.rank])
 
     def within(self, window: int) -> Layout:
-        """The layout for a kind of layer whose queries see ``window`` keys; 0 for all.
+        """Returns the layout for a kind of layer whose queries see ``window`` keys; 0 for all.
 
-        Only the carried rows that some query still sees are left: the ``window`` - 1 before its document's first row in
-        this nano-batch."""
-        # Carried shards begin later, or vanish. Rows of a rank are then numbered anew: its carried ones first, in the
-        # order that they had, then its own, which move up.
+        Carried rows that no query of this nano-batch sees are left out. The others are the ``window`` - 1 rows before a
+        document's first row here."""
+        # Carried shards begin later, or are left out. Then the k,v rows of each rank are numbered anew. Carried rows
+        # still come first, in the same order, and the rank's own rows move up behind them.
         carried = self.carried
         if not window or not carried.any():
             return self
@@ -152,7 +159,7 @@ class Layout:
         return replace(self, kv=Shards(document, start, stop, rank, row), carried_rows=carried_rows)
 
     def carried_from(self, previous: Layout | None, rank: int) -> list[tuple[int, int]]:
-        """Returns where the carried rows of ``rank`` are: row ranges (begin, end) in the ``previous`` nano-batch, in
+        """Returns the rows of the ``previous`` nano-batch that ``rank`` carries over, as ranges (begin, end), in
         order."""
         if previous is None or not self.carried_rows[rank]:
             return []

@@ -1,15 +1,17 @@
-"""The network between ranks: which share a node, and from whom servers get the rows that they read.
+"""The network between ranks: which ranks share a node, and from which rank a server gets each row that it reads.
 
-Query rows come straight from home. Keys and values may take two hops: they cross the network once per node, to its
-*gateway*, and go on inside the node from there.
+A *server* is a rank that computes attention; the *home* of a row is the rank that holds it. Query rows come straight
+from home. A row of keys and values may take two hops. It crosses the network once to each node, to one server there,
+its *gateway*. The gateway hands it on inside the node.
 
-Readers of a home shard need its first rows, up to their tasks' ends. So the reader of a node that needs most of them
-needs all that the others there need, and is the gateway: they get these rows from its buffer. Example: home 0 on node A
-has rows [0, 10). On node B, server 8 needs rows [0, 10) and server 9 rows [0, 6). Server 8 gets 10 rows from home 0,
-and server 9 gets its 6 from server 8.
+A home rank holds *shards*, ranges of documents. Each server that reads a shard reads its first rows, up to some row. So
+the server of a node that reads most of a shard has all rows that the others need, and becomes the gateway. Example:
+home 0 on node A has rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 rows [0, 6). Server 8 gets 10
+rows from home 0, and server 9 gets its 6 from server 8.
 
-Among readers that need as many rows, the gateway is the one with the home rank's number inside the node, or the next
-one. So relays are spread over readers as homes are spread, and rows keep to links between ranks of one number.
+If several servers of a node read equally many rows, one of them must be chosen. It is the one with the same number
+inside its node as the home rank has; if that does not read the shard, the next one that does. So gateways are spread
+over ranks as homes are.
 """
 
 from __future__ import annotations
@@ -24,17 +26,18 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _NVLINK = 360e9
-"""Bytes per second that a rank sends, or gets, inside a node; prices of transfers are found from it. It is what an H200
-reached over NVLink (benchmarks/results/planner.md)."""
+"""Bytes per second that a rank sends, and receives at the same time, inside a node: what an H200 reached over NVLink
+(benchmarks/results/planner.md). Plans price transfers with it."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """The ranks that share a node, and the price of a byte between nodes over that of a byte inside one.
+    """The nodes of ranks, and how much dearer a byte between nodes is than one inside a node.
 
     Attributes:
-        ranks_per_node: consecutive ranks that share NVLink; 0 when all ranks do.
-        network_price: price of a byte between nodes (default: 360 GB/s of NVLink over 50 GB/s of network per H200).
+        ranks_per_node: consecutive ranks that share a node; 0 if all ranks do.
+        network_price: price of a byte between nodes over that inside one. The default is 360 GB/s of NVLink over 50
+            GB/s of network for each H200.
     """
 
     ranks_per_node: int = 0
@@ -48,30 +51,31 @@ class Links:
             )
 
     def nodes(self, ranks: int) -> np.ndarray:
-        """[R] node of every rank."""
+        """Returns [R] node of every rank."""
         return np.arange(ranks) // (self.ranks_per_node or ranks)
 
     def bytes_per_s(self, *, far: bool) -> float:
-        """Bytes per second that a rank sends, and gets at the same time: inside a node, or with ``far`` between
-        nodes."""
+        """Returns the bytes per second that a rank sends, and receives at the same time: inside a node, or with ``far``
+        between nodes."""
         return _NVLINK / (self.network_price if far else 1.0)
 
     def may_relay(self, ranks: int) -> bool:
-        """Whether rows may take two hops: there are several nodes of several ranks each."""
+        """Returns whether rows may take two hops: there are several nodes with several ranks each."""
         return 1 < self.ranks_per_node < ranks
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Pieces of home shards that servers read. Array legend: N pieces; all arrays are int64.
+    """Ranges of home shards that servers read. Array legend: N pieces, each a range of one shard for one task; T tasks.
+    All arrays are int64 unless noted.
 
     Attributes:
         task: [N] index of the task that reads the piece.
-        shard: [N] number of the home shard.
-        home: [N] rank that the rows live on.
+        shard: [N] index of the home shard.
+        home: [N] rank that holds the rows.
         server: [N] rank that reads them; it may be the home rank.
         rows: [N] rows of the piece.
-        straight: [N] bool, whether the piece comes from home in any case; None where gateways may hand on all.
+        straight: [N] bool, whether the piece must come from home; None if gateways may hand on any piece.
     """
 
     task: np.ndarray
@@ -88,18 +92,18 @@ class Reads:
         return Reads(task, shard, shards.rank[shard], tasks.server[task], rows)
 
     def in_hops(self, links: Links | None, ranks: int) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
-        """Returns which pieces come from home and which come from a gateway.
+        """Returns the pieces that come from home and those that come from a gateway.
 
-        Pieces that are not ``straight`` must be the first rows of their shards, and no two may have both shard and
-        server in common.
+        Pieces that are not ``straight`` must be the first rows of their shards, and no two of them may have the same
+        shard and server.
 
         Args:
-            links: which ranks share a node; rows travel once to each node. None where all share one.
+            links: which ranks share a node; None if all do.
             ranks: R.
 
         Returns:
-            Indices of the pieces that come from home; indices of those that gateways hand on; and for each of the
-            latter, the index of the piece that its gateway reads.
+            Indices of the pieces that come from home; indices of the pieces that gateways hand on; and for each of the
+            latter, the index of the piece with which its gateway got the rows.
         """
         none = np.zeros(0, np.int64)
         if links is None or not links.may_relay(ranks):
@@ -110,9 +114,9 @@ class Reads:
             far = far[~self.straight[far]]
         if not len(far):
             return slice(None), none, none
-        # Pieces that cross the network, grouped by (shard, node) and in a group by falling rows, then by ``turn``: how
-        # far the server stands behind the home's number. The first of a group is the gateway's, the others are handed
-        # on.
+        # Pieces that cross the network are sorted into groups of one shard and node. In a group those with most rows
+        # come first, then those with the least "turn": the distance from the home's number in its node to the server's.
+        # The first of a group is the gateway's. The others are handed on.
         rows, group = self.rows[far], self.shard[far] * (ranks // links.ranks_per_node + 1) + node[far]
         turn = (self.server[far] - self.home[far]) % links.ranks_per_node
         order = order_by(group, rows.max() - rows, turn)

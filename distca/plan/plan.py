@@ -1,4 +1,10 @@
-"""Plans: which attention server computes which CA-task, and what it must have for that."""
+"""Plans: the server of every query row of a nano-batch, and the k,v rows that it needs for that.
+
+A micro-batch is computed as one or two *nano-batches*. A *layout* says on which rank, its *home*, every row of a
+nano-batch lies. A *server* is a rank in its role of computing attention; a *task* is a range of query rows of one
+document on one server. The scheduler makes plans, ``routes.py`` turns them into the rows that each rank sends and
+receives.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +27,18 @@ from distca.plan.tasks import Tasks
 class Contexts:
     """The k,v rows that servers need. Array legend: L contexts, T tasks; arrays are int64.
 
-    A context is a range of k,v rows of one document on one server. Tasks there share a context where their keys
-    overlap. Without a window all do, as each sees its document from the start. Example: the tasks [2, 4) and [6, 7) of
-    a document read keys [0, 4) and [0, 7), so they share the context [0, 7). With a window of 2 they read [1, 4) and
-    [5, 7): two contexts.
+    A *context* is a range of k,v rows of one document on one server. Tasks share a context if they read overlapping
+    keys. Example: the tasks [2, 4) and [6, 7) of a document read the keys [0, 4) and [0, 7), so they share the context
+    [0, 7). If queries see two keys only, a window of 2, they read [1, 4) and [5, 7): two contexts.
+
+    A server may still hold the first rows of a context from the previous nano-batch. Only the others travel to it.
 
     Attributes:
-        last: the last task of each context, whose stop is the context's.
+        last: the last task of each context; its stop is the context's stop.
         first: [L] first row of each context.
-        begin: [L] first row that must travel; the server still has those before it from the nano-batch before.
-        at: [L] where the rows [first, begin) begin in the server's buffer of that nano-batch, which has documents one
-            after the other.
-        of_task: [T] context of every task.
+        begin: [L] first row that must travel; the server holds the rows [first, begin).
+        at: [L] row in the server's buffer of the previous nano-batch at which [first, begin) lie.
+        of_task: [T] index of every task's context.
     """
 
     last: Tasks
@@ -43,24 +49,25 @@ class Contexts:
 
     @property
     def rows(self) -> np.ndarray:
-        """[L] rows of each context that must travel."""
+        """Returns [L] rows of each context that must travel."""
         return self.last.stop - self.begin
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A layout and the server of every query row in it; the same for all layers of a kind.
+    """A layout and the server of every query row in it; layers of the same kind share a plan.
 
-    A plan is equal only to itself, as a layout is. Array legend: D documents, T tasks.
+    A plan is equal only to itself, as a layout is. Array legend: D documents, T tasks, L contexts.
 
     Attributes:
-        layout: the nano-batch's layout.
-        tasks: its CA-tasks.
-        before: the tasks of the nano-batch before, if servers keep its k,v rows, which do not travel to them again.
-            Kinds with a window keep none.
-        windows: by kind of layer, the keys that a query sees; 0 for all, and for kinds that the plan has no layers of.
-        kind: [D] int64 number of every document's kind of layer, since stages may run different ones; None where all
-            documents have the first.
+        layout: the layout of the nano-batch.
+        tasks: its tasks.
+        before: the tasks of the previous nano-batch, if servers keep its k,v rows; those rows do not travel again. None
+            if they keep none, as in layers with a window.
+        windows: by kind of layer, the keys that a query sees; 0 for all. Also 0 for a kind that the plan has no layers
+            of.
+        kind: [D] int64 number of every document's kind of layer. In a pipeline, documents of different stages are in
+            one plan, and stages may run layers of different kinds. None if all documents have the first kind.
     """
 
     layout: Layout
@@ -71,26 +78,26 @@ class Plan:
 
     @property
     def kind_of_task(self) -> np.ndarray:
-        """[T] int64 number of every task's kind of layer."""
+        """Returns [T] int64 number of every task's kind of layer."""
         return np.zeros(len(self.tasks), np.int64) if self.kind is None else self.kind[self.tasks.document]
 
     @cached_property
     def first_key(self) -> np.ndarray:
-        """[T] int64 first k,v row that every task reads."""
+        """Returns [T] int64 first k,v row that every task reads."""
         if not any(self.windows):
             return np.zeros_like(self.tasks.start)
         return first_key(np.array(self.windows)[self.kind_of_task], self.tasks.start)
 
     @property
     def region_rows(self) -> np.ndarray:
-        """[T] k,v rows that every task reads."""
+        """Returns [T] k,v rows that every task reads."""
         return self.tasks.stop - self.first_key
 
     @cached_property
     def contexts(self) -> Contexts:
-        """The contexts that servers need for the documents of their tasks."""
-        # Tasks are sorted by server, document and start. A context ends with a document's last task on a server, or
-        # where the next task's first key lies behind the keys of this one.
+        """Returns the contexts that servers need for their tasks."""
+        # Tasks are sorted by server, document and start. A context ends with the last task of a document on a server.
+        # With windows it also ends if the next task's first key lies behind all keys of this task.
         tasks, first = self.tasks, self.first_key
         ends = tasks.last_on_server
         if any(self.windows):
@@ -104,21 +111,30 @@ class Plan:
         return Contexts(last, first, begin, at, of_task)
 
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
-        """[L] rows of each context that its server has from the nano-batch ``before``, counted from the start of its
-        document. With them [L] where these rows begin in the server's buffer of that nano-batch.
+        """Returns the rows of contexts that servers hold from the nano-batch ``before``.
 
         Example: a server read rows [0, 10) of a document in ping, whose home shards are [0, 4), [4, 8) and [8, 12). For
-        pong it has the whole shards of these, rows [0, 8)."""
+        pong it counts as holding the rows of whole shards only, [0, 8).
+
+        Args:
+            before: the tasks of the previous nano-batch.
+            last: the last task of each context.
+
+        Returns:
+            [L] how many of a document's first rows the server holds, and [L] at which row of its buffer they begin.
+        """
         assert not any(self.windows), "kinds with a window keep no rows of the nano-batch before"
-        # "stop" is how far each context's server read its document before; 0 where it did not. (server, document) is
-        # one number for the search.
+        # "kept" has the last task of each document on each server. "stop" is its stop for the same server and document
+        # as each context, or 0 if there is none. For the search, (server, document) is one number.
         kept = before.take(before.last_on_server)
         documents = len(self.layout.last)
         key = kept.server * documents + kept.document
         wanted = last.server * documents + last.document
         found = np.searchsorted(key, wanted)
         stop = np.where(np.append(key, -1)[found] == wanted, np.append(kept.stop, 0)[found], 0)
-        # Only whole shards count as kept, since an exchange sends the first rows of a shard, never its last ones alone.
+        # An exchange sends the first rows of a shard, never the last ones alone. So rows count as held up to the end of
+        # the last whole shard, "begin". A server's buffer has its documents one after the other, in the order of
+        # "kept".
         kv = self.layout.kv
         span = int(kv.stop.max()) + 1
         whole = np.searchsorted(kv.document * span + kv.stop, last.document * span + stop, side="right") - 1
@@ -129,14 +145,16 @@ class Plan:
 
     @cached_property
     def q_reads(self) -> Reads:
-        """The query rows of the tasks."""
+        """Returns the query rows of the tasks, as ranges of home shards."""
         return Reads.of(self.tasks, self.tasks.start, self.layout.q)
 
     @cached_property
     def kv_reads(self) -> Reads:
-        """The k,v rows of contexts that servers do not have from the nano-batch before.
+        """Returns the k,v rows that must travel for contexts, as ranges of home shards.
 
-        Gateways hand on rows only of documents without a window, whose readers all begin at the document's start."""
+        A gateway, which hands rows on inside a node, only does so for documents without a window. All servers read
+        shards of such a document from the shard's first row. So the server that reads most rows of a shard has all rows
+        that the others need."""
         reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
         if not any(self.windows):
             return reads
@@ -146,7 +164,8 @@ class Plan:
 
     def check(self) -> None:
         """Raises PlanError unless every query row is computed exactly once, by an existing server."""
-        # Tasks by document and start: they must touch, begin at the document's first row, and have all of its rows.
+        # With tasks sorted by document and start, each task must begin where the one before ends. A document's first
+        # task must begin at its first row, and its tasks must have as many rows as the document.
         tasks, layout = self.tasks, self.layout
         if len(tasks) and (tasks.server.min() < 0 or tasks.server.max() >= layout.ranks):
             raise PlanError(
@@ -167,13 +186,13 @@ class Plan:
 
 
 def plan_at_home(layout: Layout) -> Plan:
-    """The plan without disaggregation: every shard is computed by its home rank."""
+    """Returns the plan in which every row is computed by its home rank."""
     q = layout.q
     return Plan(layout, Tasks.sorted(q.document, q.start, q.stop, q.rank))
 
 
 def fingerprint(plans: Iterable[Plan]) -> int:
-    """The CRC-32 of all layouts and tasks: ranks that made the same plans have the same number."""
+    """Returns the CRC-32 of all layouts and tasks: ranks that made the same plans get the same number."""
     value = 0
     for plan in plans:
         layout, tasks = plan.layout, plan.tasks

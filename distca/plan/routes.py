@@ -1,12 +1,18 @@
-"""Routes: one rank's part of a plan, as exchanges of rows and the tasks' regions in them.
+"""Routes: one rank's part of a plan, as the rows that it sends and receives, and the k,v rows of each of its tasks.
 
-Attention kernels read one region [first key, stop) of k,v rows per task, in task order. The rows of a context
-(``plan.py``) travel to a server once, into its buffer, and are kept there, for the next nano-batch too. A server whose
-tasks share rows copies them to one region per task, only while it computes. Between nodes of several ranks, rows travel
-to each node once and on inside it: in two exchanges, the second of which is the *relay* (``network.py``).
+The *home* of a row is the rank that holds it. A *server* is a rank that computes attention. A *task* is a range of
+query rows of one document on one server. A kernel reads one *region* of k,v rows for each task, in the order of tasks.
+Tasks with overlapping keys on one server share a *context*: the range of k,v rows that all of them need (``plan.py``).
+
+The rows of a context travel to the server once, into its buffer. It may keep them there for the next nano-batch, the
+second part of the micro-batch. Only while a server computes, it copies shared rows to the region of each task. Between
+nodes rows travel once to each node, to a server that is the *gateway*. A second exchange, the *relay*, brings them to
+the other servers of the node (``network.py``).
 
 Example: a server has the tasks [2, 4) and [6, 7) of a document at another home. Its buffer gets k,v rows [0, 7) once.
 The first task's region is a copy of rows [0, 4), the second's of rows [0, 7).
+
+Array legend: T tasks, L contexts, R ranks.
 """
 
 from __future__ import annotations
@@ -30,15 +36,15 @@ class Route:
 
     Attributes:
         rank: this rank.
-        ranks: size of the server pool.
-        q: exchange of query rows (and of o, its reverse).
-        kv: exchange of key and value rows; with a relay, of those that come straight from home.
-        relay: exchange of the rows that gateways hand on to servers of their nodes. It comes after ``kv``, on the way
-            back before it. Gateways stand in for home ranks, and their server buffers for home tensors. None where no
-            row of the pool takes two hops.
+        ranks: number of ranks in the plan.
+        q: exchange of query rows; o comes back by its reverse.
+        kv: exchange of key and value rows that come straight from home.
+        relay: exchange of the rows that gateways hand on. It comes after ``kv``, and before it on the way back.
+            Gateways take the place of homes, and their server buffers that of home tensors. None if no row of the plan
+            takes two hops.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' k,v regions.
-        kind: [T] int64 number of every task's kind of layer; tasks of one kind may stand in several places.
+        kind: [T] int64 number of every task's kind of layer; tasks of one kind need not be together.
     """
 
     rank: int
@@ -52,17 +58,17 @@ class Route:
 
     @property
     def max_q(self) -> int:
-        """Longest query range of a task; 0 without tasks."""
+        """Returns the rows of the longest query range of a task; 0 without tasks."""
         return int(np.diff(self.cu_q).max(initial=0))
 
     @property
     def max_kv(self) -> int:
-        """Longest context of a task; 0 without tasks."""
+        """Returns the rows of the longest region of a task; 0 without tasks."""
         return int(np.diff(self.cu_kv).max(initial=0))
 
 
 def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
-    """The part of ``plan`` that concerns ``rank``; ``links`` as in :class:`Routes`.
+    """Returns the part of ``plan`` that concerns ``rank``; ``links`` as in :class:`Routes`.
 
     Raises:
         PlanError: the plan was made for fewer ranks.
@@ -71,12 +77,14 @@ def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
 
 
 class Routes(Sequence[Route]):
-    """The routes of all ranks of a plan, found in one pass; each is put together when it is asked for.
+    """The routes of all ranks of a plan. Most work is done once for all; a rank's route is put together when it is
+    asked for.
 
     Args:
         plan: over R ranks.
-        links: which ranks share a node; key and value rows travel once to each node. None where all share one.
-        only: the one rank that is going to be asked for, if there is no other; that takes a fraction of the time.
+        links: which ranks share a node; key and value rows travel once to each node. None if all ranks share one.
+        only: the one rank whose route will be asked for, which takes a fraction of the time; None if others may be,
+            too.
     """
 
     def __init__(self, plan: Plan, links: Links | None = None, only: int | None = None) -> None:
@@ -110,7 +118,7 @@ class Routes(Sequence[Route]):
     @overload
     def __getitem__(self, rank: slice) -> list[Route]: ...
     def __getitem__(self, rank: int | slice) -> Route | list[Route]:
-        """The route of a rank.
+        """Returns the route of a rank, or the routes of a slice of ranks.
 
         Raises:
             PlanError: the plan was made for fewer ranks.
@@ -142,31 +150,33 @@ class Routes(Sequence[Route]):
 
 
 def _borders(ends: np.ndarray, low: int, high: int) -> np.ndarray:
-    """[high - low + 1] int32 borders of the tasks from ``low`` on, counted from the first."""
+    """Returns [high - low + 1] int32 borders of the tasks from ``low`` up to ``high``, beginning at 0."""
     before = ends[low - 1] if low else 0
     return np.concatenate(([0], ends[low:high] - before)).astype(np.int32)
 
 
 def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[T] first row of each task in its server's buffer, where tasks lie one after the other; server r has the tasks
-    [bounds[r], bounds[r + 1])."""
+    """Returns [T] first row of each task in its server's buffer, where tasks lie one after the other.
+
+    Server r has the tasks [bounds[r], bounds[r + 1]), with the [T] ``rows`` each."""
     begins = np.concatenate(([0], np.cumsum(rows)))
     return begins[:-1] - begins[bounds[tasks.server]]
 
 
 def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
-    """Returns the copies to the regions of tasks: from the server buffer, and from that of the nano-batch before.
+    """Returns the copies to the regions of tasks: from the server buffer, and from that of the previous nano-batch.
 
-    Only servers need copies whose tasks share rows, or have some from the nano-batch before; on the others the buffer
-    has the regions. ``peer`` of the segments is the server here.
+    Only some servers need copies: those whose tasks share rows, or have rows from the previous nano-batch. On the
+    others the buffer is the regions already. In these segments ``peer`` is the server itself.
 
     Args:
         plan: over all servers.
         kv_offset: [L] first row of each context in its server's buffer.
         bounds: server r has the tasks [bounds[r], bounds[r + 1]).
     """
-    # A region is what the server kept of its context (a copy from "before"), then what arrived (a copy from "source").
-    # Where consecutive contexts have one task each and nothing was kept, their copies are joined into one.
+    # A region has the rows that the server kept of its context ("kept", copies "before"), then the rows that arrived
+    # (copies from "source"). If the next context has one task and no kept rows, its copy continues that of the task
+    # before, and both become one.
     tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task
     alone = np.append(context[1:] != context[:-1], True)[: len(tasks)]  # the last of its context
     kept = contexts.begin - contexts.first

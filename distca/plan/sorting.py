@@ -1,4 +1,4 @@
-"""Sorting by several keys, merging sorted arrays, and ranges written out as numbers."""
+"""Helpers of the planner for arrays: sorting by several keys, merging sorted arrays, writing out ranges as numbers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import numpy as np
 
 
 def order_by(*keys: np.ndarray) -> np.ndarray:
-    """[N] indices that sort by the first of several [N] int64 keys of 0 or more, among equals by the second, and so on.
+    """Returns [N] indices that sort by the first of several [N] int64 keys, among equals by the second, and so on.
 
-    Equal rows keep their order. The keys and the index of a row are joined into one number. Sorting these numbers takes
-    a tenth of the time of sorting indices. Keys that do not fit into 63 bits are left to np.lexsort, or without the
-    index to np.argsort.
-    """
+    Keys are 0 or more. Elements whose keys are all equal keep their order. The keys and the index of each element are
+    joined into one number. Sorting these numbers takes numpy a tenth of the time of ``np.argsort``. If the keys do not
+    fit into 63 bits, ``np.lexsort`` is used; if only the index does not fit, ``np.argsort``."""
     joined, values = keys[0], int(keys[0].max(initial=0)) + 1
     for key in keys[1:]:
         width = int(key.max(initial=0)) + 1
@@ -26,13 +25,15 @@ def order_by(*keys: np.ndarray) -> np.ndarray:
 
 
 def merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """[N] values of two ascending arrays, each once, as np.unique gives them, in a fraction of its time."""
+    """Returns the values of two ascending arrays, ascending, each once.
+
+    ``np.unique`` of both gives the same, and takes a multiple of the time."""
     both = np.sort(np.concatenate((first, second)), kind="stable")
     return both[np.append(True, both[1:] != both[:-1])[: len(both)]]
 
 
 def expand(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """All numbers of the ranges [begin, begin + count), one range after the other.
+    """Returns all numbers of the ranges [begin, begin + count), one range after the other.
 
     Example: begins 5 and 0 with counts 2 and 3 give 5, 6, 0, 1, 2."""
     ends = np.cumsum(count)
@@ -41,7 +42,8 @@ def expand(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def in_turns(count: int, turns: int) -> np.ndarray:
-    """[count] indices of sorted elements, reordered so that each of ``turns`` equal parts has some of all sizes.
+    """Returns [count] indices that reorder sorted elements so that each of ``turns`` equal parts has elements of all
+    sizes.
 
     Example: 5 elements in 2 turns are reordered as 0, 2, 4, 1, 3."""
     return np.concatenate([np.arange(first, count, turns) for first in range(min(turns, max(count, 1)))])

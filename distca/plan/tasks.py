@@ -1,7 +1,9 @@
-"""CA-tasks: the units of core attention that servers compute.
+"""Tasks: the units of core attention, each computed by one server.
 
-A CA-task is a query range [start, stop) of one document with its full causal context, the keys and values [0, stop). It
-is never split along the keys, so no partial softmax is ever merged (arXiv 2510.18121, section 4.1).
+A task is a range [start, stop) of query rows of one document, with all keys and values that it may see, [0, stop). A
+*server* is a rank in its role of computing tasks. A task is never split along the keys, so no partial softmax is ever
+merged (CA-tasks in arXiv 2510.18121, section 4.1). The scheduler makes tasks (``scheduler/``), and routes say which
+rows must travel for them (``routes.py``).
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from distca.plan.sorting import order_by
 
 @dataclass(frozen=True)
 class Tasks:
-    """CA-tasks, sorted by (server, document, start). Array legend: T tasks; all arrays are int64.
+    """Tasks, sorted by (server, document, start). Array legend: T tasks; all arrays are int64.
 
     Attributes:
         document: [T] index of the document in the micro-batch.
         start: [T] first query position.
-        stop: [T] one past the last query position; also the number of k,v rows the task reads.
+        stop: [T] one past the last query position; also the number of k,v rows that the task reads, unless a window
+            leaves out the first.
         server: [T] rank that computes the task.
     """
 
@@ -33,23 +36,25 @@ class Tasks:
         return len(self.document)
 
     def take(self, chosen: np.ndarray) -> Tasks:
-        """The tasks that a mask or indices choose."""
+        """Returns the tasks that a mask or indices choose."""
         return Tasks(self.document[chosen], self.start[chosen], self.stop[chosen], self.server[chosen])
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        """Document, start, stop and server of all tasks."""
+        """Returns document, start, stop and server of all tasks."""
         return self.document, self.start, self.stop, self.server
 
     @property
     def last_on_server(self) -> np.ndarray:
-        """[T] bool: whether it is the last task of its document on its server, which reads all k,v rows of the
+        """Returns [T] bool: whether a task is the last one of its document on its server. It reads all k,v rows of the
         others."""
         differs = (self.document[1:] != self.document[:-1]) | (self.server[1:] != self.server[:-1])
         return np.append(differs, True)[: len(self)]
 
     @staticmethod
     def sorted(document: np.ndarray, start: np.ndarray, stop: np.ndarray, server: np.ndarray) -> Tasks:
-        """Sorts ranges by (server, document, start), and joins those of one document that touch on one server."""
+        """Returns tasks sorted by (server, document, start), from ranges in any order.
+
+        Ranges of one document that touch on one server become one task."""
         order = order_by(server, document, start)
         document, start, stop, server = (np.asarray(x, np.int64)[order] for x in (document, start, stop, server))
         if len(document) == 0:
