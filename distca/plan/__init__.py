@@ -1,4 +1,8 @@
-"""Documents → layout → plan → routes. numpy only: runs anywhere, imports no torch."""
+"""The planner: from document lengths to the rank that holds each row, and the rank that computes its attention.
+
+It makes a layout (the rank that holds each row) and a plan (the rank that computes each query range). Routes then say
+which rows each rank sends and receives. The planner uses numpy only and imports no torch, so it runs anywhere.
+"""
 
 from distca.errors import PlanError
 from distca.plan.cost.analytic import analytic_cost, area_cost

@@ -1,8 +1,11 @@
-"""The choice between two placements of a small pool's micro-batch: the one whose plans cost less wins.
+"""Choosing between two placements of a micro-batch's documents in a small pool of ranks: the cheaper one is taken.
 
-Placing ping and pong together (``place/shares.py``) levels what ranks send. Its price is that documents have rows in
-both: there are more tasks, and keys are read twice. Where few ranks have fast links nobody waits for transfers, and
-placing each nano-batch by itself (``place/by_nano_batch.py``) takes less time. So both are planned and priced.
+A micro-batch is computed as two *nano-batches*: the transfers of one run beside the computation of the other. Each rank
+holds rows, as their *home*, and computes attention, as a *server*. If both nano-batches are placed together
+(``place/shares.py``), ranks send about equally many rows. But documents then have rows in both, so there are more
+tasks, and keys are read twice. Where few ranks have fast links, transfers take no time that anybody waits for. Then
+each nano-batch is better placed by itself (``place/by_nano_batch.py``). So ``step.py`` has both placements planned, and
+compares their prices here.
 
 Array legend: R ranks.
 """
@@ -22,20 +25,20 @@ from distca.plan.network import Links
 from distca.plan.plan import Plan
 
 _WORTH = 0.01
-"""The least part of the time that documents with rows in both nano-batches must save. Below it they are not worth it,
-as the gradient of a carried row is rounded twice."""
+"""The least part of the time that placing both together must save. Its price is precision: a k,v row that both
+nano-batches read has a gradient that is rounded twice."""
 
 
 class Scheduler(Protocol):
-    """Plans one nano-batch of a phase."""
+    """A function that plans one nano-batch of a phase: it chooses the server of each query row."""
 
     def __call__(self, layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
-        """The plan of ``layout``, over the whole pool.
+        """Returns the plan of ``layout``, over all ranks.
 
         Args:
-            layout: of the nano-batch.
-            direction: what the plan is for.
-            beside: [R] seconds of other work that servers have meanwhile, for stages with another kind of layer.
+            layout: the homes of the nano-batch's rows.
+            direction: the directions that the plan levels.
+            beside: [R] seconds of other work that servers do at the same time, for stages with another kind of layer.
         """
         ...
 
@@ -46,7 +49,8 @@ class Price:
 
     Attributes:
         attention: seconds of the slowest server, added over nano-batches and directions.
-        exposed: seconds of the busiest rank's transfers that the other nano-batch's attention does not hide.
+        exposed: seconds of the busiest rank's transfers that are longer than the other nano-batch's attention beside
+            them.
         bytes: bytes that travel between ranks.
     """
 
@@ -55,7 +59,10 @@ class Price:
     bytes: int
 
     def beats(self, other: Price) -> bool:
-        """Whether to place both together, at this price: no row travels then, or ranks wait less for transfers."""
+        """Returns whether to place both together at this price, where ``other`` is that of each nano-batch by itself.
+
+        It is so if no row travels then and attention takes no longer. It is also so if ranks waited for transfers
+        before, fewer bytes or as many travel, and enough time is saved."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
@@ -67,7 +74,7 @@ NanoPlans = Sequence[tuple[Plan, Plan]]
 
 
 def once(scheduler: Scheduler) -> Scheduler:
-    """Returns a scheduler that plans every layout once, however often it is asked for."""
+    """Returns a scheduler that remembers plans: it plans each layout and direction once, unless ``beside`` is given."""
     found: dict[tuple[Layout, Direction], Plan] = {}
 
     def planned(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
@@ -88,14 +95,14 @@ def cheaper(
     price: Callable[[NanoPlans], Price],
     whole: bool,
 ) -> tuple[Layout, ...]:
-    """The layouts that cost less: each nano-batch placed by itself, unless transfers would be waited for.
+    """Returns the layouts of the cheaper placement: each nano-batch by itself, or both together if that is worth it.
 
     Args:
         by_nano_batch: lays out each nano-batch by itself.
         together: lays out both together.
         planned: returns the forward and the backward plan of a layout.
         price: returns the price of all nano-batches' plans.
-        whole: whether no document has more work than a rank, so that both together may move nothing.
+        whole: whether no document has more work than a rank should, so that placing both together may move nothing.
     """
     apart = by_nano_batch()
     before = price([planned(layout) for layout in apart])
@@ -107,12 +114,19 @@ def cheaper(
 
 
 def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> Price:
-    """Returns the price of one layer of a micro-batch."""
+    """Returns the price of one layer of a micro-batch.
+
+    Args:
+        nanos: the plans of each nano-batch.
+        cost: seconds per task, and bytes of rows.
+        links: which ranks share a node, and their speed.
+        resend: whether homes send rows again for backward.
+    """
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
-    # Traffic is counted once for a plan, as forward and backward often share one.
+    # Forward and backward often share a plan, whose traffic is counted once.
     rows_of: dict[Plan, Traffic] = {}
     q, o = shape.q_bytes, shape.o_bytes
-    # For each direction, the bytes of a query row that go to the server, and those that come home.
+    # For each direction: bytes of a query row on the way to the server ("out"), and on the way home ("back").
     directions: tuple[tuple[Direction, int, int], ...] = (
         ("forward", q, o),
         ("backward", q + 2 * o if resend else o, q),

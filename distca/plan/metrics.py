@@ -1,6 +1,11 @@
-"""The effects of a plan: seconds per server, rows that travel, rows received; and limits that no plan can beat.
+"""The effects of a plan: seconds of each server, rows that travel and memory for them, and a limit that no plan can
+beat.
 
-Array legend: R ranks, P pairs of them. Rows are int64, seconds float64.
+The *home* of a row is the rank that holds it. A *server* is a rank that computes attention; a *task* is a range of
+query rows of one document on one server. A *gateway* is a server that received key/value rows from another node, and
+hands them on inside its own. Placement, step records, the simulator and ``distca plan`` call this file.
+
+Array legend: R ranks, P pairs of ranks, K kinds of attention layers, N ranges of rows. Rows are int64, seconds float64.
 """
 
 from __future__ import annotations
@@ -18,18 +23,19 @@ from distca.plan.plan import Plan
 from distca.plan.sorting import order_by
 
 _LEAST_GB = 0.25
-"""The least memory for received rows, in GiB: a few tokens per rank make plans uneven, and this much is always
-there."""
+"""The least memory for received rows, in GiB. If a rank has few tokens, plans are uneven, and 4.5 times its tokens may
+not suffice."""
 
 
 @dataclass(frozen=True)
 class PairRows:
-    """Rows by pair of ranks, sorted, of the pairs that exchange any. Array legend: P pairs; all arrays are int64.
+    """The rows that travel between each pair of ranks; only pairs that exchange rows are listed, sorted. All arrays are
+    int64.
 
     Attributes:
         ranks: R.
-        home: [P] rank that the rows live on, or that hands them on.
-        server: [P] another rank, which reads them.
+        home: [P] the rank that sends: a home, or a gateway.
+        server: [P] another rank, which receives them.
         rows: [P] rows of each pair, at least 1.
     """
 
@@ -40,33 +46,33 @@ class PairRows:
 
     @property
     def total(self) -> int:
-        """Rows of all pairs."""
+        """Returns the rows of all pairs together."""
         return int(self.rows.sum())
 
     @property
     def sent(self) -> np.ndarray:
-        """[R] int64 rows that leave every rank for others' servers."""
+        """Returns [R] int64 rows that leave every rank."""
         return np.bincount(self.home, self.rows, self.ranks).astype(np.int64)
 
     @property
     def received(self) -> np.ndarray:
-        """[R] int64 rows that reach every server."""
+        """Returns [R] int64 rows that reach every rank."""
         return np.bincount(self.server, self.rows, self.ranks).astype(np.int64)
 
     def between(self, group: np.ndarray) -> PairRows:
-        """The pairs whose home rank and server are in different groups; ``group`` [R] has the group of every rank."""
+        """Returns the pairs whose ranks are in different groups; ``group`` [R] is the group of every rank."""
         far = group[self.home] != group[self.server]
         return PairRows(self.ranks, self.home[far], self.server[far], self.rows[far])
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows that travel between ranks for one plan, in one direction.
+    """The rows that travel between ranks for one plan, on the way to servers.
 
     Attributes:
-        q: query rows from home rank to server.
-        kv: key/value rows from home rank to server.
-        relay: key/value rows that a gateway hands on to a server of its node, which then does not get them from home.
+        q: query rows from homes to servers.
+        kv: key/value rows from homes to servers.
+        relay: key/value rows that a gateway hands on to other servers of its node; these do not get them from home.
     """
 
     q: PairRows
@@ -75,21 +81,23 @@ class Traffic:
 
     @property
     def q_rows(self) -> int:
+        """Returns the query rows that travel."""
         return self.q.total
 
     @property
     def kv_rows(self) -> int:
-        """Key/value rows of both hops together: every server gets a row once."""
+        """Returns the key/value rows that travel, with those that gateways hand on: every server gets a row once."""
         return self.kv.total + self.relay.total
 
     def between(self, group: np.ndarray) -> Traffic:
-        """The rows between ranks of different groups; ``group`` [R] has the group of every rank."""
+        """Returns the rows between ranks of different groups; ``group`` [R] is the group of every rank."""
         return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
     def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
-        """[R] int64 bytes that every rank sends or receives, whichever is more.
+        """Returns [R] int64 bytes that every rank sends or receives, whichever is more, until results are back home.
 
-        A query row takes ``q_out`` bytes to the server and ``q_back`` home; a key/value row takes ``kv_out``."""
+        A query row takes ``q_out`` bytes to the server and ``q_back`` home; a key/value row takes ``kv_out`` to the
+        server."""
         kv_sent, kv_received = self.kv.sent + self.relay.sent, self.kv.received + self.relay.received
         sent = self.q.sent * q_out + self.q.received * q_back + kv_sent * kv_out
         received = self.q.received * q_out + self.q.sent * q_back + kv_received * kv_out
@@ -97,14 +105,15 @@ class Traffic:
 
 
 def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """[R] attention seconds of every server; "both" adds forward and backward. ``cost`` is for all kinds of layers, or
-    a sequence with one for each kind."""
+    """Returns [R] attention seconds of every server; "both" adds forward and backward.
+
+    ``cost`` is a cost model for all kinds of layers, or a sequence with one for each kind."""
     costs = cost if isinstance(cost, Sequence) else (cost,)
     return np.asarray(seconds_by_kind(plan, costs, direction).sum(axis=0))
 
 
 def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """[K, R] attention seconds of every server, by kind; with one cost, of all tasks."""
+    """Returns [K, R] attention seconds of every server, by kind of layer; with a single cost, [1, R] of all tasks."""
     tasks, ranks = plan.tasks, plan.layout.ranks
     found = np.zeros((len(costs), ranks))
     for number, cost in enumerate(costs):
@@ -115,9 +124,10 @@ def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction
 
 
 def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """[R] int64 k,v rows in every server's buffer, and [R] int64 rows of the copies that its tasks compute with.
+    """Returns the [R] int64 k,v rows in each server's buffer, and the [R] int64 rows that it copies out of it for its
+    tasks.
 
-    There are copies where tasks share rows, or have some from the nano-batch before; elsewhere they are 0."""
+    Copies are made if tasks read the same rows, or rows from the previous nano-batch; else the second number is 0."""
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
     kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
     regions = np.bincount(tasks.server, plan.region_rows, ranks).astype(np.int64)
@@ -125,20 +135,21 @@ def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def imbalance(seconds: np.ndarray) -> float:
-    """The slowest of [R] ``seconds`` over their mean; 1 for no work at all."""
+    """Returns the slowest of [R] ``seconds`` over their mean; 1 if there is no work at all."""
     mean = float(seconds.mean())
     return float(seconds.max()) / mean if mean > 0 else 1.0
 
 
 def traffic(plan: Plan, links: Links | None = None) -> Traffic:
-    """The rows that ``plan`` really moves.
+    """Returns the rows that travel for ``plan``.
 
-    Rows that a server has, as a home rank or from the nano-batch before, are free. A document's k,v rows travel to a
-    server once, however many of its tasks read them.
+    Rows that a server holds as a home, or from the previous nano-batch, do not travel. A document's k,v rows travel to
+    a server once, however many of its tasks read them.
 
     Args:
         plan: over R ranks.
-        links: which ranks share a node; k,v rows travel once to each node, and on inside it. None where all share one.
+        links: which ranks share a node; k,v rows then travel once to each node, and on inside it. None if all ranks
+            share one.
     """
     ranks, reads = plan.layout.ranks, plan.q_reads
     q = pair_rows(reads.home, reads.server, reads.rows, ranks)
@@ -162,14 +173,15 @@ def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int
 
 
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
-    """Seconds that the slowest server needs at least, whatever the plan.
+    """Returns the seconds that the slowest server needs at least, whatever the plan.
 
-    It is the larger of two bounds: all the work, uncut, spread over the servers by their speed; and the last query row
-    of the longest document, which one server must compute. For "both" it is forward's bound plus backward's.
+    It is the larger of two bounds. One is the time of all work, if documents are not cut and servers share it by their
+    speed. The other is the time of the last query row of the longest document, which one server must compute. For
+    "both" it is the sum of both directions' bounds.
 
     Args:
         layout: the nano-batch.
-        cost: seconds per CA-task.
+        cost: seconds per task.
         direction: forward, backward or both.
     """
     some = layout.last > layout.first
@@ -182,19 +194,20 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
 
 
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:
-    """GiB of memory in which received rows land. Two exchanges are under way at a time, each with up to the rows of a
-    nano-batch that the busiest rank receives.
+    """Returns the GiB of memory in which received rows land.
 
-    It is room for the q, k and v rows of 4.5 times a rank's tokens, with ``resend`` 5 times. Real plans without
-    pipeline stages fit, of both mixes in their long-context versions. Tests hold that for 2 to 16 ranks, also on nodes
-    of 4 and of 8 (tests/plan/test_receive_buffer.py). Summaries of Qwen3.5's recurrent layers take less than half the
-    room of its attention there. They do so, too, where a document of 2M tokens lies on 128 ranks.
+    At any time two exchanges are under way, each with up to the rows of a nano-batch that the busiest rank receives.
+    There is room for the q, k and v rows of 4.5 times a rank's tokens, or 5 times with ``resend``. Real plans without
+    pipeline stages fit into it. Tests hold this for two mixes of documents with long contexts, on 2 to 16 ranks, also
+    on nodes of 4 and of 8 (tests/plan/test_receive_buffer.py). The states that Qwen3.5's recurrent layers exchange
+    there take less than half the room of its attention. They do so, too, if a document of 2M tokens lies on 128 ranks.
 
     Args:
         shape: heads of one rank.
         tokens: tokens of a micro-batch per rank.
         resend: whether backward sends q, k, v and o again, with dO.
-        sinks: whether o comes home with its log-sum-exp, which goes out again with dO, also without ``resend``.
+        sinks: whether o comes home with lse, the log-sum-exp of its scores. It goes out again with dO, also without
+            ``resend``.
     """
     rows = (5.0 if resend else 4.5) * tokens
     lse = 4 * shape.heads if sinks and not resend else 0

@@ -1,4 +1,10 @@
-"""One micro-batch, from document lengths to layouts and plans: everything the runtime needs, the same on every rank."""
+"""The plan of one micro-batch without pipeline stages, with figures about it.
+
+Each rank holds rows, as their *home*, and computes attention, as a *server*; a *task* is a range of query rows of one
+document on one server. A micro-batch is computed as one or two *nano-batches*: the transfers of one run beside the
+computation of the other. Training plans whole steps (``step.py``). This is the simpler entry for tests, benchmarks and
+``distca plan``: a step of one micro-batch, for which it counts imbalance and bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +29,11 @@ class NanoPlan:
     """One nano-batch in the layers of one kind.
 
     Attributes:
-        layout: the nano-batch's layout; the same for all kinds.
-        forward: the plan of its forward.
-        backward: ``forward`` itself when servers keep their tasks' rows for the backward.
-        cost: seconds per CA-task in these layers.
-        share: the part of the model's layers that is of this kind.
+        layout: the home and row of every token; the same for all kinds.
+        forward: the plan of its forward: the server of every task.
+        backward: the plan of its backward. It is ``forward`` itself if servers keep rows for backward.
+        cost: seconds per task in these layers.
+        share: the fraction of the model's layers that is of this kind.
     """
 
     layout: Layout
@@ -38,7 +44,7 @@ class NanoPlan:
 
     @property
     def directed(self) -> tuple[tuple[Plan, Direction], ...]:
-        """Both plans, each with its direction."""
+        """Returns both plans, each with its direction."""
         return (self.forward, "forward"), (self.backward, "backward")
 
 
@@ -47,10 +53,10 @@ class Bytes:
     """Bytes that travel for one layer of one micro-batch, all ranks together.
 
     Attributes:
-        q: query rows to servers, forward.
-        o: output rows back home, forward (with their log-sum-exp when backward resends).
-        kv: key and value rows to servers, forward.
-        backward: everything the backward moves.
+        q: query rows to servers, in forward.
+        o: output rows back home, in forward. If backward resends rows, their log-sum-exp is counted here too.
+        kv: key and value rows to servers, in forward.
+        backward: all rows and gradients of backward.
     """
 
     q: int
@@ -65,14 +71,14 @@ class Bytes:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Layouts and plans of one micro-batch's nano-batches, and what they achieve.
+    """Layouts and plans of one micro-batch's nano-batches, and figures about them.
 
-    Figures of one layer are the mean over all layers, which may be of several kinds.
-    Array legend: D documents, R ranks.
+    Figures of one layer are the mean over all layers, which may be of several kinds. Array legend: D documents, R
+    ranks.
 
     Attributes:
-        step: the step that this micro-batch is.
-        planning_ms: milliseconds that laying out and planning took.
+        step: the plan of a step that has only this micro-batch.
+        planning_ms: milliseconds that planning took.
     """
 
     step: StepPlan
@@ -80,27 +86,27 @@ class MicroBatchPlan:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[D] int64 tokens per document."""
+        """Returns [D] int64 tokens per document."""
         return self.step.lengths[0]
 
     @property
     def cost(self) -> CostModel:
-        """The cost model that the plans were made with."""
+        """Returns the cost model that the plans were made with."""
         return self.step.options.cost
 
     @property
     def resend(self) -> bool:
-        """Whether backward resends rows, to the servers of its own plan."""
+        """Returns whether homes send rows again for backward, to the servers of its own plan."""
         return self.step.options.resend
 
     @property
     def nano_batches(self) -> tuple[NanoPlan, ...]:
-        """One NanoPlan per nano-batch, for layers of the first kind that the model has."""
+        """Returns one NanoPlan per nano-batch, for layers of the first kind that the model has."""
         return self.by_kind[0]
 
     @property
     def by_kind(self) -> tuple[tuple[NanoPlan, ...], ...]:
-        """One NanoPlan per nano-batch, for each kind that the model has layers of."""
+        """Returns one NanoPlan per nano-batch, for each kind that the model has layers of."""
         step, options = self.step, self.step.options
         (layouts,), (forward,), (backward,) = step.layouts, step.forward, step.backward
         costs = [options.cost_of_kind[kind] for (kind,) in options.combinations]
@@ -112,28 +118,31 @@ class MicroBatchPlan:
 
     @property
     def every_nano_batch(self) -> list[NanoPlan]:
-        """One NanoPlan per kind and nano-batch; their figures, each times its share, add up to those of one layer."""
+        """Returns one NanoPlan per kind and nano-batch; their figures, each times its share, add up to those of one
+        layer."""
         return [nano for nanos in self.by_kind for nano in nanos]
 
     def of_kind(self, number: int) -> MicroBatchPlan:
-        """The same micro-batch of a model that has only layers of one kind, by number in :attr:`by_kind`."""
+        """Returns the same micro-batch for a model with layers of one kind only; ``number`` is an index of
+        :attr:`by_kind`."""
         return MicroBatchPlan(self.step.of_combination(number), self.planning_ms)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans of every kind and nano-batch, forward and backward."""
+        """Returns the plans of every kind and nano-batch, forward and backward."""
         return tuple(plan for nano in self.every_nano_batch for plan in (nano.forward, nano.backward))
 
     @property
     def seconds_before(self) -> np.ndarray:
-        """[R] attention seconds per rank of one layer, forward and backward, as without DistCA: documents in order, in
-        one piece, every shard computed at home."""
+        """Returns [R] attention seconds of one layer, forward and backward, as without DistCA.
+
+        Documents then lie in order, one after the other, and every row is computed at home."""
         seconds: np.ndarray = self.step.seconds_before().sum(axis=0)
         return seconds
 
     @property
     def seconds_at_home(self) -> np.ndarray:
-        """[R] attention seconds per rank of one layer, forward and backward, with this plan's layouts, every shard
+        """Returns [R] attention seconds of one layer, forward and backward, with this plan's homes but every row
         computed at home."""
         return np.asarray(
             sum(
@@ -144,7 +153,7 @@ class MicroBatchPlan:
 
     @property
     def seconds_after(self) -> np.ndarray:
-        """[R] attention seconds per server of one layer, forward and backward, as planned."""
+        """Returns [R] attention seconds of every server for one layer, forward and backward, as planned."""
         return np.asarray(
             sum(
                 nano.share * server_seconds(plan, nano.cost, way)
@@ -155,17 +164,17 @@ class MicroBatchPlan:
 
     @property
     def imbalance_before(self) -> float:
-        """Slowest rank over the mean, documents in order and every shard at home."""
+        """Returns the slowest rank's seconds over the mean, with documents in order and every row computed at home."""
         return imbalance(self.seconds_before)
 
     @property
     def imbalance_after(self) -> float:
-        """Slowest server over the mean, as planned."""
+        """Returns the slowest server's seconds over the mean, as planned."""
         return imbalance(self.seconds_after)
 
     @property
     def bytes_moved(self) -> Bytes:
-        """Bytes that travel for one layer."""
+        """Returns the bytes that travel for one layer."""
         options, shape = self.step.options, self.cost.shape
         q_forward, _ = shape.moved_bytes("forward", self.resend, options.sinks)
         q_backward, kv_backward = shape.moved_bytes("backward", self.resend, options.sinks)
@@ -192,15 +201,15 @@ def plan_micro_batch(
     tolerance: float = DEFAULT_TOLERANCE,
     **options: Any,
 ) -> MicroBatchPlan:
-    """Plans one micro-batch without pipeline stages, as :func:`distca.plan.step.plan_step` plans a step of one.
+    """Plans one micro-batch without pipeline stages, as a step of one micro-batch (:func:`distca.plan.step.plan_step`).
 
     Args:
         lengths: [D] tokens per document.
-        ranks: home ranks, which are also the attention servers.
-        cost: seconds per CA-task.
-        rank_of: [D] home rank of every document, for documents that stay whole.
+        ranks: number of ranks, which are both homes and servers.
+        cost: seconds per task.
+        rank_of: [D] home rank of every document, if documents must stay whole; None lets them span ranks.
         tolerance: how far above the mean the busiest server may be, as a part of it.
-        options: see :class:`distca.plan.options.PlanOptions`.
+        options: other options of :class:`distca.plan.options.PlanOptions`.
 
     Raises:
         PlanError: lengths cannot be laid out.

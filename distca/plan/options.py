@@ -1,4 +1,10 @@
-"""How steps are planned."""
+"""The options of planning, with their checks; each process makes the same plans from the same options.
+
+The *home* of a row is the rank that holds it. A *server* is a rank that computes attention, of its own rows or of
+others'; a *task* is a range of query rows of one document on one server. All ranks of all pipeline stages are servers.
+There may be servers without a model too, which hold no rows. ``step.py`` plans with these options;
+``megatron_patches/steps/plan_options.py`` makes them for a training.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +25,39 @@ from distca.plan.network import Links
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How steps are planned; the same on every rank.
+    """The options of planning; the same on every rank.
+
+    A *combination* is the kinds of layers that the stages run at the same time. Array legend: R servers, C
+    combinations.
 
     Attributes:
-        ranks: data-parallel ranks of a stage, the homes of its rows.
-        servers: servers without a model, which have no rows of their own; in the pool they follow the homes.
-        cost: seconds per CA-task.
+        ranks: data-parallel ranks of a stage.
+        servers: servers without a model; they are numbered after all other ranks.
+        cost: seconds per task.
         stages: pipeline stages.
-        nano_batches: 1, or 2 for ping and pong.
-        align: rows of a nano-batch on a rank are a multiple of this, which is a multiple of ``shares``.
-        shares: tensor-parallel ranks that share the rows; 1 without sequence parallelism.
-        resend: whether backward has servers of its own, to which rows are sent again; with several stages it has.
-        disaggregate: False computes every document at home.
-        tolerance: how far above the mean the busiest server may be; None takes the one for the size of the pool.
-        links: which servers share a node.
-        kinds: the kinds of the model's attention layers; layouts level the work of the first.
-        costs: seconds per CA-task by kind; none where ``cost`` is that of all kinds.
-        layer_kinds: by stage and layer, the index of the layer's kind; empty where all layers have the first.
-        non_attention: levels a phase's linear layers and attention together; None levels attention alone.
+        nano_batches: 1, or 2 for ping and pong: two parts of a micro-batch, where the transfers of one run beside the
+            computation of the other.
+        align: rows of a nano-batch on a rank are a multiple of this; it is itself a multiple of ``shares``.
+        shares: tensor-parallel ranks that split the rows of a home; 1 without sequence parallelism.
+        resend: whether homes send rows again for backward, to servers of a plan of its own. With several stages they
+            must.
+        disaggregate: False computes the attention of every row at its home.
+        tolerance: how far above the mean the busiest server may be, as a part of it; None takes a value for the number
+            of servers.
+        links: which servers share a node, and prices of bytes between them.
+        kinds: the kinds of the model's attention layers; documents are placed for the first one.
+        costs: seconds per task by kind; empty if ``cost`` is that of all kinds.
+        layer_kinds: by stage and layer, the index of the layer's kind; empty if all layers have the first.
+        non_attention: seconds of linear layers, which are then levelled together with attention; None levels attention
+            alone.
         server_gb_s: GB/s of a server without a model over the network; 0 takes the rate of ``links``.
         scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
 
     Raises:
-        PlanError: a size is below 1; attention stays at home, but there are servers without a model, or their rate is
-            negative; there is not one table or factor for each server or home; several stages keep rows for backward;
-            stages have unequal layers; costs are for another number of kinds; a layer's kind is unknown.
+        PlanError: a size is below 1. Attention stays at home, but there are servers without a model. Their rate is
+            negative. The numbers of cost tables and servers differ, or those of factors and homes. Several stages keep
+            rows for backward. Stages have unequal numbers of layers. Costs are for another number of kinds. A layer's
+            kind is unknown.
     """
 
     ranks: int
@@ -86,6 +100,7 @@ class PlanOptions:
             )
 
     def _check_servers(self) -> None:
+        """Raises PlanError if the options about servers do not fit together."""
         if self.servers < 0 or (self.servers and not self.disaggregate):
             raise PlanError(f"`servers` is {self.servers}; it must be 0 or more, and 0 where attention stays at home.")
         if not 0 <= self.server_gb_s < math.inf:
@@ -99,31 +114,33 @@ class PlanOptions:
 
     @cached_property
     def server_cost(self) -> CostModel:
-        """Seconds per CA-task by server, in layers of the first kind."""
+        """Returns the seconds per task on each server, in layers of the first kind."""
         if isinstance(self.cost, PoolCost) or not self.servers:
             return self.cost
         return PoolCost((self.cost,), (0,) * self.pool_ranks)
 
     @cached_property
     def combinations(self) -> tuple[tuple[int, ...], ...]:
-        """The combinations of kinds that stages run at the same time, each once: by stage, the number of its kind."""
+        """Returns the different combinations of kinds that stages run at the same time: by stage, the number of its
+        kind."""
         return tuple(dict.fromkeys(zip(*self.layer_kinds, strict=True))) or ((0,) * self.stages,)
 
     @cached_property
     def layer_combinations(self) -> tuple[int, ...]:
-        """The number of the combination of each layer of a stage; one layer where nothing is known of layers."""
+        """Returns, for each layer of a stage, the number of its combination; one layer if nothing is known of
+        layers."""
         each = {combination: number for number, combination in enumerate(self.combinations)}
         return tuple(each[layer] for layer in zip(*self.layer_kinds, strict=True)) or (0,)
 
     @property
     def shares_of_layers(self) -> np.ndarray:
-        """[C] the part of a stage's layers that has each combination."""
+        """Returns [C] the fraction of a stage's layers that has each combination."""
         layers = np.array(self.layer_combinations)
         return np.asarray(np.bincount(layers, minlength=len(self.combinations)) / len(layers))
 
     @property
     def names_of_combinations(self) -> tuple[str, ...]:
-        """The name of each combination in tables: how many layers have it, and the kind of every stage."""
+        """Returns the name of each combination in tables: how many layers have it, and the kind of every stage."""
         layers = self.layer_combinations
         return tuple(
             f"{layers.count(number)} of {len(layers)} layers: {' | '.join(self.kinds[kind].name for kind in kinds)}"
@@ -132,32 +149,32 @@ class PlanOptions:
 
     @property
     def cost_of_kind(self) -> tuple[CostModel, ...]:
-        """Seconds per CA-task by kind."""
+        """Returns the seconds per task, by kind."""
         return self.costs or (self.cost,) * len(self.kinds)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The keys that a query sees, by kind; 0 for all."""
+        """Returns, by kind, the keys that a query sees; 0 for all."""
         return tuple(kind.window for kind in self.kinds)
 
     @property
     def sinks(self) -> bool:
-        """Whether layers have sinks; these are in all layers or in none."""
+        """Returns whether layers have sinks: learned extra scores in the softmax. All layers have them, or none."""
         return any(kind.sink for kind in self.kinds)
 
     @property
     def homes(self) -> int:
-        """The number of ranks of the pool with a model, which come first."""
+        """Returns the number of ranks with a model: of all stages together."""
         return self.stages * self.ranks
 
     @property
     def pool_ranks(self) -> int:
-        """The number of servers of the pool, homes among them."""
+        """Returns the number of servers: all ranks with a model, and the servers without one."""
         return self.homes + self.servers
 
     @property
     def network_bytes_per_s(self) -> np.ndarray:
-        """[R] bytes per second of every server of the pool over the network."""
+        """Returns [R] bytes per second of every server over the network."""
         found = np.full(self.pool_ranks, self.links.bytes_per_s(far=True))
         if self.server_gb_s:
             found[self.homes :] = self.server_gb_s * 1e9
@@ -165,16 +182,18 @@ class PlanOptions:
 
     @property
     def keeps(self) -> bool:
-        """Whether servers keep the rows of a forward, and compute its backward."""
+        """Returns whether servers keep the rows of a forward, and compute the backward of the same tasks."""
         return self.stages == 1 and not self.resend
 
     @property
     def stage_node(self) -> int:
-        """How many consecutive ranks of a stage share a node; 0 where all share one, none do, or stages share nodes
-        unevenly."""
+        """Returns how many consecutive ranks of a stage share a node.
+
+        It is 0 if all ranks share one node, if no two ranks share one, or if a stage's ranks do not fill whole
+        nodes."""
         size = self.links.ranks_per_node
         return size if size > 1 and self.ranks % size == 0 else 0
 
     def pool_rank(self, stage: int, rank: int) -> int:
-        """The number that a stage's data-parallel rank has in the pool."""
+        """Returns the number that a stage's data-parallel rank has among all servers."""
         return stage * self.ranks + rank

@@ -1,8 +1,16 @@
-"""The phases of a step: in each, what all stages run at the same time, and the plans of their layers, by kind.
+"""The phases of a step, and the plans of each phase.
 
-A phase has a plan for each *combination*: the kinds of layers that the stages compute at the same time. Example: stage
-0 has layers with and without a window in turn, and stage 1 has none with a window. Then layers of the combination
-(window, full) have one plan, and those of (full, full) another.
+In a *phase* all pipeline stages run at the same time, all of them forward or all backward: each runs one micro-batch,
+or is idle. Each rank holds rows, as their *home*, and computes attention, as a *server*. In a phase any server may
+compute attention of any stage. So there is one plan for all ranks, for each *nano-batch*: the whole or one of two parts
+of a micro-batch. ``step.py`` calls :func:`plan_phases` with the layouts of all micro-batches.
+
+Stages may run layers of different kinds at the same time, for example with and without a window. A *combination* says
+which kind each stage runs, and a phase has a plan for each combination. Example: stage 0 has layers with and without a
+window in turn, stage 1 has only layers without. Then there are plans for the combinations (window, full) and (full,
+full).
+
+Array legend: R ranks of all stages, and then servers without a model.
 """
 
 from __future__ import annotations
@@ -32,7 +40,7 @@ class Phase:
 
     Attributes:
         micro_batches: by stage, the micro-batch that it runs; None for an idle stage.
-        by_combination: by combination and nano-batch, the plan over the whole pool.
+        by_combination: by combination and nano-batch, the plan over all ranks.
     """
 
     micro_batches: tuple[int | None, ...]
@@ -40,13 +48,14 @@ class Phase:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plan of each nano-batch, for layers of the first combination."""
+        """Returns the plan of each nano-batch, for layers of the first combination."""
         return self.by_combination[0]
 
 
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
-    """[R] seconds of one layer and nano-batch in linear layers, [2, R] for both directions; 0 where plans level
-    attention alone."""
+    """Returns [R] seconds of linear layers between two attention layers, in one nano-batch; [2, R] for both directions.
+
+    It is 0 if plans level attention alone."""
     each = options.non_attention
     if each is None:
         return np.zeros_like(layout.q_rows, np.float64)
@@ -61,7 +70,16 @@ def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) ->
 def plan_phases(
     layouts: Sequence[tuple[Layout, ...]], options: PlanOptions, scheduler: Scheduler
 ) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
-    """All forward phases, and all backward phases."""
+    """Returns all forward phases, and all backward phases.
+
+    Stage s runs the forward of micro-batch m in forward phase m + s. Of p stages it runs its backward in backward phase
+    m + (p - 1) - s.
+
+    Args:
+        layouts: by micro-batch and nano-batch, the layout over one stage's ranks.
+        options: how to plan.
+        scheduler: plans one nano-batch.
+    """
     stages, keeps = options.stages, options.keeps
 
     def phase(number: int, direction: Direction) -> Phase:
@@ -75,7 +93,7 @@ def plan_phases(
 
     numbers = range(len(layouts) + stages - 1)
     forward = tuple(phase(number, "both" if keeps else "forward") for number in numbers)
-    # Servers that keep rows compute the backward of what they computed forward.
+    # If servers keep rows, they compute the backward of the tasks whose forward they computed.
     return forward, forward if keeps else tuple(phase(number, "backward") for number in numbers)
 
 
@@ -86,22 +104,22 @@ def _of_combination(
     direction: Direction,
     scheduler: Scheduler,
 ) -> tuple[Plan, ...]:
-    """Returns a plan for each nano-batch of a phase, for the layers that have these ``kinds`` by stage.
+    """Returns a plan for each nano-batch of a phase, for the layers of one combination of kinds.
 
     Layers with a window are computed at home, where their work is about level. Layers without one are scheduled over
-    all servers, beside the work that servers have with windows.
+    all servers, which already have their work of layers with windows.
 
     Args:
         kinds: by stage, the number of the layers' kind.
         nanos: by nano-batch and stage, the layout; None for an idle stage.
         options: how to plan.
-        direction: what the plans are for.
+        direction: the directions that the plans level.
         scheduler: plans one nano-batch.
     """
     windows = [options.kinds[kind].window for kind in kinds]
     if not any(windows):
         plans = [_with_kinds(scheduler(_joined(nano, options), direction), nano, kinds, options) for nano in nanos]
-        if options.keeps:  # rows that servers keep for backward are there for the next nano-batch too
+        if options.keeps:  # rows that servers keep for backward need not travel to them again
             plans[1:] = [replace(plan, before=before.tasks) for before, plan in pairwise(plans)]
         return tuple(plans)
     plans = []
@@ -111,8 +129,9 @@ def _of_combination(
         if all(windows):
             plans.append(home)
             continue
-        # "full" are the ranks of stages without a window, and servers without a model; the others' tasks stay ("rest").
-        # They count as work beside when the tasks of "full" ranks are scheduled. Both make one plan.
+        # "full" [R] are ranks of stages without a window, and servers without a model. Only their tasks are scheduled.
+        # The tasks of other ranks ("rest") stay, and their seconds count as work beside ("beside"). At last both kinds
+        # of tasks make one plan.
         full = np.repeat([not window for window in windows], options.ranks)
         full = np.append(full, np.ones(options.servers, bool))
         rest = home.tasks.take(~full[home.tasks.server])
@@ -125,7 +144,9 @@ def _of_combination(
 
 
 def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
-    """The plan of a nano-batch, which then knows the kind of layer of every document."""
+    """Returns the plan with the number of the kind of layer of every document.
+
+    The plan is unchanged if all stages run layers of the first kind, and no kind of the model has a window."""
     if not any(kinds) and not any(options.windows):
         return plan
     documents = [0 if layout is None else len(layout.first) for layout in nano]
@@ -139,11 +160,11 @@ def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = No
 
 
 def scheduler_of(options: PlanOptions) -> Scheduler:
-    """The product's scheduler with the tolerance, costs and other work that ``options`` say."""
+    """Returns the product's scheduler, with the tolerance, costs and other work that ``options`` say."""
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
-    growth: Growth = {}  # what each plan learns for the next one; it begins anew with every step
+    growth: Growth = {}  # how much cuts made all work grow, from each plan of the step to the next
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)
@@ -164,10 +185,10 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 
 
 def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
-    """Seconds per CA-task by server.
+    """Returns the seconds per task on every server.
 
-    A server without rows of its own has nothing to do until its tasks' rows arrive. Where servers are not alike and
-    plans level all of a phase's time, its costs include that wait."""
+    A server without rows of its own must wait until rows arrive. If servers differ in speed, and plans level all of a
+    phase's time, the seconds include this wait."""
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost
@@ -178,10 +199,10 @@ def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
 
 
 def _joined(parts: Sequence[Layout | None], options: PlanOptions, some: Sequence[bool] | None = None) -> Layout:
-    """One layout over the whole pool: the ranks of all stages, and the servers without a model.
+    """Returns one layout over all ranks: those of all stages, and then the servers without a model.
 
-    Idle stages have no rows, nor have stages that are not among ``some`` (by stage; None for all). Documents and ranks
-    are numbered stage by stage: rank r of stage s is number s · ranks + r."""
+    Idle stages have no rows in it. Neither have stages that are left out: where ``some``, by stage, is False. Documents
+    and ranks are numbered stage by stage: rank r of stage s becomes s · ranks + r."""
     if len(parts) == 1 and parts[0] is not None and not options.servers:
         return parts[0]
     ranks = options.ranks

@@ -1,10 +1,14 @@
-"""The core of a recurrent layer: one formula with known layers as its cases.
+"""The core of a recurrent layer: one formula, of which known layers are cases.
 
+A recurrent layer takes the place of attention. Each row reads and changes a *state*, instead of looking at all rows
+before. Costs and plans of recurrent layers (``recurrent/``) and their kernels (``distca/recurrent/``) need this shape.
 For each head, with the state S of shape [K, V] and for one row after the other:
 
     S ← e^g · S;   u = β · (v − Sᵀk) with the delta rule, β · v without it;   S ← S + k uᵀ;   o = scale · Sᵀq
 
-q, k and v come from a short causal convolution. g is one number per head, or one for each channel of k.
+q, k and v come from a short causal convolution over rows. g is one number per head, or one for each channel of k; β is
+one per head. Long documents are cut into *pieces*, which ranks compute at the same time. A piece's *transition* is the
+matrix, or the factors, with which the state before the piece enters the state behind it.
 """
 
 from __future__ import annotations
@@ -22,15 +26,15 @@ class Recurrence:
     """The shape and the formula of a recurrent layer's core, for the heads of one tensor-parallel rank.
 
     Attributes:
-        key_heads: heads of q and k, each of which serves heads / key_heads heads.
+        key_heads: heads of q and k; each serves heads / key_heads heads of v.
         heads: heads of v and of the state.
         key_dim: K, elements of a head of q or k.
         value_dim: V, elements of a head of v.
         scale: factor on the outputs.
-        delta: whether a row corrects what the state holds for its key, or only adds to it.
+        delta: whether a row corrects the state's value for its key (the delta rule), or only adds to the state.
         normalise: whether heads of q and k are divided by their norm.
         decay_by_channel: whether g has one number for each channel of k, or one per head.
-        kernel: rows that the convolution reads, its own included.
+        kernel: rows that the convolution reads for one row, which is the last of them.
         columns: the order of q, k and v among the convolution's channels.
     """
 
@@ -47,17 +51,20 @@ class Recurrence:
 
     @staticmethod
     def gated_delta_net(key_heads: int, heads: int, key_dim: int, value_dim: int, kernel: int = 4) -> Recurrence:
-        """Gated delta net (arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it."""
+        """Returns the core of a gated delta net (arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it."""
         return Recurrence(key_heads, heads, key_dim, value_dim, key_dim**-0.5, kernel=kernel)
 
     @staticmethod
     def kimi_delta(heads: int, key_dim: int, value_dim: int, kernel: int = 4) -> Recurrence:
-        """Kimi delta attention (arXiv 2510.26692): the delta rule with a decay for each channel of k."""
+        """Returns the core of Kimi delta attention (arXiv 2510.26692): the delta rule with a decay for each channel of
+        k."""
         return Recurrence(heads, heads, key_dim, value_dim, key_dim**-0.5, decay_by_channel=True, kernel=kernel)
 
     @staticmethod
     def mamba2(groups: int, heads: int, state_dim: int, head_dim: int, kernel: int = 4) -> Recurrence:
-        """Mamba-2 (arXiv 2405.21060): C, B and x are q, k and v, the step size is β, and step size times A is g."""
+        """Returns the core of Mamba-2 (arXiv 2405.21060).
+
+        Its C, B and x are q, k and v here. Its step size is β, and its step size times A is g."""
         return Recurrence(
             groups, heads, state_dim, head_dim, delta=False, normalise=False, kernel=kernel, columns=("v", "k", "q")
         )
@@ -67,55 +74,55 @@ class Recurrence:
 
     @property
     def halo_rows(self) -> int:
-        """Rows before a piece that its convolution reads."""
+        """Returns the number of rows before a piece that its convolution reads."""
         return self.kernel - 1
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Channels of each of :attr:`columns`."""
+        """Returns the channels of each of :attr:`columns`."""
         of_keys, of_values = self.key_heads * self.key_dim, self.heads * self.value_dim
         first, second, third = (of_values if name == "v" else of_keys for name in self.columns)
         return first, second, third
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
+        """Returns the channels of the convolution."""
         return sum(self.widths)
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
-        """Shape of g for each row."""
+        """Returns the shape of g for each row."""
         return (self.heads, self.key_dim) if self.decay_by_channel else (self.heads,)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of a state."""
+        """Returns the shape of a state."""
         return self.heads, self.key_dim, self.value_dim
 
     @property
     def transition_shape(self) -> tuple[int, int, int]:
-        """Shape of a piece's transition.
+        """Returns the shape of a piece's transition.
 
-        The delta rule mixes channels, so there it is a matrix per head. Else it is the part that each channel of k
-        keeps, or one number where all channels keep the same."""
+        The delta rule mixes the channels of k, so the transition is a matrix for each head. Without it the transition
+        is the fraction of the state that remains: a number for each channel of k, or one per head."""
         if self.delta:
             return self.heads, self.key_dim, self.key_dim
         return self.heads, self.key_dim if self.decay_by_channel else 1, 1
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state in float32."""
+        """Returns the bytes of a state in float32."""
         return _WIDE * math.prod(self.state_shape)
 
     @property
     def transition_bytes(self) -> int:
-        """Bytes of a transition in float32."""
+        """Returns the bytes of a transition in float32."""
         return _WIDE * math.prod(self.transition_shape)
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of one row's forward, where rows are computed one after the other.
+        """Returns the floating-point operations of one row's forward, if rows are computed one after the other.
 
-        After the convolution a row reads the state and adds to it. With the delta rule it also looks up what the state
-        holds for its key."""
+        These are the convolution, reading the state and adding to it. The delta rule also looks up the state's value
+        for the row's key."""
         return (6 if self.delta else 4) * math.prod(self.state_shape) + 2 * self.kernel * self.channels

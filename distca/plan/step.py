@@ -1,13 +1,15 @@
-"""A step's plan: every phase of every micro-batch, over the ranks of all pipeline stages together.
+"""The plan of a step: for all its micro-batches, which rank holds each row, and which rank computes its attention.
 
-In a forward phase every stage runs the forward of some micro-batch or nothing, in a backward phase likewise. So the
-attention of all ranks in a phase is one pool: a stage that is idle in warm-up or drain serves without own tokens.
+Each rank holds rows of documents, as their *home*. It also computes attention, as a *server*, of its own rows or of
+others'. A *phase* is what all pipeline stages run at the same time: each the forward, or each the backward, of some
+micro-batch, or nothing. In a phase any server may compute attention of any stage. So an idle stage, at the start or the
+end of a step, helps the others. Without pipeline stages a phase is the forward or the backward of one micro-batch.
 
-With p stages, stage s runs the forward of micro-batch m in forward phase m + s. It runs its backward in backward phase
-m + (p − 1) − s; backward phase k runs in the same tick as forward phase k + p − 1. Without pipeline parallelism there
-is one stage, and a phase is the forward or the backward of one micro-batch.
+Stage s runs the forward of micro-batch m in forward phase m + s. With p stages it runs the backward of m in backward
+phase m + (p − 1) − s. Backward phase k runs right after forward phase k + p − 1.
 
-Pool ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model follow.
+Ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model follow. Every
+training process calls :func:`plan_step` with the same lengths, and gets the same plan.
 """
 
 from __future__ import annotations
@@ -32,28 +34,33 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""The most work of a document, over the mean rank's, with which it may stay whole. Where a document has more, no
-placement can move nothing, so a second one is not planned for that. Values of 1.01 and 1.2 gave the same plans: see
-benchmarks/results/planner.md."""
+"""The most work of a document, over the mean rank's, for which it counts as one that may stay whole. If a document has
+more, each placement must move rows. Then a second placement is not planned in the hope that it moves none. With 1.01
+and 1.2 plans were the same (benchmarks/results/planner.md)."""
 _LONGER = 1.02
-"""The length that a micro-batch may get when documents are dealt anew, over the longest one given. Without a few tokens
-of room, no two documents as long as the context would go together."""
+"""The most tokens of a micro-batch whose documents were dealt anew, over those of the longest micro-batch before.
+Without a few spare tokens, two documents as long as the context would never go together."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All phases of one step. Array legend: D documents of a micro-batch.
+    """All phases of one step. Array legend: D documents of a micro-batch, P phases, R ranks, K kinds of attention
+    layers.
+
+    A micro-batch is computed as one or two *nano-batches*: the transfers of one run beside the computation of the
+    other.
 
     Attributes:
-        options: how it was planned.
+        options: how the step was planned.
         lengths: by micro-batch, [D] int64 tokens per document.
-        homes: by micro-batch, [D] the home rank of every document, or None where documents may span ranks.
-        layouts: by micro-batch, its layout of each nano-batch over one stage's data-parallel ranks; the same on all
-            stages.
+        homes: by micro-batch, [D] the home rank of every document, or None if documents may span ranks.
+        layouts: by micro-batch and nano-batch, the home and row of every token, over one stage's data-parallel ranks;
+            the same on all stages.
         forward: forward phases in order.
-        backward: backward phases in order; with one stage that keeps, their plans are those of the forward phases.
-        drawn: by micro-batch, [D, 2] int64: the micro-batch in which each of its documents was given, and its number
-            there.
+        backward: backward phases in order. If servers keep rows for backward, their plans are those of the forward
+            phases.
+        drawn: by micro-batch, [D, 2] int64 origin of each document: the micro-batch in which it was given, and its
+            number there.
     """
 
     options: PlanOptions
@@ -66,29 +73,29 @@ class StepPlan:
 
     @property
     def phases(self) -> list[tuple[Direction, Phase]]:
-        """All forward phases, then all backward phases."""
+        """Returns all forward phases, then all backward phases."""
         return [("forward", phase) for phase in self.forward] + [("backward", phase) for phase in self.backward]
 
     @property
     def tokens(self) -> int:
-        """Tokens of all documents."""
+        """Returns the tokens of all documents together."""
         return int(sum(lengths.sum() for lengths in self.lengths))
 
     @property
     def fingerprint(self) -> int:
-        """A checksum of all plans; the same on ranks that planned the same."""
+        """Returns a checksum of all plans; the same on ranks that planned the same."""
         return fingerprint(plan for _, phase in self.phases for plans in phase.by_combination for plan in plans)
 
     def forward_phase(self, micro_batch: int, stage: int) -> int:
-        """The forward phase in which ``stage`` runs ``micro_batch``."""
+        """Returns the forward phase in which ``stage`` runs ``micro_batch``."""
         return micro_batch + stage
 
     def backward_phase(self, micro_batch: int, stage: int) -> int:
-        """The backward phase in which ``stage`` runs ``micro_batch``."""
+        """Returns the backward phase in which ``stage`` runs ``micro_batch``."""
         return micro_batch + self.options.stages - 1 - stage
 
     def order(self) -> Iterator[tuple[Literal["forward", "backward"], int]]:
-        """All phases in the order in which they run.
+        """Yields all phases in the order in which they run.
 
         A backward phase runs as soon as the last stage has finished its micro-batch's forward. No other order keeps
         fewer micro-batches in flight, on any stage (docs/architecture.md)."""
@@ -100,21 +107,24 @@ class StepPlan:
                 yield "backward", tick - last
 
     def seconds_before(self) -> np.ndarray:
-        """[P, R] attention seconds of one layer with documents in order, computed at home."""
+        """Returns [P, R] attention seconds of one layer, if documents lie in order and are computed at home."""
         return np.asarray(self._in_order().seconds_by_kind().sum(axis=0))
 
     def seconds_by_kind(self) -> np.ndarray:
-        """[K, P, R] attention seconds of one layer as planned, by kind."""
+        """Returns [K, P, R] attention seconds of one layer as planned, by kind."""
         return np.stack([_seconds(phase, self.options, direction) for direction, phase in self.phases], axis=1)
 
     def _in_order(self) -> StepPlan:
-        """The step with documents in order, computed at home."""
+        """Returns the step with documents in order, computed at home."""
         in_order = [_lay_out(self.options, *each) for each in zip(self.lengths, self.homes, strict=True)]
         forward, backward = plan_phases(in_order, self.options, at_home)
         return replace(self, forward=forward, backward=backward)
 
     def of_combination(self, number: int) -> StepPlan:
-        """The same step of a model that has only the layers of one combination, by its number."""
+        """Returns the same step of a model that has only the layers of one combination.
+
+        A combination is the kinds of layers that the stages run at the same time; ``number`` counts
+        ``options.combinations``."""
         options = self.options
         layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()
         forward, backward = (
@@ -124,7 +134,7 @@ class StepPlan:
         return replace(self, options=replace(options, layer_kinds=layers), forward=forward, backward=backward)
 
     def balance(self) -> StepBalance:
-        """Returns the balance that the plan achieves; it takes about as long as planning did."""
+        """Returns the balance that the plan achieves; this takes about as long as planning."""
         options, phases = self.options, self.phases
         return StepBalance(
             self._in_order().seconds_by_kind(),
@@ -141,13 +151,15 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepBalance:
-    """How level a step's phases are. Array legend: P phases, all forward ones first, R ranks of the pool, K kinds of
-    attention layers. Figures of one layer are the mean over a stage's layers, which may be of several kinds.
+    """How level the phases of a step are. Array legend: P phases, forward ones first, R ranks, K kinds of attention
+    layers.
+
+    Seconds and bytes of one layer are the mean over a stage's layers, which may be of several kinds.
 
     Attributes:
-        before_by_kind: [K, P, R] attention seconds of one layer with documents in order, computed at home.
-        after_by_kind: [K, P, R] the same as planned.
-        other_seconds: [P, R] non-attention seconds of one layer that plans count; 0 where they level attention alone.
+        before_by_kind: [K, P, R] attention seconds of one layer, if documents lie in order and are computed at home.
+        after_by_kind: [K, P, R] attention seconds of one layer as planned.
+        other_seconds: [P, R] seconds of linear layers that plans count for one layer; 0 if they level attention alone.
         bytes_moved: bytes that travel for one layer of every stage in the whole step.
     """
 
@@ -158,12 +170,12 @@ class StepBalance:
 
     @cached_property
     def seconds_before(self) -> np.ndarray:
-        """[P, R] seconds before, of all kinds together."""
+        """Returns [P, R] seconds before, of all kinds together."""
         return np.asarray(self.before_by_kind.sum(axis=0))
 
     @cached_property
     def seconds_after(self) -> np.ndarray:
-        """[P, R] seconds as planned, of all kinds together."""
+        """Returns [P, R] seconds as planned, of all kinds together."""
         return np.asarray(self.after_by_kind.sum(axis=0))
 
 
@@ -173,16 +185,15 @@ def plan_step(
     homes: Sequence[Sequence[int] | np.ndarray | None] | None = None,
     room: Sequence[int] | np.ndarray | None = None,
 ) -> StepPlan:
-    """Plans a step from its documents' lengths; it is deterministic, so every rank gets the same answer.
+    """Plans a step from its documents' lengths; the same arguments always give the same plan.
 
     Args:
         lengths: by micro-batch, tokens per document.
         options: how to plan.
-        homes: by micro-batch, the home rank of every document, for documents that stay whole; None lets them span
-            ranks.
-        room: by micro-batch, most tokens; the step's documents are then dealt over its micro-batches anew, and
-            ``StepPlan.drawn`` says which went where. None leaves them where they are. So does room in which some
-            document, dealt longest first, finds no place.
+        homes: by micro-batch, the home rank of every document, if documents must stay whole; None lets them span ranks.
+        room: by micro-batch, most tokens. If it is given, the step's documents are dealt over its micro-batches anew,
+            and ``StepPlan.drawn`` says where each was before. None leaves documents where they are; so does a room in
+            which some document finds no place.
 
     Raises:
         PlanError: there is no micro-batch; lengths cannot be laid out; room is for another number of micro-batches; or
@@ -198,7 +209,8 @@ def plan_step(
         if len(room) != len(rows):
             raise PlanError(f"room is for {len(room)} micro-batches, and the step has {len(rows)}.")
         flat, origin = np.concatenate(rows), np.concatenate(drawn)
-        # Documents are dealt into all of the room only where they do not fit into little more than they had.
+        # First documents are dealt into little more tokens than the longest micro-batch had. Only if that fails all of
+        # the room is used.
         longest = np.minimum(int(_LONGER * max(int(each.sum()) for each in rows)), room)
         deal = partial(deal_over_micro_batches, flat, stages=options.stages)
         chosen = deal(longest) or deal(room)
@@ -216,8 +228,10 @@ def plan_step(
 def _laid_out(
     options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Scheduler
 ) -> tuple[Layout, ...]:
-    """Returns the layouts of a micro-batch: the placement that its pool's size, or the price of plans, asks for."""
-    # Idle stages can only take over attention of the nano-batch that runs, so with stages both should have some.
+    """Returns the layouts of one micro-batch.
+
+    The placement of documents depends on the number of ranks; in small pools, also on the price of plans."""
+    # An idle stage can only help with the nano-batch that runs. So with stages both nano-batches should have attention.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
     if not options.disaggregate or homes is not None:
@@ -240,12 +254,12 @@ def _laid_out(
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
-    """Returns the layouts of documents. By default there is one, as plain packing gives it."""
+    """Returns the layouts of documents; without further arguments one layout, with documents one after the other."""
     return lay_out(lengths, options.ranks, rank_of=homes, align=options.align, **how)
 
 
 def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.ndarray:
-    """[K, R] seconds of a phase in one layer, by kind, in the mean over a stage's layers."""
+    """Returns [K, R] attention seconds of a phase in one layer, by kind, as the mean over a stage's layers."""
     return np.asarray(
         sum(
             share * np.sum([seconds_by_kind(plan, options.cost_of_kind, direction) for plan in plans], axis=0)
@@ -255,7 +269,7 @@ def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.nda
 
 
 def _bytes(phase: Phase, options: PlanOptions, direction: Direction) -> float:
-    """Bytes that travel in a phase for one layer, in the mean over a stage's layers."""
+    """Returns the bytes that travel in a phase for one layer, as the mean over a stage's layers."""
     q_bytes, kv_bytes = options.cost.shape.moved_bytes(direction, options.resend, options.sinks)
     total = 0.0
     for share, plans in zip(options.shares_of_layers.tolist(), phase.by_combination, strict=True):

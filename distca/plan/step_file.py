@@ -1,8 +1,9 @@
-"""A file with a step's document lengths and all options of its plan.
+"""A file with the inputs of a step's plan: document lengths and all options.
 
-It is written for a step that could not be planned, so that ``distca plan`` can plan it again elsewhere. It is JSON with
-plain numbers, and has no token ids. It holds every option of a plan, with each kind of layer and the cost of each kind.
-Only a scheduler that is given in place of the product's is not written.
+If planning a step fails in a training, its inputs are written to such a file, so that ``distca plan`` can plan the step
+again elsewhere. Servers without a model plan each step from the same inputs, :class:`StepInputs`, whose lengths
+training processes send them. The file is JSON with plain numbers, and has no token ids. It has every option, with each
+kind of layer and its cost. One thing is left out: a scheduler that tests use in place of the product's.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"
 _FORMAT = 4
-"""The newest format. Format 1 had one cost and no kinds of layers. Format 2 had neither servers without a model nor
-servers of unlike speed. Format 3 did not have the rate at which servers without a model reach the network."""
+"""The newest format, the only one that is read. Format 1 had one cost and no kinds of layers. Format 2 had neither
+servers without a model nor servers of different speed. Format 3 lacked the network rate of servers without a model."""
 _NOT_WRITTEN = {"scheduler"}
+"""Options that are left out of the file."""
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
+"""Options that are objects or lists, each with code of its own below."""
 _FACTORS = ("forward_factor", "backward_factor")
 _PLAIN = [option.name for option in fields(PlanOptions) if option.name not in _OF_THEIR_OWN | _NOT_WRITTEN]
-"""Options that are a number, a switch or nothing."""
+"""Options that are a number, a switch or None, which are written as they are."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class StepInputs:
         lengths: by micro-batch, tokens per document.
         options: how to plan; its scheduler is the product's.
         homes: by micro-batch, the home rank of every document, or None.
-        room: by micro-batch, most tokens of documents that are dealt anew; None deals none.
+        room: by micro-batch, most tokens, if documents are to be dealt over micro-batches anew; None leaves them.
     """
 
     lengths: Sequence[Sequence[int] | np.ndarray]
@@ -65,7 +68,9 @@ class StepInputs:
 
 
 def write_step(path: Path, inputs: StepInputs) -> None:
-    """Writes a step to a part file and renames it, so that several ranks may write the same one.
+    """Writes a step's inputs to ``path``.
+
+    Several ranks may write the same file at once: each writes a file of its own and renames it.
 
     Raises:
         OSError: the file cannot be written.
@@ -90,7 +95,7 @@ def write_step(path: Path, inputs: StepInputs) -> None:
 
 
 def read_step(path: str | Path) -> StepInputs | None:
-    """Returns the step of a file; None where it is another kind of file.
+    """Returns the step's inputs in a file; None if the file is of another kind, or cannot be read.
 
     Raises:
         PlanError: the file is of a step, but not usable.
@@ -100,7 +105,7 @@ def read_step(path: str | Path) -> StepInputs | None:
             if file.read(1) != "{":
                 return None
             content = json.loads("{" + file.read())
-    except (OSError, ValueError, RecursionError):  # then the file is read as lengths, and refused there
+    except (OSError, ValueError, RecursionError):  # the caller tries it as a list of lengths then
         return None
     if _NAME not in content:
         return None
@@ -133,10 +138,12 @@ def read_step(path: str | Path) -> StepInputs | None:
 
 
 def _between(factors: Sequence[float], **seconds: float) -> NonAttention:
+    """Returns the seconds between attention layers that a file's numbers say."""
     return NonAttention(**seconds, factors=tuple(factors))
 
 
 def _cost_content(cost: CostModel) -> dict[str, Any]:
+    """Returns a cost model as JSON's dictionaries, lists and numbers."""
     if isinstance(cost, AnalyticCost):
         return {"model": "analytic", **asdict(cost)}
     if isinstance(cost, PoolCost):
@@ -162,6 +169,7 @@ def _cost_content(cost: CostModel) -> dict[str, Any]:
 
 
 def _cost(content: Mapping[str, Any]) -> CostModel:
+    """Returns the cost model of :func:`_cost_content`'s answer."""
     given = dict(content)
     name = given.pop("model")
     if name == "pool":
@@ -181,7 +189,7 @@ def _cost(content: Mapping[str, Any]) -> CostModel:
 
 
 def _numbers(column: Any) -> Any:
-    """Nested lists of numbers, with None for nan, which JSON does not have."""
+    """Returns an array as nested lists of numbers, with None for nan, which JSON does not have."""
     array = np.asarray(column, np.float64)
     if array.ndim > 1:
         return [_numbers(row) for row in array]
