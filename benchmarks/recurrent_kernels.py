@@ -1,15 +1,19 @@
 """How far kernels of the gated delta rule are from float64, and how long they take, at the heads of Qwen3.5-9B.
 
     python -m benchmarks.recurrent_kernels --output recurrent_kernels.json
+    python -m benchmarks.recurrent_kernels --search distca/recurrent/tuned_hopper
 
 Errors are norm-relative, of whole documents and of the same cut into pieces, with 3 seeds. Times are medians on one
 GPU, of whole documents and of what pieces compute beside: summaries, gradients of states alone, and their composition.
+``--search`` lets fla-core try every configuration of its kernels on a document of 65,536 rows, and writes the fastest
+for ``distca/recurrent/tuned.py``.
 Without a GPU `--kernel reference --rows 200` rehearses this with the reference and two tiny heads.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +27,7 @@ from distca.recurrent import CoreRows, Recurrence, RecurrentKernel, carried
 from distca.recurrent.fla_delta_rule import FlaDeltaRule
 from distca.recurrent.reference import ReferenceRecurrence
 from distca.recurrent.self_check import check, drawn_rows
+from distca.recurrent.tuned import use_tuned
 from distca.testing.recurrent_pieces import in_pieces, spans_of
 from distca.testing.reference_attention import relative_error
 from distca.versions import command_line, header, write_report
@@ -31,20 +36,26 @@ QWEN = Recurrence.gated_delta_net(16, 32, 128, 128)
 TINY = Recurrence.gated_delta_net(1, 2, 8, 8)
 PIECES = (2, 7, 16)
 SEEDS, REPEATS = 3, 7
-LONGEST = 131_072
+LONGEST, SEARCHED = 131_072, 65_536
 
 
 def main() -> None:
     """Measure and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
+    asks = parser.add_mutually_exclusive_group(required=True)
+    asks.add_argument("--output", type=Path, help="the JSON to write")
+    asks.add_argument("--search", type=Path, metavar="FOLDER", help="write the fastest configurations into it")
     parser.add_argument("--kernel", choices=("fla", "reference"), default="fla")
     parser.add_argument("--rows", type=int, default=LONGEST, help="of the longest document")
     asked = parser.parse_args()
+    if asked.search:
+        _search(asked.search, torch.device("cuda"))
+        return
     on_gpu = asked.kernel == "fla"
     device, what = (torch.device("cuda"), QWEN) if on_gpu else (torch.device("cpu"), TINY)
     kernels: list[RecurrentKernel] = [ReferenceRecurrence(what)]
     if on_gpu:
+        use_tuned(device)
         kernels = [FlaDeltaRule(what), FlaDeltaRule(what, own_gradients=True)]
     report = header(command_line("python -m benchmarks.recurrent_kernels"), 1) | {
         "heads": {"key": what.key_heads, "value": what.heads, "dim": what.key_dim},
@@ -52,6 +63,21 @@ def main() -> None:
     }
     write_report(asked.output, report)
     sys.stdout.write(f"{asked.output} is written.\n")
+
+
+def _search(folder: Path, device: torch.device) -> None:
+    """Write the configuration that fla-core finds the fastest for each of its kernels."""
+    kernel = FlaDeltaRule(QWEN, own_gradients=True)
+    rows, do = drawn_rows(QWEN, SEARCHED, torch.bfloat16, device, 0)
+    in_pieces(kernel, rows, do, spans_of([[SEARCHED // 2, SEARCHED // 2]]))
+    from fla.ops.utils.cache import CachedAutotuner
+
+    for each in gc.get_objects():
+        if isinstance(each, CachedAutotuner) and each.cache:
+            best = list(each.cache.values())[-1]
+            chosen = {name: getattr(best, name) for name in ("kwargs", "num_warps", "num_stages", "num_ctas")}
+            write_report(folder / f"{each.kernel_name}.json", {"default_config": chosen})
+            sys.stdout.write(f"{each.kernel_name}: {chosen}\n")
 
 
 def _of_kernel(kernel: RecurrentKernel, what: Recurrence, device: torch.device, longest: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from distca.recurrent.fla_delta_rule import FlaDeltaRule
 from distca.recurrent.kernel import RecurrentKernel
 from distca.recurrent.reference import ReferenceRecurrence
 from distca.recurrent.self_check import check, check_rows
+from distca.recurrent.tuned import use_tuned
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,8 @@ def _proved(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) ->
     objection = first_objection(why_not(recurrence, dtype))
     against: list[str] = []
     if objection is None:
-        logger.info(
-            "Kernels of recurrent layers are compiled and checked; a machine's first start takes minutes for it."
-        )
+        use_tuned(device)
+        logger.info("Kernels of recurrent layers are compiled and checked; a first start takes a minute or more.")
     for own_gradients in (False, True) if objection is None else ():
         kernel = FlaDeltaRule(recurrence, own_gradients)
         objection = first_objection(check(kernel, recurrence, dtype, device))

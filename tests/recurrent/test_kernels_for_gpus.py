@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +15,7 @@ import torch
 
 from distca.errors import SupportError
 from distca.ops import triton
-from distca.recurrent import Recurrence, choose_recurrent_kernel, select, self_check
+from distca.recurrent import Recurrence, choose_recurrent_kernel, select, self_check, tuned
 from distca.recurrent.chunk_gradients import chunk_gradients
 from distca.recurrent.reference import ReferenceRecurrence
 from distca.recurrent.self_check import check, check_rows
@@ -50,12 +53,42 @@ def test_a_missing_fla_core_and_another_version_are_named(monkeypatch: pytest.Mo
         choose_recurrent_kernel(NET, "cuda", torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "capability,folder,mode,taken",
+    [((9, 0), None, "disabled", True), ((9, 0), "mine", "disabled", False), ((9, 0), None, "strict", False),
+     ((10, 0), None, "disabled", False)],
+)  # fmt: skip
+def test_configurations_of_hopper_are_taken_where_the_user_names_none(
+    capability: tuple[int, int], folder: str | None, mode: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = SimpleNamespace(DISABLED="disabled", FULL="full")
+    cache = SimpleNamespace(FLA_CACHE_MODE=mode, FlaCacheMode=modes)
+    for name, module in {"fla": None, "fla.ops": None, "fla.ops.utils": SimpleNamespace(cache=cache)}.items():
+        monkeypatch.setitem(sys.modules, name, module or SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setenv("FLA_CONFIG_DIR", folder or "")
+    if folder is None:
+        monkeypatch.delenv("FLA_CONFIG_DIR")
+    tuned.use_tuned(CPU)
+    assert os.environ.get("FLA_CONFIG_DIR") == (str(tuned.HOPPER) if taken else folder)
+    assert ("full" if taken else mode) == cache.FLA_CACHE_MODE
+
+
+def test_each_configuration_has_what_fla_core_reads() -> None:
+    files = sorted(tuned.HOPPER.glob("*.json"))
+    assert len(files) == 9
+    for file in files:
+        chosen = json.loads(file.read_text())["default_config"]
+        assert chosen.keys() == {"kwargs", "num_warps", "num_stages", "num_ctas"} and chosen["num_warps"] >= 1
+
+
 def test_wrong_kernels_of_ours_are_replaced_by_torch(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """fla refuses its kernel; ours for it is wrong, and torch's products in its place are right."""
     found = iter(("it fails", "dq is off", None))
     monkeypatch.setattr(triton, "_refused", set())
     monkeypatch.setattr(select, "why_not", lambda *_: None)
     monkeypatch.setattr(select, "FlaDeltaRule", lambda _, own: SimpleNamespace(name="ours" if own else "fla"))
+    monkeypatch.setattr(select, "use_tuned", lambda _: None)
     monkeypatch.setattr(select, "check", lambda *_: next(found))
     monkeypatch.setattr(select, "check_rows", lambda *_: "q is off")
     with caplog.at_level("WARNING"):
