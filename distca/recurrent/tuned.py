@@ -1,7 +1,7 @@
 """The configurations of fla-core's Triton kernels that were fastest on Hopper GPUs.
 
-fla-core tries up to 12 configurations of each kernel at a machine's first start, which compiles for minutes and chooses
-by the tiny pieces of a self-check. It reads chosen ones from a folder instead, if it is told so.
+By itself fla-core tries up to 12 configurations of each kernel at a machine's first start. That compiles for minutes,
+and the tiny pieces of a self-check decide. fla-core can read chosen configurations from a folder instead.
 """
 
 from __future__ import annotations
