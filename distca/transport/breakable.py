@@ -1,7 +1,9 @@
-"""A transport whose pool may break, because a rank of it is gone: the step goes on with zeros, and is then repeated.
+"""A transport for pools with servers without a model, processes that only compute attention and may die or join.
 
-A rank that stopped in the middle of a step would leave others waiting in collectives of other groups. So it goes on to
-the end of the step: once an exchange has failed, only zeros arrive. The results of that step are thrown away.
+When such a server dies, an exchange of rows fails on the *homes*, the ranks that train. A home that raised an error in
+the middle of a step would leave others waiting in Megatron's collectives. So it runs the step to its end with zeros in
+place of rows that do not come. ``CAD`` then asks :meth:`BreakableTransport.came_to_end`, throws the step's results away
+and repeats the step with the servers that are left.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from distca.transport.interface import Part
 logger = logging.getLogger(__name__)
 
 _LOST = ("gloo/transport", "NCCL", "ncclRemoteError")
-"""Words in the messages of errors that a rank which is gone causes."""
+"""Words by which the error message of a collective shows that another rank of its group is gone."""
 
 
 class PoolBrokenError(RuntimeError):
-    """Raised where the pool was given up, because a rank of it is gone."""
+    """Raised by an exchange if this rank has left the pool, because another rank of it is gone."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -35,13 +37,14 @@ def is_lost_peer(error: RuntimeError) -> bool:
 
 
 class BreakableTransport:
-    """Rows by all-to-all over a process group that may be given up for another one.
+    """A :class:`CollectiveTransport` whose process group can break and be replaced.
 
     Args:
-        goes_on: whether a step goes on with zeros when a rank is gone; otherwise an exchange raises its error.
+        goes_on: what happens once a rank is gone: with True exchanges deliver zeros, with False they raise an error.
+            Homes go on, servers do not.
 
     Attributes:
-        broken: whether an exchange failed, or there is no group.
+        broken: whether an exchange has failed in this group, or there is no group.
     """
 
     def __init__(self, goes_on: bool) -> None:
@@ -52,21 +55,20 @@ class BreakableTransport:
         self.name, self.rank, self.ranks, self.broken = "", 0, 0, True
 
     def use(self, group: dist.ProcessGroup) -> None:
-        """Sends rows over ``group`` from now on, and none over the group before."""
+        """Leaves the old group, if any, and moves rows over ``group`` from now on."""
         self.give_up()
         self._group, self._inner, self.broken = group, CollectiveTransport(group), False
         self.name, self.rank, self.ranks = self._inner.name, self._inner.rank, self._inner.ranks
 
     def give_up(self) -> None:
-        """Drops the group and sends no rows any more; exchanges that are under way fail."""
+        """Leaves the group; exchanges that are under way fail, and later ones count as failed."""
         with self._ending:
             group, self._group, self._inner, self.broken = self._group, None, None, True
             if group is not None:
                 give_up(group)
 
     def break_off(self) -> None:
-        """Makes exchanges that are under way fail; may be called from another thread than the one that launches
-        them."""
+        """Makes exchanges that are under way fail. A watching thread may call it while another thread waits for one."""
         with self._ending:
             self.broken = True
             if self._group is not None:
@@ -76,7 +78,8 @@ class BreakableTransport:
         """Starts an exchange.
 
         Raises:
-            TransportError: the moves belong to a plan for another number of ranks; nothing was sent.
+            TransportError: the moves were planned for another number of ranks; nothing was sent.
+            RuntimeError: the exchange failed, and steps do not go on; or the error has another cause.
         """
         handle = None
         if self.broken:
@@ -89,24 +92,25 @@ class BreakableTransport:
         return BreakableHandle(self, handle, parts)
 
     def failed(self, error: RuntimeError) -> None:
-        """Gives the pool up where an exchange failed because a rank is gone.
+        """Handles the ``error`` of an exchange: leaves the group if the cause is a rank that is gone.
 
         Raises:
-            RuntimeError: the ``error`` itself, where it has another cause, or steps do not go on.
+            RuntimeError: the ``error`` itself, if it has another cause or steps do not go on.
         """
         if not self._goes_on or not (self.broken or is_lost_peer(error)):
             raise error
         logger.debug("An exchange of rows failed: %s", error)
-        error.__traceback__ = None  # its frames hold the group, whose connections tell others
+        # The traceback's frames refer to the group. Its connections must close, so that other ranks get an error too.
+        error.__traceback__ = None
         self.give_up()
 
     def came_to_end(self, device: torch.device) -> bool:
-        """Whether all ranks of the group have come to the end of a step with all exchanges done; all ranks ask.
+        """Whether all exchanges of a step have succeeded on all ranks; every rank calls it at the end of a step.
 
-        It waits for the device, on which exchanges that were broken off end too.
+        It waits for the device, so it also sees exchanges that failed there.
 
         Raises:
-            RuntimeError: they have not, and this rank's steps do not go on.
+            RuntimeError: an exchange failed, and this rank's steps do not go on.
         """
         here = torch.ones(1, device=device)
         try:
@@ -114,7 +118,7 @@ class BreakableTransport:
                 self.failed(PoolBrokenError("The pool was given up."))
                 return False
             dist.all_reduce(here, group=self._group)
-            # A reduction that NCCL breaks off leaves any number.
+            # Every rank adds 1. An all-reduce that NCCL aborts may leave any number.
             whole = here.item() == self.ranks and not self.broken
         except RuntimeError as error:
             self.failed(error)
@@ -125,21 +129,18 @@ class BreakableTransport:
 
 
 class BreakableHandle:
-    """An exchange under way, or one that failed and only fills destinations with zeros.
-
-    Attributes:
-        works: pending collectives, for whoever records when they end.
-    """
+    """An exchange under way, or a failed one, whose :meth:`wait` fills the destinations with zeros."""
 
     def __init__(self, transport: BreakableTransport, handle: CollectiveHandle | None, parts: tuple[Part, ...]) -> None:
         self._transport, self._handle, self._parts = transport, handle, parts
 
     @property
     def works(self) -> list[Any]:
+        """The pending collectives, whose ends the timeline records."""
         return [] if self._handle is None else self._handle.works
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """See :meth:`distca.transport.collective.CollectiveHandle.tell`."""
+        """Does what :meth:`distca.transport.collective.CollectiveHandle.tell` does; nothing for a failed exchange."""
         if self._handle is not None:
             self._handle.tell(ended)
 

@@ -1,6 +1,9 @@
-"""Transport over torch.distributed: rows are packed, sent by one all-to-all per tensor, and put in their places.
+"""Transport over torch.distributed (NCCL on GPUs, gloo on CPUs): one all-to-all for each tensor of an exchange.
 
-Rows that take two hops go by a second all-to-all, once those of the first have arrived.
+Rows are copied into a packed send tensor, sent, and copied from a packed receive tensor to their places. Between nodes
+keys and values take two hops: to one rank of a node, the *gateway*, which hands them on to the node's other ranks. The
+second hop is a second all-to-all, which starts once the first has arrived. ``select.py`` chooses this transport unless
+NVSHMEM can be used.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ from distca.transport.interface import Hops, Part, check_ranks
 
 
 class CollectiveTransport:
-    """Rows by all-to-all over a process group (NCCL on GPUs, gloo on CPUs).
+    """Moves rows by all-to-all over a process group.
 
     Args:
-        group: the server pool; ranks in it are the ranks of plans and routes.
+        group: the pool's process group; its ranks are the ranks that plans name.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # A group may have one backend for CPUs and one for GPUs. Rows live on GPUs where NCCL is one of them.
+        # A group may have one backend for CPUs and one for GPUs. If NCCL is one of them, rows are on GPUs.
         self.name = "nccl" if "nccl" in str(dist.get_backend(group)) else str(dist.get_backend(group))
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
@@ -35,18 +38,18 @@ class CollectiveTransport:
         self._relaying: torch.cuda.Stream | None = None
 
     def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
-        """Packs and starts one all-to-all per part; parts of which no row travels between any ranks are only copied.
+        """Packs and starts one all-to-all per part. A part without a row that travels in the pool is only copied.
 
-        On GPUs a second hop is queued at once, on a stream of its own, behind the first. Elsewhere it starts when this
-        exchange is waited for, or the next one is launched.
+        On GPUs a second hop is queued at once, on a stream of its own, behind the first. On CPUs it starts when the
+        caller waits for this exchange or launches the next one.
 
         Raises:
-            TransportError: the moves belong to a plan for another number of ranks; nothing was sent.
+            TransportError: the moves were planned for another number of ranks; nothing was sent.
         """
         check_ranks(parts, self.ranks)
         if self._newest is not None:
-            # All ranks must start a group's collectives in one order, though they wait at different times. So the
-            # second hop of the exchange before starts before this exchange.
+            # All ranks must start a group's collectives in one order, but they wait at different times. So the second
+            # hop of the last exchange starts now, even if its caller has not waited for it yet.
             self._newest.hand_on()
             self._newest = None
         hops = Hops.of(parts)
@@ -59,13 +62,13 @@ class CollectiveTransport:
                 handle.hand_on()
         elif hops.second:
             self._newest = handle
-        # Kept rows are copied after the packing, so that transfers start first.
+        # Rows that stay on this rank are copied last, so that transfers start first.
         for part in parts:
             part.moves.copy_kept(part.source, part.destination)
         return handle
 
     def _room(self, part: Part) -> _AllToAll:
-        """The all-to-all of a part, with memory for its packed rows."""
+        """The all-to-all of a part, with new send and receive tensors for its packed rows."""
         moves = part.moves
         sent = part.source.new_empty((len(moves.send_index), *part.source.shape[1:]))
         received = part.destination.new_empty((sum(moves.receive_counts), *part.destination.shape[1:]))
@@ -73,7 +76,7 @@ class CollectiveTransport:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Queues work on a stream of its own, behind all that the computation has queued so far."""
+        """Makes a side stream the current one, behind all work that the current stream has so far."""
         if self._relaying is None:
             self._relaying = torch.cuda.Stream(priority=-1)
         self._relaying.wait_stream(torch.cuda.current_stream())
@@ -83,7 +86,7 @@ class CollectiveTransport:
 
 @dataclass
 class _AllToAll:
-    """The all-to-all of one part. It holds the memory of packed rows until the exchange was waited for."""
+    """The all-to-all of one part. It keeps the packed rows alive until the caller has waited for the exchange."""
 
     part: Part
     sent: torch.Tensor
@@ -114,11 +117,11 @@ class _AllToAll:
 
 
 class CollectiveHandle:
-    """All-to-alls under way.
+    """The all-to-alls of an exchange; the constructor starts those of the first hop.
 
     Args:
-        handed_on: all-to-alls of rows that the second hop hands on; they start now and end before it starts.
-        others: all-to-alls without a second hop, which start now too.
+        handed_on: all-to-alls whose rows the second hop sends on.
+        others: all-to-alls of parts that have one hop.
         second: all-to-alls of the second hop.
     """
 
@@ -131,18 +134,19 @@ class CollectiveHandle:
 
     @property
     def works(self) -> list[dist.Work]:
-        """The pending collectives, for whoever records when they end."""
+        """The pending collectives, whose ends the timeline records."""
         return [each.work for each in self._under_way if each.work is not None]
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Calls ``ended``, from a thread of gloo, whenever one of the collectives ends, those of a second hop too."""
+        """Lets a thread of gloo call ``ended`` after each collective of both hops; the last call marks the end."""
         self._ended = ended
         for each in self._under_way:
             each.tell(ended)
 
     def hand_on(self) -> None:
-        """Starts the second hop on the current stream, once the rows that it hands on are there; does nothing where
-        there is none, or it was started."""
+        """Waits for the rows that the second hop sends on, and starts it on the current stream.
+
+        Does nothing without a second hop, or if it was started before."""
         if not self._second:
             return
         for each in self._handed_on:
@@ -155,23 +159,23 @@ class CollectiveHandle:
 
     def wait(self) -> None:
         self.hand_on()
-        # The second hop's all-to-alls have waited for those of rows that they hand on, so these need no further wait.
+        # The all-to-alls in ``_handed_on`` were waited for when the second hop started.
         for each in self._under_way:
             each.finish()
         self._handed_on, self._others, self._under_way = [], [], []
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, bytes per row] uint8: one wire format for every dtype, also for those that gloo does not know."""
+    """[rows, bytes per row] uint8 view, so that gloo can send dtypes that it does not support."""
     return rows.view(-1).view(torch.uint8).view(len(rows), row_bytes(rows))
 
 
 def nccl_goes_first() -> None:
-    """Makes kernels of NCCL start before queued computation; call it before any process group is made.
+    """Gives NCCL's kernels a high stream priority; call it before any process group is made.
 
-    A GPU gives its multiprocessors to kernels of equal priority in the order in which they come. A long document's core
-    attention occupies all of them for up to seconds. A collective may begin just before it on one rank, and only after
-    it on another. On the first it then spins until the second rank's attention ends, on multiprocessors that the first
-    rank's attention lacks. Where TORCH_NCCL_HIGH_PRIORITY is set already, it stays.
+    A GPU runs kernels of equal priority in the order in which they come. Core attention of a long document fills all
+    multiprocessors for up to seconds. Suppose that a collective starts just before it on rank 0, but behind it on rank
+    1. On rank 0 the collective then spins until rank 1's attention ends, and takes multiprocessors from rank 0's own
+    attention. With high priority it starts early on both. A TORCH_NCCL_HIGH_PRIORITY that is set already stays.
     """
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

@@ -1,7 +1,11 @@
-"""The CUDA library of csrc/, loaded through ctypes: copies by copy engine, signals in memory, and kernels over rows.
+"""The CUDA library of ``csrc/``, called through ctypes: copies by copy engine, signals in memory, and kernels over
+rows.
 
-The library is optional. Every function that moves rows or signals queues work on a stream and returns; none blocks the
-host.
+A *signal* is a number that one GPU writes to a 64-bit word of memory, a *slot*; a stream of another GPU waits for it.
+The NVSHMEM transport needs copies and signals; ``gather_scatter.py`` uses the kernels on any GPU.
+
+The library is optional: :func:`why_not` says why it cannot be used. Functions with a stream queue work on it and return
+at once; they never block the host.
 """
 
 from __future__ import annotations
@@ -18,19 +22,20 @@ import torch
 from distca.device.event import Event
 
 _SUM_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The library's number of each dtype that ``distca_sum_rows`` adds."""
 
 
 class NativeError(RuntimeError):
-    """Raised where a CUDA call of the library failed."""
+    """Raised if a CUDA call of the library failed."""
 
 
 _INTERFACE = 2
-"""The version of the calls of csrc/row_moves.cu; a library with another one is refused."""
+"""The version of the C functions in csrc/row_moves.cu that this file calls; a library of another version is refused."""
 
 
 @cache
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    """Returns the library, or None and why there is none."""
+    """Returns the library and None, or None and the reason why there is none."""
     path = Path(__file__).parent / f"_rows{EXTENSION_SUFFIXES[0]}"
     if not path.is_file():
         return (
@@ -50,6 +55,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 @cache
 def _library() -> ctypes.CDLL | None:
+    """Returns the library with the argument types of its functions; None if it did not load."""
     library, _ = _load()
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -70,9 +76,9 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def why_not() -> str | None:
-    """Returns why the library cannot be used, or None.
+    """Returns the reason why the library cannot be used, or None.
 
-    Where there is a GPU, it is tried once: a library that loads may hold no code for this GPU, or need a newer
+    On a machine with a GPU a kernel is tried once: a library that loads may lack code for this GPU, or need a newer
     driver."""
     library, reason = _library(), _load()[1]
     if library is None or not torch.cuda.is_available():
@@ -93,13 +99,13 @@ def is_available() -> bool:
 
 
 def row_bytes(rows: torch.Tensor) -> int:
-    """The bytes of one row of a tensor."""
+    """The bytes of one row: of all elements with one first index."""
     return rows.shape[1:].numel() * rows.element_size()
 
 
 @cache
 def why_no_signals() -> str | None:
-    """Returns why streams of the current GPU cannot signal to each other through memory, or None."""
+    """Returns the reason why streams of the current GPU cannot signal to each other through memory, or None."""
     if why_not() is not None:
         return why_not()
     library = _library()
@@ -112,10 +118,11 @@ def why_no_signals() -> str | None:
 def create_stream(priority: int) -> torch.cuda.Stream:
     """Returns a new stream of the current GPU, which is never destroyed.
 
-    Torch hands each of its streams out several times, so work of others would wait on a stream that waits for a peer.
+    ``torch.cuda.Stream()`` takes streams from a small set and may return one that other code uses. That code's work
+    would then wait behind this stream's waits for other ranks.
 
     Args:
-        priority: 0; work of a stream with a lower number starts before that of others.
+        priority: 0 for the usual priority; work of streams with a lower number starts first.
     """
     handle = ctypes.c_void_p()
     _call("distca_create_stream", priority, ctypes.addressof(handle))
@@ -123,12 +130,12 @@ def create_stream(priority: int) -> torch.cuda.Stream:
 
 
 def current_stream() -> torch.cuda.Stream:
-    """The stream on which torch queues its work now."""
+    """Torch's current stream."""
     return torch.cuda.current_stream()
 
 
 def mark(stream: torch.cuda.Stream) -> Event:
-    """Returns an event that comes when all work that is queued on the stream by now is done."""
+    """Returns an event that is recorded on the stream: it comes when all work queued so far is done."""
     event = Event()
     event.record(stream)
     return event
@@ -138,12 +145,14 @@ def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool,
     """Copies row ranges by copy engine.
 
     Args:
-        pieces: for each tensor (address of its first source row, address of its first destination row, on this GPU or a
-            peer's; [N, 3] int64, contiguous: source row, destination row, rows; bytes of a row).
-        batched: whether ranges are copied in one call, in any order, on as many engines as the driver sees fit, also
-            inside this GPU; else they are copied one after the other.
+        pieces: for each tensor four entries: the address of its first row; the address of the destination's first row,
+            on this GPU or another one; [N, 3] int64 contiguous ranges (source row, destination row, number of rows);
+            and the bytes of a row.
+        batched: whether all ranges are copied by one CUDA call, in any order, by as many engines as the driver chooses.
+            Otherwise each range is a call, in order; copies inside one GPU then run as kernels.
         stream: the stream to queue the copies on.
     """
+    # The C function takes a table of int64: one line for each tensor, with the address of its ranges.
     table = [(source, to, ranges.ctypes.data, len(ranges), width) for source, to, ranges, width in pieces]
     packed = np.array(table, np.int64)
     _call("distca_copy_rows", packed.ctypes.data, len(table), batched, stream.cuda_stream)
@@ -157,14 +166,15 @@ def push_rows(
     most_blocks: int,
     stream: torch.cuda.Stream,
 ) -> None:
-    """Writes rows into peers' memory by a small kernel, which then signals.
+    """Writes rows to other addresses by a small kernel, which signals when all are written.
 
     Args:
-        pieces: (contiguous tensor; [N] int64 rows of it to write; address on a peer at which they follow each other).
-        arrived: [P] uint64 addresses of peers' slots that get ``number`` once the rows are there.
-        number: the exchange's number.
+        pieces: for each piece three entries: a contiguous tensor; [N] int64 numbers of its rows to write; and the
+            address, on this GPU or another one, from which on the kernel writes them one after the other.
+        arrived: [P] uint64 addresses of slots on other GPUs, which get ``number`` at the end; empty for no signal.
+        number: the number of the exchange.
         finished_blocks: [1] int32 zero, a counter for the kernel; each stream needs its own.
-        most_blocks: most blocks of 256 threads.
+        most_blocks: the largest number of thread blocks, of 256 threads each.
         stream: the stream to queue the kernel on.
     """
     table = [(rows.data_ptr(), index.data_ptr(), to, len(index), row_bytes(rows)) for rows, index, to in pieces]
@@ -174,12 +184,14 @@ def push_rows(
 
 
 def signal(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Writes ``value`` to the slots at ``addresses`` [N] uint64, once peers can see all earlier work of the stream."""
+    """Writes ``value`` to the slots at ``addresses`` [N] uint64, on this GPU or others.
+
+    Other GPUs can then see the results of all earlier work of the stream."""
     _call("distca_signal", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
 def wait_for(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Holds the stream until every slot at ``addresses`` [N] uint64 of this GPU is at least ``value``."""
+    """Makes the stream wait until every slot at ``addresses`` [N] uint64, on this GPU, is at least ``value``."""
     _call("distca_await", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
@@ -190,7 +202,7 @@ def move_rows(
     destination_rows: torch.Tensor | None,
     rows: int,
 ) -> None:
-    """Does destination[destination_rows[i]] = source[source_rows[i]] for i < rows; None stands for i itself.
+    """Sets destination[destination_rows[i]] = source[source_rows[i]] for i < rows; an index of None means i itself.
 
     Both tensors are contiguous, of equal dtype and trailing shape; indices are [rows] int64 on the same device.
     """
@@ -199,7 +211,7 @@ def move_rows(
 
 
 def can_sum(rows: torch.Tensor) -> bool:
-    """Whether :func:`sum_rows` knows the dtype and row width of ``rows``."""
+    """Whether :func:`sum_rows` can add ``rows``: the kernel needs a known dtype and rows of a multiple of 16 bytes."""
     return rows.dtype in _SUM_KINDS and row_bytes(rows) % 16 == 0
 
 
@@ -210,8 +222,9 @@ def sum_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor,
 ) -> None:
-    """Adds packed[copies[borders[i]:borders[i+1]]] to destination[destination_rows[i]]: in float32, in this order,
-    rounded once. Indices are int64 on the device."""
+    """Adds the rows packed[copies[borders[i]:borders[i+1]]] to destination[destination_rows[i]].
+
+    They are added in float32, in this order, and rounded once. Indices are int64 on the device."""
     width = packed.shape[1:].numel()
     tensors = (packed, copies, borders, destination_rows, destination)
     addresses = (tensor.data_ptr() for tensor in tensors)
@@ -220,7 +233,7 @@ def sum_rows(
 
 
 def addresses_of(base: int, slots: Sequence[int]) -> np.ndarray:
-    """[N] uint64 addresses of the 64-bit signal slots with the numbers ``slots`` in the memory at ``base``."""
+    """[N] uint64 addresses of the slots with the numbers ``slots``, in an array of slots at the address ``base``."""
     return base + 8 * np.asarray(slots, np.uint64)
 
 
@@ -229,6 +242,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _call(name: str, *arguments: int | None) -> None:
+    """Calls a function of the library; raises NativeError if it returns a CUDA error code."""
     library = _library()
     assert library is not None, "the CUDA library is not there"
     code = getattr(library, name)(*arguments)

@@ -1,4 +1,8 @@
-"""Gathering, scattering and adding rows on one device: by the CUDA library where it is built, else by torch."""
+"""Gathering, scattering and adding rows of tensors on one device.
+
+Transports pack rows with it before they send them, and put received rows in their places. It uses the CUDA library of
+``csrc/`` if that can be used (``cuda_ops.py``), else torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ def move_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor | None,
 ) -> None:
-    """Does destination[destination_rows] = source[source_rows]; None stands for rows 0, 1, 2 and so on.
+    """Sets destination[destination_rows] = source[source_rows]. An index of None means 0, 1, 2 and so on.
 
     Args:
         source: [N, ...] contiguous.
@@ -43,16 +47,19 @@ def sum_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor,
 ) -> None:
-    """Adds to each destination row its copies among the packed rows: in float32, in packed order, rounded once.
+    """Adds several packed rows to each of some destination rows: in float32, in packed order, rounded once.
+
+    Example: packed rows 0 and 2 are added to destination row 5, and packed row 1 to row 9. Then destination_rows is
+    [5, 9], copies is [0, 2, 1] and borders is [0, 2, 3].
 
     Args:
         packed: [N, ...] received rows.
-        copies: [C] int64 packed rows, those of one destination row together.
-        borders: [rows + 1] int64; copies[borders[i]:borders[i+1]] belong to destination row i.
-        rounds: the same additions in the form that torch needs: in each round (packed rows, their places in
-            ``destination_rows``), with no place twice.
+        copies: [C] int64 numbers of packed rows, grouped by destination row.
+        borders: [rows + 1] int64; copies[borders[i]:borders[i+1]] are added to row destination_rows[i].
+        rounds: the same additions for torch, as a list of (packed rows, indices i of their destination rows). No i is
+            twice in one round, so that the order of additions is fixed.
         destination: [M, ...] rows to add to, same dtype and trailing shape.
-        destination_rows: [rows] int64.
+        destination_rows: [rows] int64 rows of ``destination``, each once.
     """
     if not len(destination_rows):
         return

@@ -1,4 +1,10 @@
-"""The interface of transports: they start moving rows of several tensors at once and can be waited for."""
+"""The interface of transports, which move rows of tensors between ranks.
+
+The *home* of a row is the rank that holds it between layers; a *server* is a rank that computes attention with it. Rows
+go from homes to servers, and results come back. One *exchange* moves rows of several tensors between all
+ranks of the pool, and each tensor is a :class:`Part` of it. Calls of layers (``distca/runtime``) launch exchanges and
+wait for them later. Implementations: ``collective.py`` (NCCL, gloo) and ``nvshmem/transport.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +23,12 @@ class Part:
     """One tensor's part of an exchange.
 
     Attributes:
-        source: [moves.source_rows or more, ...] rows to send, contiguous. Callers must not write them until the
-            exchange was waited for; only ``moves.relay_before`` adds to them.
-        destination: [moves.destination_rows or more, ...] rows to fill, contiguous, of the same trailing shape and
-            dtype. Callers must neither read nor write them until then. Where ``moves`` reduces, they begin as zeros.
-        moves: which rows go where.
+        source: [moves.source_rows or more, ...] tensor to send rows of, contiguous. Callers must not write it until
+            they have waited for the exchange. The exchange itself writes it only for ``moves.relay_before``.
+        destination: [moves.destination_rows or more, ...] tensor to fill, contiguous, of the same trailing shape and
+            dtype. Callers must neither read nor write it until they have waited. It must hold zeros at first if
+            ``moves.reduction`` adds rows up.
+        moves: the rows of both tensors that move, and the ranks between which they move.
     """
 
     source: torch.Tensor
@@ -29,19 +36,22 @@ class Part:
     moves: RowMoves
 
     def __post_init__(self) -> None:
-        # Rows are found by address, so other memory would be sent if the tensors were not contiguous.
+        # Transports compute a row's address as base + number · row size, which is right for contiguous tensors only.
         assert self.source.is_contiguous() and self.destination.is_contiguous()
         assert self.source.dtype == self.destination.dtype and self.source.shape[1:] == self.destination.shape[1:]
 
 
 @dataclass(frozen=True)
 class Hops:
-    """The parts of an exchange by hop; parts of which no row travels are left out.
+    """The parts of an exchange, by hop. Parts without a row that travels between ranks are left out.
+
+    Between nodes, keys and values go to one rank of the node (the *gateway*) first, which hands them on: two hops. On
+    the way back, servers send gradients to their gateway, which adds them up and sends the sums home.
 
     Attributes:
-        handed_on: parts of the first hop whose rows must be in their places before the second hop.
-        others: parts that travel at once and have no second hop.
-        second: parts of the second hop; empty for most exchanges.
+        handed_on: first hop of the parts that have two.
+        others: parts that have one hop; they travel together with ``handed_on``.
+        second: second hop of the parts in ``handed_on``, which needs their rows; empty for most exchanges.
     """
 
     handed_on: tuple[Part, ...]
@@ -50,12 +60,12 @@ class Hops:
 
     @property
     def first(self) -> tuple[Part, ...]:
-        """All parts that travel at once; those that the second hop waits for come first."""
+        """All parts that travel at launch; those that the second hop needs come first."""
         return self.handed_on + self.others
 
     @staticmethod
     def of(parts: tuple[Part, ...]) -> Hops:
-        """The hops of an exchange."""
+        """Splits the parts of an exchange into hops."""
         handed_on, others, second = [], [], []
         for part in parts:
             before, after = part.moves.relay_before, part.moves.relay_after
@@ -71,7 +81,7 @@ class Hops:
 
 
 def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
-    """Raises TransportError if the moves belong to a plan for another number of ranks."""
+    """Raises TransportError if a part's moves were planned for another number of ranks."""
     for part in parts:
         if len(part.moves.send_counts) != ranks:
             raise TransportError(
@@ -81,7 +91,7 @@ def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
 
 
 def sent_by(rank: int, parts: tuple[Part, ...]) -> dict[str, Any]:
-    """Returns the bytes that an exchange sends from this rank, and the peers that it sends to or receives from."""
+    """Returns for the timeline the bytes that this rank sends, and the ranks that it sends to or receives from."""
     sent = 0
     peers: set[int] = set()
     hops = Hops.of(parts)
@@ -97,17 +107,23 @@ class Handle(Protocol):
     """An exchange under way."""
 
     def wait(self) -> None:
-        """Joins the exchange: work queued on the current stream from now on sees complete destinations. On a GPU the
-        host does not block."""
+        """Waits for the exchange: work queued on the current stream after this call sees filled destinations.
+
+        On a GPU the stream waits, and the host does not."""
         ...
 
 
 class Transport(Protocol):
-    """Moves rows between the ranks of a server pool.
+    """Moves rows between the ranks of a pool.
 
-    Every rank of the pool must launch the same exchanges in the same order, also those in which it has nothing to move.
-    On a GPU a rank must launch and wait on the same stream, and wait for all exchanges that it launched: the memory of
-    parts is used again in the order of that stream.
+    Every rank must launch the same exchanges in the same order, even if none of its own rows move. On a GPU, a rank
+    must launch all exchanges and wait for them on one stream. Torch's allocator gives the memory of tensors to later
+    work of that stream, so an exchange that nobody waited for could overwrite it.
+
+    Attributes:
+        name: "nccl", "gloo" or "nvshmem", for logs.
+        rank: this rank's number in the pool.
+        ranks: number of ranks in the pool.
     """
 
     name: str
@@ -115,5 +131,5 @@ class Transport(Protocol):
     ranks: int
 
     def launch(self, parts: tuple[Part, ...]) -> Handle:
-        """Starts an exchange of all ``parts``; rows that a rank keeps are copied as a part of it."""
+        """Starts an exchange of all ``parts``. Rows whose home and server are this rank are copied, too."""
         ...

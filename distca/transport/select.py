@@ -1,4 +1,9 @@
-"""The choice of a transport: the user's, or the best that works; it is made once and logged with its reason."""
+"""The choice of a transport, which moves rows between the ranks of a pool: the named one, or the best that works.
+
+``CAD`` calls :func:`choose_transport` once on every rank; the choice is logged with its reason. There are two sorts:
+torch.distributed's all-to-all (NCCL or gloo), and NVSHMEM, by which GPUs write into each other's memory with copy
+engines. All ranks must choose alike, so they exchange the reasons that speak against NVSHMEM.
+"""
 
 from __future__ import annotations
 
@@ -24,39 +29,39 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
-"""The names of transports, and "auto" for the best that works."""
+"""The names that users can give; "auto" is the best transport that works."""
 NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
-"""GiB of symmetric memory per rank, where nobody says how much. Exchanges that do not fit are refused, or go by the
-fallback transport."""
+"""GiB of NVSHMEM's receive memory per rank, if callers give no size. An exchange that does not fit is refused; with
+"auto" it goes by NCCL."""
 
 BETWEEN_NODES = (
     "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; `transport` nvshmem takes "
     "it all the same"
 )
 
-# NVSHMEM starts once per process, and exchanges are numbered from its start. So a process has one such transport.
 _started: dict[tuple[int, ...], tuple[OneSidedTransport, float]] = {}
-"""The NVSHMEM transport of this process with the GiB of its memory, by its ranks; empty before it started."""
+"""The NVSHMEM transport of this process and the GiB of its memory, by the global ranks of its pool. It has at most one
+entry, because NVSHMEM starts once per process and numbers its exchanges from then on."""
 _failed: list[str] = []
-"""The reason why NVSHMEM did not start; then it is not tried again."""
+"""The reason why NVSHMEM did not start in this process, as the only entry; then it is not tried again."""
 _ALONE_S = 3.0
-"""Seconds that a rank on which NVSHMEM does not start waits for the others to return. They may wait for it inside
-NVSHMEM for ever, and then it raises an error."""
+"""Seconds for which a rank waits for the other ranks after NVSHMEM failed to start on it. The others may wait for it
+inside NVSHMEM for ever; then this rank raises an error."""
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
-    """Returns the named transport over ``group``. All ranks of the group must call it together.
+    """Returns the named transport over ``group``. All ranks of the group must call it at the same time.
 
-    With "auto" it is NVSHMEM where the pool is one node and NVSHMEM works there, else that of the group's backend.
+    "auto" is NVSHMEM if the pool is on one node and NVSHMEM works there, else the group's own backend.
 
     Args:
         name: "auto", "nvshmem", "nccl" or "gloo".
-        group: the server pool.
-        buffer_gb: GiB of symmetric memory per rank, for NVSHMEM.
+        group: process group of the pool.
+        buffer_gb: GiB of receive memory per rank, for NVSHMEM.
 
     Raises:
-        TransportError: the name is unknown or that transport cannot be used here; the message says why.
+        TransportError: the name is unknown, or that transport cannot be used here; the message says why.
     """
     if name not in NAMES:
         raise TransportError(f"`transport` is '{name}'; it can be {', '.join(NAMES)}.")
@@ -98,7 +103,9 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
 
 
 def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transport | None) -> OneSidedTransport:
-    """Returns the NVSHMEM transport of this process, with the memory that it has and a new fallback."""
+    """Returns the NVSHMEM transport that this process has already, with another fallback for exchanges that do not fit.
+
+    Its memory keeps the size that it had when NVSHMEM started."""
     transport, has_gb = _started[ranks]
     if buffer_gb > has_gb:
         logger.warning(
@@ -111,7 +118,7 @@ def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transpor
 
 
 def why_not_nvshmem() -> str | None:
-    """Returns why this process cannot use NVSHMEM, or None; it asks no other rank."""
+    """Returns the reason why this process cannot use NVSHMEM, or None; it asks no other rank."""
     if not torch.cuda.is_available():
         return "it moves GPU memory, and torch finds no GPU here"
     if cuda_ops.why_no_signals() is not None:
@@ -122,17 +129,19 @@ def why_not_nvshmem() -> str | None:
         import nvshmem.core
 
         nvshmem.core.get_version()  # loads the library of NVSHMEM
-    except Exception as error:  # whatever it is, rows can go by NCCL
+    except Exception as error:  # An error of any kind only means that rows go by NCCL.
         return f"nvshmem4py does not load: {error}"
     return None
 
 
 def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> str | None:
-    """Returns why the ranks of ``group`` cannot or should not use NVSHMEM, or None; the same on every rank.
+    """Returns the reason why the ranks of ``group`` cannot or should not use NVSHMEM, or None; the same on every rank.
+
+    All ranks call it at the same time, as it gathers their reasons.
 
     Args:
-        group: the server pool.
-        between_nodes: whether NVSHMEM is wanted also where the pool spans several nodes.
+        group: process group of the pool.
+        between_nodes: whether to use NVSHMEM even if the pool spans several nodes.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
@@ -149,7 +158,7 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
     gpus = [gpu for node, gpu in places if gpu and node == machine_name()]
     if own is None:
         own = "several ranks share a GPU" if len(set(gpus)) < len(gpus) else why_no_peer_access(gpus)
-    # Reasons are gathered too, as ranks may see different GPUs.
+    # The first rank's reason counts for all: ranks may see different GPUs, and so have different reasons.
     for rank, reason in zip(ranks, _gather(own, group), strict=True):
         if reason is not None:
             return f"on rank {rank}, {reason}" if rank else reason
@@ -159,11 +168,10 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
 
 
 def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
-    """Returns why GPUs of this node cannot write into each other's memory, or None.
+    """Returns the reason why GPUs of this node cannot write into each other's memory, or None.
 
     Args:
-        gpus: names of GPUs as :func:`_gpu` gives them; those that this process does not see are left out. None takes
-            all that it sees.
+        gpus: UUIDs of the GPUs to check; GPUs that this process does not see are skipped. None checks all visible ones.
     """
     visible = {_gpu(index): index for index in range(torch.cuda.device_count())}
     indices = [visible[gpu] for gpu in (visible if gpus is None else gpus) if gpu in visible]
@@ -175,27 +183,28 @@ def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
 
 
 def _gpu(index: int) -> str:
-    """The name of a GPU, which is the same in every process of a node."""
+    """The UUID of a visible GPU, which is the same in every process of a node."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """Returns the ``mine`` of every rank."""
     everyone = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
 def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> OneSidedTransport | str:
-    """Returns NVSHMEM's transport, or why it does not start, which is the same on every rank.
+    """Starts NVSHMEM. Returns its transport, or the reason why it does not start; the same reason on every rank.
 
     Raises:
-        TransportError: NVSHMEM does not start on this rank, and others wait for it inside NVSHMEM.
+        TransportError: NVSHMEM does not start on this rank, and other ranks wait for this one inside NVSHMEM.
     """
     transport, own = None, None
     ranks = dist.get_process_group_ranks(group)
     try:
         transport = _nvshmem_transport(group, buffer_gb, fallback)
-    except Exception as error:  # NVSHMEM's libraries raise errors of any kind
+    except Exception as error:  # NVSHMEM's libraries raise errors of many kinds.
         own = str(error).splitlines()[0] if str(error) else type(error).__name__
     if not _all_came_back(ranks, 0 if own is None else _ALONE_S):
         raise TransportError(
@@ -212,7 +221,9 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
 
 
 def _all_came_back(ranks: Sequence[int], seconds: float) -> bool:
-    """Whether all ranks have returned from starting NVSHMEM within ``seconds``; with 0 it does not wait and is true."""
+    """Tells the other ranks that this one has returned from starting NVSHMEM, with or without success.
+
+    Returns whether all have returned within ``seconds``; with 0 it does not wait and returns True."""
     store, key = dist.distributed_c10d._get_default_store(), f"distca/nvshmem/{ranks[0]}"
     store.add(key, 1)
     end = time.monotonic() + seconds

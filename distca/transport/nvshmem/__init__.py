@@ -1,1 +1,1 @@
-"""Rows by one-sided writes into symmetric memory: NVSHMEM, inside a node and between nodes."""
+"""The NVSHMEM transport: ranks write rows straight into each other's memory, inside a node and between nodes."""

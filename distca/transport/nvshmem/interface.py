@@ -1,7 +1,11 @@
-"""The fabric below the one-sided transport: memory that peers write into, and signals that streams wait for.
+"""The interface between the one-sided transport (transport.py) and the memory that it writes to, the *fabric*.
 
-Exchanges have numbers, which are the same on every rank. A rank tells its peers by number which exchange has *arrived*
-in their memory. Receivers tell senders up to which exchange they have *consumed* the rows, so that the memory is free.
+Every rank has a receive buffer into which the others, its *peers*, write rows. An *exchange* moves rows between all
+ranks, and has a number that is the same on every rank. A sender signals to a peer that an exchange has *arrived*: its
+rows are in the peer's buffer. A receiver signals to senders that it has *consumed* an exchange: it has copied the rows
+elsewhere, so their memory may be written again. Streams wait for signals, and the host does not.
+
+``NvshmemFabric`` (symmetric_memory.py) implements it on GPUs; a test double implements it on CPUs.
 """
 
 from __future__ import annotations
@@ -19,14 +23,14 @@ from distca.transport.interface import Part
 
 @dataclass(frozen=True)
 class Put:
-    """Row ranges of one tensor for one peer.
+    """Rows of one tensor to write to one peer.
 
     Attributes:
         source: contiguous tensor whose rows are sent.
-        ranges: [N, 3] int64 on the host: source row, row in the peer's receive buffer from ``begin`` on, rows. In the
-            buffer the ranges follow each other.
-        rows: [sum of the ranges' rows] int64 on the device: the source rows of all ranges as one index.
-        begin: byte of the peer's receive buffer from which rows are counted.
+        ranges: [N, 3] int64 on the host. Each line is a range: first source row, first row in the peer's buffer counted
+            from ``begin``, number of rows. In the buffer each range begins where the one before ends.
+        rows: int64 on the device, the source rows of all ranges in order, as one index.
+        begin: byte of the peer's receive buffer at which row 0 of ``ranges`` lies.
     """
 
     source: torch.Tensor
@@ -36,20 +40,22 @@ class Put:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all rows."""
         return len(self.rows) * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row."""
         return row_bytes(self.source)
 
 
 class Fabric(Protocol):
-    """One-sided access to the memory of the pool's ranks. Nothing blocks the host on a GPU.
+    """Access to the receive buffers and signals of all ranks. On GPUs no method blocks the host.
 
     Attributes:
-        rank: this rank.
-        ranks: size of the pool.
-        receive_buffer: [capacity] uint8, this rank's memory that peers write into; as large on every rank.
+        rank: this rank's number in the pool.
+        ranks: number of ranks in the pool.
+        receive_buffer: [capacity] uint8, this rank's buffer; equally large on every rank.
     """
 
     rank: int
@@ -57,41 +63,53 @@ class Fabric(Protocol):
     receive_buffer: torch.Tensor
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Any:
-        """Queues the writes of exchange ``number``, behind the work queued so far on the current stream.
+        """Queues the writes of an exchange, behind the work that the current stream has so far.
 
-        Once a peer has consumed exchange ``reuses``, its ``puts`` are written into its receive buffer, and it is told
-        that the exchange arrived. Returns a token for :meth:`join`."""
+        Args:
+            number: number of the exchange.
+            reuses: an earlier exchange whose memory this one uses again. Writes to a peer wait until the peer has
+                consumed it; 0 if the memory was not used before.
+            puts: the rows to write, by peer. Afterwards each of these peers gets the signal that the exchange arrived.
+
+        Returns:
+            A token; :meth:`join` waits until the sources may be written again.
+        """
         ...
 
     def keep(self, parts: Sequence[Part], behind: Any) -> Any:
-        """Queues copies of the rows of ``parts`` that stay on this rank, behind the work queued so far on the current
-        stream. Returns a token for :meth:`join`, None if the current stream itself copies.
+        """Queues copies of the rows that stay on this rank, behind the work that the current stream has so far.
 
         Args:
             parts: the parts of an exchange.
-            behind: the token of the put of the same exchange, which goes first; None if there is none.
+            behind: the token of the exchange's :meth:`put`, whose writes go first; None without one.
+
+        Returns:
+            A token; :meth:`join` waits until the copies are done. None if the current stream itself copies.
         """
         ...
 
     def join(self, token: Any) -> None:
-        """Makes the current stream wait for what ``token`` stands for: the sources of a put may be written again, kept
-        rows are in their places, or work queued by :meth:`beside` is done."""
+        """Makes the current stream wait for the token of a :meth:`put`, :meth:`keep` or :meth:`beside`."""
         ...
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
-        """Makes the current stream wait until exchange ``number`` arrived from ``peers``."""
+        """Makes the current stream wait until the rows of exchange ``number`` from all ``peers`` have arrived here."""
         ...
 
     def beside(self, work: Callable[[], None]) -> Any:
-        """Calls ``work`` with a stream of its own as the current one, behind the work queued so far. Returns a token
-        for :meth:`join`."""
+        """Calls ``work`` with a side stream as the current one, behind the work that the current stream has so far.
+
+        Returns a token; :meth:`join` waits until that work is done."""
         ...
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Calls ``work``, which queues operations of torch on the current stream."""
+        """Calls ``work``, which queues torch operations on the current stream.
+
+        A test double with simulated streams queues the call itself."""
         ...
 
     def consumed(self, number: int) -> None:
-        """Tells all peers, behind the work queued so far on the current stream, that this rank consumed every exchange
-        up to ``number``."""
+        """Signals to all peers that this rank has consumed every exchange up to ``number``.
+
+        The signal is queued behind the work that the current stream has so far."""
         ...

@@ -1,19 +1,24 @@
-"""Rows and signals between a rank and its inter-node peers: those whose memory it cannot map, on other nodes.
+"""NVSHMEM's writes of rows and signals to *inter-node peers*: ranks on other nodes, whose memory this rank cannot map.
 
-NVSHMEM's puts travel by the network, which reads from symmetric memory only and finishes puts in any order. So rows are
-first packed into *staging* memory, a *load* at a time. All steps of an exchange are on one stream of its own:
+:class:`Peers`, at the end of the file, splits a rank's writes between this file and ``intranode.py``, for peers on the
+same node. NVSHMEM's memory is *symmetric*: each rank has a block of the same layout.
 
-    wait until the peers have room · for each load of rows: pack it · quiet, but for the first · put it ·
-    at last quiet · signal all peers
+An NVSHMEM *put* copies memory over the network. Its source must be symmetric memory, and puts may finish in any order.
+So rows are first packed into a part of the block, the *staging* memory. Rows that do not fit at once go in several
+*loads*. *Quiet* is NVSHMEM's wait until all earlier puts and signals have arrived. All steps of an exchange are queued
+on one side stream:
 
-*Quiet* waits until everything that was put and signalled before it has arrived. The last quiet orders signals behind
-all rows of the exchange, and behind the signals of the exchange before. The staging memory has two halves, which loads
-use in turn. The quiet before a load's puts waits for the load before, whose half the next load is packed into. So a
-load is packed while the one before travels. Several pieces share a load, so that small ones for many peers travel
-together.
+    wait until the peers have room
+    for each load: pack it · quiet, except for the first load · put it
+    quiet · signal to all peers that the exchange arrived
 
-No other stream may call quiet: NVSHMEM keeps one list of puts under way per process, and a quiet on another stream
-would empty it without making this stream wait.
+The staging memory has two halves, and loads use them in turn. While load n travels, load n + 1 is packed into the other
+half. The quiet before the puts of load n + 1 waits for load n, so load n + 2 may then be packed into its half. The last
+quiet makes signals arrive after all rows of the exchange, and after the signals of the exchange before. Rows for
+several peers share a load, so that small pieces travel together.
+
+No other stream may call quiet. NVSHMEM has one list of pending puts per process, and a quiet on another stream would
+empty it without making this stream wait.
 """
 
 from __future__ import annotations
@@ -32,62 +37,69 @@ from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.intranode import IntranodePeers, Sent, Streams
 
 _ALIGNMENT = 256
-"""Bytes that places in a load are multiples of, so that kernels may write 16 bytes at a time."""
+"""Bytes; each piece begins at a multiple of it in the staging memory, so that kernels may write 16 bytes at a time."""
 _MOST_STAGING, _LEAST_STAGING = 64 << 20, 2 << 20
-"""The most and the least bytes of staging memory, which is otherwise a quarter of the receive buffer. A larger exchange
-takes several loads. They were not measured on a network."""
+"""The largest and the smallest staging memory, in bytes; between them it is a quarter of the receive buffer. More rows
+than a half holds take several loads, and a row must fit into a half. Both were chosen without a measurement."""
 _PACK_BLOCKS = 32
-"""Most blocks of the kernel that packs. It has few, so that it leaves multiprocessors to the computation; the network
-is slower than it is. This was not measured."""
+"""The largest number of thread blocks of the packing kernel. Few blocks leave multiprocessors to compute and are still
+faster than a network; chosen without a measurement."""
 _NOBODY = np.empty(0, np.uint64)
+"""No signals: the packing kernel tells no peer."""
 
 
 def staging_bytes(capacity: int) -> int:
-    """Bytes of staging memory for a receive buffer of ``capacity`` bytes: two equal halves of whole places."""
+    """Bytes of staging memory beside a receive buffer of ``capacity`` bytes; each half is a multiple of 256."""
     return min(_MOST_STAGING, max(_LEAST_STAGING, capacity // 4)) // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)
 
 
 class InternodeQueue(Streams, Protocol):
-    """Streams with NVSHMEM's calls; :class:`distca.transport.nvshmem.internode.NvshmemQueue` on GPUs.
+    """Streams and NVSHMEM's calls; on GPUs :class:`distca.transport.nvshmem.internode.NvshmemQueue`.
 
-    A place in a peer's memory is named by the address that it has in this rank's own symmetric memory.
+    NVSHMEM names a place in a peer's block by the address of the same place in this rank's own block. A *slot* is a
+    64-bit word that holds a signal.
     """
 
     def put(self, to: int, source: int, size: int, peer: int, stream: Any) -> None:
-        """Starts copying ``size`` bytes of symmetric memory from ``source`` to ``to`` on the peer."""
+        """Starts copying ``size`` bytes from ``source``, in this rank's block, to ``to`` in the peer's block."""
         ...
 
     def quiet(self, stream: Any) -> None:
-        """Holds the stream until all puts and signals before it are done and peers can see them."""
+        """Makes the stream wait until all earlier puts and signals have arrived, and peers can see them."""
         ...
 
     def set_signal(self, slot: int, number: int, peer: int, stream: Any) -> None:
-        """Starts writing a number to a slot of the peer; two such writes need a quiet between them to keep their
-        order."""
+        """Starts writing a number to a slot of the peer. Two writes to one slot need a quiet between them, or the older
+        one may arrive last."""
         ...
 
     def add_to_signal(self, slot: int, by: int, peer: int, stream: Any) -> None:
-        """Starts adding to a slot of the peer, behind earlier work of the stream; additions may arrive in any order."""
+        """Starts adding ``by`` to a slot of the peer, behind earlier work of the stream."""
         ...
 
     def wait_for_signal(self, slot: int, number: int, stream: Any) -> None:
-        """Holds the stream until a slot of this rank is at least the number; everything that was quiet before that
-        write can be seen then."""
+        """Makes the stream wait until a slot of this rank is at least ``number``.
+
+        Rows that the peer put before a quiet and this signal can then be read."""
         ...
 
 
 @dataclass(frozen=True)
 class InternodeAddresses:
-    """The addresses that a rank reads and writes in its own symmetric memory.
+    """Addresses in this rank's block; NVSHMEM names places in peers' blocks by them, too.
+
+    A peer's block has one slot for each rank that writes to it. This rank's slots in peers' blocks are
+    ``arrived_there`` and ``consumed_there``. Rank r's slots in this block are number r of ``arrived_here`` and of
+    ``consumed_here``.
 
     Attributes:
         receive_buffer: first byte of the receive buffer.
         staging: first byte of the staging memory, a multiple of 256.
-        staging_bytes: its size, a multiple of 512.
-        arrived_there: slot in which a peer sees the newest exchange that arrived from this rank.
-        consumed_here: first of [ranks] slots: up to which exchange each rank has consumed this rank's rows.
-        consumed_there: slot in which a peer sees up to which exchange this rank has consumed the peer's rows.
-        arrived_here: first of [ranks] slots: the newest exchange that arrived from each rank.
+        staging_bytes: size of the staging memory, a multiple of 512.
+        arrived_there: slot to which this rank writes the newest exchange whose rows it has put to the peer.
+        consumed_here: first of [ranks] slots, to which each rank writes the newest exchange that it has consumed.
+        consumed_there: slot to which this rank writes the newest exchange that it has consumed.
+        arrived_here: first of [ranks] slots, to which each rank writes the newest exchange whose rows it has put here.
     """
 
     receive_buffer: int
@@ -101,14 +113,14 @@ class InternodeAddresses:
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows of one piece that travel in one put.
+    """Rows of one tensor that travel to one peer in one put.
 
     Attributes:
         peer: the rank that gets the rows.
         source: tensor whose rows are sent.
-        rows: [N] int64 on the device: the rows of it.
-        staged: byte of the load at which they are packed.
-        lands: byte of the peer's receive buffer at which they arrive.
+        rows: [N] int64 on the device, the numbers of the rows in ``source``.
+        staged: byte of the load from which on the rows are packed.
+        lands: byte of the peer's receive buffer from which on they arrive.
         size: bytes of all these rows.
     """
 
@@ -121,7 +133,10 @@ class Slice:
 
 
 def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[Slice]]:
-    """Deals pieces over loads of at most ``capacity`` bytes, a multiple of 256; large pieces are cut between rows."""
+    """Yields loads of at most ``capacity`` bytes, a multiple of 256, that together have all rows of ``puts``.
+
+    Rows of a put that do not fit into the rest of a load go into the next load. Example: loads have room for 4 rows,
+    and the puts have 3 and 2 rows. The first load then has 3 + 1 rows, and the second has 1."""
     load: list[Slice] = []
     used = 0
     for peer, pieces in puts.items():
@@ -144,10 +159,10 @@ def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[S
 
 
 class InternodePeers:
-    """The queue of one rank's work for its inter-node peers.
+    """One rank's writes to its inter-node peers.
 
     Args:
-        addresses: the addresses in this rank's symmetric memory.
+        addresses: addresses in this rank's block.
         device: device of the rows.
         queue: streams and NVSHMEM's calls.
     """
@@ -157,17 +172,15 @@ class InternodePeers:
         self._half = addresses.staging_bytes // 2
         self._stream = queue.create_stream(-1)
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # By peer, numbers of exchanges: the newest one that this stream has waited for the peer to consume; and the
-        # newest one that the peer was told that this rank has consumed.
-        self._room: dict[int, int] = {}
-        self._told: dict[int, int] = {}
+        self._room: dict[int, int] = {}  # by peer, the newest exchange for whose consumption the stream has waited
+        self._told: dict[int, int] = {}  # by peer, the newest exchange that this rank has told it to have consumed
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> tuple[Sent, Any]:
-        """See :meth:`distca.transport.nvshmem.interface.Fabric.put`.
+        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.put` says.
 
         Returns:
-            A token for when the sources may be written again, which is once they are packed; and an event that comes
-            when the rows have arrived and the signals are under way.
+            A token with an event that comes when all rows are packed, so that the sources may be written again; and an
+            event that comes when all rows have arrived and the signals have been started.
         """
         queue, stream = self._queue, self._stream
         stream.wait_event(queue.mark(queue.current_stream()))
@@ -189,15 +202,15 @@ class InternodePeers:
         return Sent([packed], held, tuple(puts), reuses), queue.mark(stream)
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
-        """On the current stream: see :meth:`distca.transport.nvshmem.interface.Fabric.arrived`."""
+        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.arrived` says."""
         for peer in peers:
             self._queue.wait_for_signal(self._at.arrived_here + 8 * peer, number, self._queue.current_stream())
 
     def consumed(self, number: int, peers: Sequence[int]) -> None:
-        """On the current stream: see :meth:`distca.transport.nvshmem.interface.Fabric.consumed`.
+        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.consumed` says.
 
-        Slots are added to and not set, so that two signals without a quiet between them leave the right number in
-        either order."""
+        There is no quiet between two such signals, so they may arrive in either order. That is why they add to the slot
+        and do not set it."""
         for peer in peers:
             by = number - self._told.get(peer, 0)
             if by:
@@ -205,8 +218,10 @@ class InternodePeers:
                 self._told[peer] = number
 
     def finish(self, patience_s: float = 5.0) -> None:
-        """Makes the host wait until all rows and signals have arrived, at most ``patience_s`` seconds, as a peer may be
-        gone. It must be called before the process ends, since the computation does not wait for packed rows."""
+        """Makes the host wait until all rows and signals have arrived, for at most ``patience_s`` seconds.
+
+        It must be called before the process ends: nothing else waits for the puts of packed rows. The wait is limited
+        because a peer may be gone."""
         queue, stream = self._queue, self._stream
         stream.wait_event(queue.mark(queue.current_stream()))
         queue.quiet(stream)
@@ -215,7 +230,7 @@ class InternodePeers:
             time.sleep(0.01)
 
     def _pack(self, load: list[Slice], staging: int) -> Any:
-        """Packs a load; returns an event that comes once it is packed."""
+        """Packs a load into a half of the staging memory; returns an event that comes once it is packed."""
         pieces = [(each.source, each.rows, staging + each.staged) for each in load]
         self._queue.push_rows(pieces, _NOBODY, 0, self._finished_blocks, _PACK_BLOCKS, self._stream)
         return self._queue.mark(self._stream)
@@ -229,7 +244,7 @@ class InternodePeers:
 
 
 class NvshmemQueue:
-    """The :class:`distca.transport.nvshmem.internode.InternodeQueue` on GPUs; NVSHMEM must have started."""
+    """Implements :class:`distca.transport.nvshmem.internode.InternodeQueue` by NVSHMEM, which must have started."""
 
     create_stream = staticmethod(cuda_ops.create_stream)
     current_stream = staticmethod(cuda_ops.current_stream)
@@ -256,37 +271,39 @@ class NvshmemQueue:
         self._calls.signal_op_on_stream(slot, by, self._add, peer, stream.cuda_stream)
 
     def wait_for_signal(self, slot: int, number: int, stream: torch.cuda.Stream) -> None:
-        # The driver's plain wait, which intra-node peers use, does not promise that writes of a network card before the
-        # slot can be seen.
+        # Intra-node peers use the driver's plain wait. It does not guarantee that rows which a network card wrote
+        # before the slot can be read.
         self._calls.signal_wait_until_on_stream(slot, self._at_least, number, stream.cuda_stream)
 
 
 @dataclass(frozen=True)
 class SentInternode(Sent):
-    """Writes of which some go to inter-node peers. The sources may be written again once ``events`` came, which is
-    before those writes are done.
+    """Writes of one exchange to peers on this node and on others.
+
+    Rows for inter-node peers are packed copies. So ``events`` come when the sources may be written again, which is
+    before those rows have arrived.
 
     Attributes:
         intranode: the writes to intra-node peers.
-        written: event that comes when the writes to inter-node peers are done.
+        written: event that comes when the rows for inter-node peers have arrived.
     """
 
     intranode: Sent
     written: Any
 
     def wait(self) -> None:
-        """Makes the current stream wait for all writes, also for those to inter-node peers."""
+        """Makes the current stream wait until the rows have arrived at all peers."""
         super().wait()
         torch.cuda.current_stream().wait_event(self.written)
 
 
 class Peers:
-    """Splits a rank's writes into those to intra-node peers and those to inter-node peers.
+    """Splits a rank's writes between intra-node peers and inter-node peers.
 
     Args:
-        intranode: writes to peers whose memory this rank maps.
-        internode: writes to the other peers; None where there are none.
-        internode_peers: the ranks of these.
+        intranode: writes to peers whose memory this rank can map.
+        internode: writes to the other peers; None without other peers.
+        internode_peers: the ranks of the other peers.
     """
 
     def __init__(
@@ -295,7 +312,7 @@ class Peers:
         self._intranode, self._internode, self._internode_peers = intranode, internode, frozenset(internode_peers)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """See :meth:`distca.transport.nvshmem.interface.Fabric.put`."""
+        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.put` says."""
         internode = {peer: pieces for peer, pieces in puts.items() if peer in self._internode_peers}
         if self._internode is None or not internode:
             return self._intranode.put(number, reuses, puts)
@@ -307,7 +324,7 @@ class Peers:
         )
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """See :meth:`distca.transport.nvshmem.interface.Fabric.keep`.
+        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.keep` says.
 
-        Kept rows wait only for copies to intra-node peers, which share the copy engines with them."""
+        Kept rows wait for the copies to intra-node peers only, because both use the copy engines."""
         return self._intranode.keep(parts, behind.intranode if isinstance(behind, SentInternode) else behind)

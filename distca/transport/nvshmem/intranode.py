@@ -1,14 +1,18 @@
-"""A rank's writes of rows and signals to intra-node peers, whose memory it maps; and copies of the rows that it keeps.
+"""A rank's writes of rows to its *intra-node peers*, the other ranks of its node, and copies of rows that it keeps.
 
-Large transfers go by copy engines, which take no multiprocessor from the computation beside them. Small or scattered
-ones are written by one launch of a kernel. Each of both ways has a stream, on which an exchange is
+A rank maps the memory of these peers, so it writes to their receive buffers by address. *Exchanges* of rows between all
+ranks are numbered. A *slot* is a 64-bit word: a rank writes an exchange's number to a slot to signal that its rows have
+arrived, or that it has consumed the rows it got. A peer *has room* once it has consumed what lay in the same memory.
+``transport.py`` decides on the memory and calls this file through ``internode.Peers``.
 
-    wait until the peers have room · copy to one peer after the other · signal all of them
+Large transfers go by copy engines, which take no multiprocessor from compute. Small or scattered rows are written by a
+kernel. Copies and the kernel have a side stream each, on which an exchange is
 
-A stream that turns from a copy to a signal and back stops the engines for a while. So peers are signalled together, or
-after several hundred MiB; receivers wait for all their senders anyway. The price is that a peer which is late to make
-room delays the rows of the peers in its group. It is late only when it is a whole round of the receive buffer behind,
-and then those peers soon wait for its own rows.
+    wait until the peers have room · copy to one peer after the other · signal to all of them
+
+A stream that switches between copies and signals leaves the copy engines idle for a while. So a stream signals to a
+group of peers together, after several hundred MiB. Receivers wait for all their senders anyway. A peer without room
+delays the other peers of its group. That is rare: such a peer is a whole round of the receive buffer behind.
 """
 
 from __future__ import annotations
@@ -29,21 +33,22 @@ from distca.transport.nvshmem.interface import Put
 
 @dataclass(frozen=True)
 class CopyPolicy:
-    """The choice between ways to write rows. It changes speed only, so it may differ between ranks and exchanges.
+    """The limits by which a rank chooses between copy engines and kernels.
 
-    Up to about 16 MiB to a peer, a kernel is as fast as the engines, which need time to start
-    (benchmarks/results/transport_ways.json). But it takes multiprocessors from the computation beside it.
+    They change speed only, so they may differ between ranks. Up to about 16 MiB to a peer a kernel is as fast as copy
+    engines, which take time to start (benchmarks/results/transport_ways.json, on H200). But a kernel takes
+    multiprocessors from compute, so the limit is half of that.
 
     Attributes:
-        push_below_bytes: rows for a peer are written by a kernel if all of them together are smaller than this.
-        push_below_bytes_per_range: rows for a peer are written by a kernel, too, if their ranges are smaller than this
-            on average; else a copy engine copies them.
-        push_blocks: most blocks of the kernel.
-        signal_after_bytes: bytes of copies to consecutive peers after which these peers are signalled.
-        keep_from_bytes: rows that stay on a rank are copied by a copy engine only if all of them together are at least
-            so large.
-        keep_from_bytes_per_range: they must be, too, at least so large on average over their ranges; else a kernel on
-            the computation's stream copies them.
+        push_below_bytes: a kernel writes the rows for a peer if they have fewer bytes than this.
+        push_below_bytes_per_range: a kernel also writes them if their contiguous ranges have fewer bytes on average.
+            Otherwise copy engines do.
+        push_blocks: the largest number of the kernel's thread blocks.
+        signal_after_bytes: bytes of copies to consecutive peers after which these peers are signalled as a group.
+        keep_from_bytes: rows that stay on the rank are copied by a copy engine only if they have at least so many
+            bytes.
+        keep_from_bytes_per_range: their ranges must also have at least so many bytes on average. Otherwise a kernel on
+            the computing stream copies them.
     """
 
     push_below_bytes: int = 8 << 20
@@ -56,13 +61,13 @@ class CopyPolicy:
 
 @dataclass(frozen=True)
 class Sent:
-    """Writes or copies of one exchange under way.
+    """A token for writes, or copies, of one exchange that are queued on side streams.
 
     Attributes:
-        events: events that come when they are done.
-        held: their tensors, which live until the exchange was waited for.
-        peers: the peers that had to make room first.
-        reuses: the exchange that these peers had to consume for that; 0 for none.
+        events: CUDA events that come when they are done.
+        held: their source tensors, kept alive until the caller has waited for the exchange.
+        peers: the peers that must have room first.
+        reuses: the exchange that these peers must have consumed for that; 0 for none.
     """
 
     events: list[Event]
@@ -71,13 +76,14 @@ class Sent:
     reuses: int
 
     def wait(self) -> None:
-        """Makes the current stream wait for them."""
+        """Makes the current stream wait for the events."""
         for event in self.events:
             event.wait(torch.cuda.current_stream())
 
 
 class Streams(Protocol):
-    """Streams, and the kernel that gathers rows; :mod:`distca.transport.cuda_ops` on GPUs."""
+    """Streams, and the kernel that writes rows; on GPUs the module :mod:`distca.transport.cuda_ops`, which explains
+    the calls."""
 
     def create_stream(self, priority: int) -> Any: ...
     def current_stream(self) -> Any: ...
@@ -94,7 +100,7 @@ class Streams(Protocol):
 
 
 class Queue(Streams, Protocol):
-    """Streams with copy engines, and with signals to peers whose memory is mapped."""
+    """Streams with copy engines and signals; on GPUs the module :mod:`distca.transport.cuda_ops`, too."""
 
     def copy_rows(self, pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool, stream: Any) -> None: ...
     def signal(self, addresses: np.ndarray, value: int, stream: Any) -> None: ...
@@ -103,12 +109,14 @@ class Queue(Streams, Protocol):
 
 @dataclass(frozen=True)
 class Addresses:
-    """The addresses that a rank reads and writes. Array legend: R ranks; an entry of a rank's own is not used.
+    """The addresses to which a rank writes, and the slots that it waits for.
+
+    Array legend: R ranks. The entry of the rank itself is not used.
 
     Attributes:
         receive_buffers: [R] first byte of each rank's receive buffer.
-        consumed_here: [R] uint64, own slots: up to which exchange each rank has consumed this rank's rows.
-        arrived_there: [R] uint64, each rank's slot for the newest exchange that arrived from this rank.
+        consumed_here: [R] uint64 slots on this rank; each rank writes there up to which exchange it has consumed all.
+        arrived_there: [R] uint64 slots on the other ranks, to which this rank writes the exchange whose rows arrived.
     """
 
     receive_buffers: Sequence[int]
@@ -117,15 +125,15 @@ class Addresses:
 
 
 class IntranodePeers:
-    """The queue of one rank's work for its intra-node peers, and of copies of rows that it keeps.
+    """One rank's writes to its intra-node peers, and its copies of rows that it keeps.
 
     Args:
-        addresses: the addresses of receive buffers and slots.
+        addresses: addresses of receive buffers and slots.
         device: device of the rows.
         queue: streams, copy engines and signals.
 
     Attributes:
-        policy: how rows are copied.
+        policy: the limits for copy engines and kernels.
     """
 
     def __init__(self, addresses: Addresses, device: torch.device | str, queue: Queue = cuda_ops) -> None:
@@ -133,13 +141,13 @@ class IntranodePeers:
         self._at, self._queue = addresses, queue
         self._streams: dict[str, Any] = {}
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # By peer: the newest exchange that a write to it has waited for it to consume; and the stream of the last write
-        # to it, with the event of its end.
+        # By peer, the newest exchange for whose consumption a stream has waited.
         self._room = dict.fromkeys(range(len(addresses.receive_buffers)), 0)
+        # By peer, the stream of the newest writes to it, and the event of their end.
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """See :meth:`distca.transport.nvshmem.interface.Fabric.put`."""
+        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.put` says."""
         ready = self._queue.mark(self._queue.current_stream())
         small = {peer: pieces for peer, pieces in puts.items() if self._is_small(pieces)}
         large = {peer: pieces for peer, pieces in puts.items() if peer not in small}
@@ -150,9 +158,9 @@ class IntranodePeers:
         return Sent(events, held, tuple(puts), reuses)
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """See :meth:`distca.transport.nvshmem.interface.Fabric.keep`.
+        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.keep` says.
 
-        A copy engine copies few and long ranges, else a kernel on the current stream does."""
+        A copy engine copies rows that lie in few, long ranges. A kernel on the current stream copies others."""
         by_engine = []
         for part in parts:
             if self._is_long(part):
@@ -162,7 +170,7 @@ class IntranodePeers:
         return self._keep(by_engine, behind) if by_engine else None
 
     def _keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent:
-        """Queues copies by copy engine behind the writes to peers, for which other ranks wait."""
+        """Queues copies by copy engine, behind the writes to peers: other ranks wait for those."""
         stream = self._stream("keep", priority=0)
         stream.wait_event(self._queue.mark(self._queue.current_stream()))
         for event in behind.events if behind is not None else ():
@@ -177,17 +185,19 @@ class IntranodePeers:
         return Sent([self._queue.mark(stream)], held, peers, reuses)
 
     def _is_long(self, part: Part) -> bool:
+        """Whether a copy engine copies the rows of a part that stay on this rank."""
         ranges = len(part.moves.keep_ranges)
         least = max(self.policy.keep_from_bytes, ranges * self.policy.keep_from_bytes_per_range)
         return ranges > 0 and len(part.moves.keep_source) * row_bytes(part.source) >= least
 
     def _is_small(self, pieces: list[Put]) -> bool:
+        """Whether a kernel writes the rows for a peer."""
         ranges = sum(len(piece.ranges) for piece in pieces)
         limit = max(self.policy.push_below_bytes, ranges * self.policy.push_below_bytes_per_range)
         return bool(pieces) and sum(piece.bytes for piece in pieces) < limit
 
     def _groups(self, puts: dict[int, list[Put]]) -> Iterator[dict[int, list[Put]]]:
-        """Returns groups of peers that are copied to and signalled together."""
+        """Yields groups of peers; a stream copies to all peers of a group, and then signals to them."""
         group: dict[int, list[Put]] = {}
         size = 0
         for peer, pieces in puts.items():
@@ -200,7 +210,7 @@ class IntranodePeers:
             yield group
 
     def _copy(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
-        """Queues writes to a group of peers by copy engine, and signals; returns the event of their end."""
+        """Queues copies to a group of peers by copy engine, then signals to them; returns the event of their end."""
         stream = self._stream("copy")
         self._begin(puts, stream, reuses, ready)
         for peer, pieces in puts.items():
@@ -212,9 +222,9 @@ class IntranodePeers:
         return self._end(puts, stream)
 
     def _push(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
-        """Queues writes by one kernel, which signals too; returns the event of their end."""
+        """Queues one kernel that writes to all ``puts``' peers and signals to them; returns the event of its end."""
         stream = self._stream("push")
-        # The stream waits for room before the kernel starts: blocks that wait would spin on multiprocessors.
+        # The stream waits for room, and not the kernel, whose blocks would spin on multiprocessors.
         self._begin(puts, stream, reuses, ready)
         pieces = [
             (put.source, put.rows, self._at.receive_buffers[peer] + put.begin + int(put.ranges[0, 1]) * put.row_bytes)
@@ -226,9 +236,9 @@ class IntranodePeers:
         return self._end(puts, stream)
 
     def _begin(self, puts: dict[int, list[Put]], stream: Any, reuses: int, ready: Any) -> None:
-        """Makes a stream wait for the rows, for the peers' room, and for earlier writes to them on the other stream.
+        """Makes a stream wait for the source rows, for the peers' room, and for earlier writes on the other stream.
 
-        A slot tells only the newest exchange that arrived, so exchanges must arrive in order."""
+        Writes to a peer must end in order of exchanges, since its slot holds only the newest number."""
         stream.wait_event(ready)
         for peer in puts:
             if peer in self._last and self._last[peer][0] is not stream:
@@ -239,12 +249,14 @@ class IntranodePeers:
             self._room.update(dict.fromkeys(late, reuses))
 
     def _end(self, puts: dict[int, list[Put]], stream: Any) -> Any:
+        """Returns an event for the end of the writes, and notes it for each peer."""
         done = self._queue.mark(stream)
         self._last.update(dict.fromkeys(puts, (stream, done)))
         return done
 
     def _stream(self, name: str, priority: int = -1) -> Any:
-        """Returns the stream of a name, made on first use. By default its work starts before that of other streams."""
+        """Returns the side stream of a name, made on first use; its default priority is above the computing
+        stream's."""
         if name not in self._streams:
             self._streams[name] = self._queue.create_stream(priority)
         return self._streams[name]

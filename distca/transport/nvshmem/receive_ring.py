@@ -1,16 +1,17 @@
-"""The place where the rows of an exchange land in every rank's receive buffer, and when it may be used again.
+"""The place of each exchange in the receive buffers of the NVSHMEM transport, and when the place may be used again.
 
-Exchanges are numbered 1, 2, 3, ... alike on all ranks. All ranks give an exchange the same place, so a sender knows
-where its rows go without asking. Places follow each other round the buffer, as in a ring. A place is free again once
-the receiver has consumed every older exchange that lay there. Senders wait for that on their stream, by the number of
-the newest such exchange.
+An *exchange* moves rows between all ranks; senders write them straight into the receivers' buffers. Exchanges are
+numbered 1, 2, 3 and so on. All ranks compute the same place for an exchange, so senders need not ask where to write.
+Places go round the buffer, as in a ring. A receiver *consumes* an exchange when it copies the rows out of the buffer.
+Senders may write to a place again once the receiver has consumed all exchanges that lay there. They wait for the newest
+of these, by its number.
 
 Example: a buffer of 1 MiB and exchanges of 384 KiB. Exchange 1 has bytes from 0, exchange 2 from 384 KiB, and exchange
 3 from 0 again. Its senders first wait until the receiver has consumed exchange 1.
 
-An exchange that does not fit beside those under way is refused, by all ranks or by none. In a pipeline, ranks that only
-serve join exchanges at other times than ranks with tokens. Some may have consumed the exchange before, and others not;
-so it counts as under way on all ranks.
+Callers launch an exchange while at most the one before is under way. An exchange that does not fit beside the one
+before is refused, by all ranks or by none. Some ranks may have consumed the one before and others not, since ranks wait
+at different times. So all ranks treat it as not consumed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from distca.errors import TransportError
 
 _ALIGNMENT = 256
-"""Bytes that places of parts are multiples of, so that kernels may read 16 bytes at a time."""
+"""Bytes; each tensor's rows begin at a multiple of it, so that kernels may read 16 bytes at a time."""
 _GIB = 2**30
 
 
@@ -30,10 +31,10 @@ class RingPlace:
     """The place of one exchange.
 
     Attributes:
-        number: number of the exchange, from 1. Each hop has a number, one after the other; this is that of the last.
+        number: number of the exchange. One with two hops has two consecutive numbers, of which this is the second.
         begin: first byte in the receive buffer; a multiple of 256.
-        offsets: where each part of the exchange begins, in bytes from ``begin``; multiples of 256.
-        reuses: newest exchange whose rows must have been consumed before new ones are written; 0 for none.
+        offsets: first byte of each part (the rows of one tensor), counted from ``begin``; multiples of 256.
+        reuses: newest exchange that must have been consumed before rows are written; 0 for none.
     """
 
     number: int
@@ -43,31 +44,31 @@ class RingPlace:
 
 
 class ReceiveRing:
-    """Gives exchanges their places; pure bookkeeping on the host, the same on every rank.
+    """Computes the places of exchanges, on the host and alike on every rank; it touches no memory.
 
     Args:
         capacity: bytes of the receive buffer.
-        setting: name of the setting that makes it larger, for errors.
+        setting: name of the setting that makes the buffer larger, for errors.
     """
 
     def __init__(self, capacity: int, setting: str) -> None:
         self.capacity = capacity
         self._setting = setting
-        self._next = 0
-        self._number = 0
-        self._reused = 0
-        self._lying: deque[tuple[int, int, int]] = deque()  # (number, begin, end), oldest first
-        self._not_consumed: set[int] = set()
+        self._next = 0  # first byte behind the newest exchange
+        self._number = 0  # of the newest exchange
+        self._reused = 0  # the largest ``reuses`` so far
+        self._lying: deque[tuple[int, int, int]] = deque()  # places in use: (number, begin, end), oldest first
+        self._not_consumed: set[int] = set()  # exchanges that this rank has launched and not consumed
 
     def place(self, sizes: tuple[int, ...], hops: int = 1) -> RingPlace:
-        """Returns the place of the next exchange. Of the exchanges before it, only the newest may be under way.
+        """Returns the place of the next exchange. This rank must have consumed all exchanges but the newest.
 
         Args:
-            sizes: bytes of all parts of all hops, each on the rank that receives most of it.
-            hops: number of hops; each has a number, and they are consumed together.
+            sizes: bytes of each part of all hops, on the rank that receives most of that part.
+            hops: number of hops; each gets a number, and they are consumed together.
 
         Raises:
-            TransportError: it does not fit beside the exchanges that are under way; nothing was sent.
+            TransportError: the exchange does not fit beside the one before; nothing was sent.
         """
         offsets, size = _offsets(sizes)
         begin, reuses = self._next_place(size)
@@ -84,38 +85,39 @@ class ReceiveRing:
         return RingPlace(self._number, begin, tuple(offsets), reuses)
 
     def skip(self) -> int:
-        """Returns the number of an exchange that the fallback transport takes.
+        """Returns a number for an exchange that another transport takes, as it does not fit.
 
-        It needs no place, but counts: once the next exchange is numbered, those before this one are consumed on all
-        ranks, and their places are free."""
+        It needs no place, but is consumed like the others. So when the next exchange gets a place, this rank has
+        consumed all exchanges before this one."""
         assert self._not_consumed <= {self._number}, f"{sorted(self._not_consumed)} of {self._number} are under way"
         self._number += 1
         self._not_consumed.add(self._number)
         return self._number
 
     def why_not(self, sizes: tuple[int, ...]) -> str | None:
-        """Returns the sentence with which :meth:`place` would refuse an exchange, or None; the same on every rank."""
+        """Returns the message of the error that :meth:`place` would raise, or None; the same on every rank."""
         _, size = _offsets(sizes)
         return None if self._is_free(size, self._next_place(size)[1]) else self._too_small(size)
 
     def _next_place(self, size: int) -> tuple[int, int]:
-        """Returns the first byte of the next exchange, and the newest exchange whose memory it uses again."""
+        """Returns the first byte of the next exchange, and its ``reuses``."""
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._lying if a < begin + size and begin < b)
-        # The second never falls. A rank that sent nothing in an earlier exchange did not wait for that one's place, and
-        # so does it now.
+        # ``reuses`` never gets smaller, though places up to self._reused are no longer in self._lying. A rank that sent
+        # nothing in the earlier exchange has not waited for them, and must do so now.
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:
+        """Whether an exchange fits into the buffer and does not overlap the exchange before it."""
         return size <= self.capacity and (reuses < self._number or not self._number)
 
     def consumed(self, number: int) -> int:
-        """Notes that the rows of an exchange were consumed; returns the number up to which all exchanges were."""
+        """Notes that this rank has consumed an exchange; returns the number up to which it has consumed all."""
         self._not_consumed.remove(number)
         return min(self._not_consumed, default=self._number + 1) - 1
 
     def _too_small(self, size: int) -> str:
-        # Three times the largest exchange has room for two, with what is left over at the end of the ring.
+        # With so much memory the exchange always finds a place, even if the bytes before the buffer's end are too few.
         before = sum(end - begin for number, begin, end in self._lying if number == self._number)
         needed = before + 3 * max(size, before)
         return (
@@ -126,7 +128,7 @@ class ReceiveRing:
 
 
 def _offsets(sizes: tuple[int, ...]) -> tuple[list[int], int]:
-    """Returns the offset of each part of an exchange in its place, and the bytes of all."""
+    """Returns the offset of each part from the first byte of the exchange's place, and the bytes of the whole place."""
     offsets, size = [], 0
     for part in sizes:
         offsets.append(size)

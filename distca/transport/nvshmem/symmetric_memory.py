@@ -1,15 +1,18 @@
-"""NVSHMEM: symmetric memory that peers write into, by copy engine where they map it, else by NVSHMEM's puts.
+"""NVSHMEM's memory and signals for the one-sided transport (transport.py), which ``select.py`` makes.
 
-NVSHMEM gives every rank a block of memory, and the addresses under which it reaches its peers' blocks over NVLink. To
-these intra-node peers rows are copied by the GPUs' copy engines. Streams signal to each other by writing 64-bit slots
-and waiting for them. So a transfer takes no multiprocessor from matrix products beside it. Only rows that are too
-few or too scattered for a copy engine are written by a kernel of a few blocks
-(:mod:`distca.transport.nvshmem.intranode`). Blocks of other nodes have no such address. To these inter-node peers
-NVSHMEM's own calls carry rows and signals (:mod:`distca.transport.nvshmem.internode`).
+NVSHMEM gives every rank a *block* of memory with the same layout. On one node it also gives each rank the addresses of
+the other ranks' blocks: these *intra-node peers* are written to by copy engines or a small kernel (``intranode.py``).
+Blocks on other nodes have no address here: to these *inter-node peers* NVSHMEM's own calls carry rows
+(``internode.py``).
 
-A block has, in this order: [ranks] slots with the newest exchange that arrived from each rank; [ranks] slots with the
-newest exchange that each rank has consumed; the receive buffer; and, where there are inter-node peers, staging memory
-in which rows for them are packed.
+*Exchanges* of rows between all ranks are numbered 1, 2, 3 and so on. A *slot* is a 64-bit word in a block. A rank
+writes an exchange's number to a peer's slot as a signal, and streams of the peer wait for it. A block has, in this
+order:
+
+1. [ranks] slots: the newest exchange whose rows have arrived from each rank
+2. [ranks] slots: the newest exchange that each rank has consumed, which means copied out of its receive buffer
+3. the receive buffer, into which other ranks write rows
+4. with inter-node peers, staging memory, in which rows for them are packed
 """
 
 from __future__ import annotations
@@ -35,21 +38,28 @@ from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeer
 from distca.transport.nvshmem.intranode import Addresses, IntranodePeers, Sent
 
 _PAGE = 4096
+"""Bytes; the receive buffer and the staging memory begin at multiples of it."""
 
 
 class NvshmemFabric:
-    """This rank's symmetric memory and its peers'.
+    """This rank's block, its access to the other blocks, and the signals; implements
+    :class:`distca.transport.nvshmem.interface.Fabric`, which explains the methods.
+
+    All ranks make it at the same time, once per process.
 
     Args:
-        group: the server pool; created once per process, by all ranks together.
-        capacity: bytes of receive buffer.
-        internode: peers to which rows go by NVSHMEM's calls even where their memory is mapped, for tests on one node.
+        group: process group of the pool.
+        capacity: bytes of each receive buffer.
+        internode: for tests on one node, peers that are treated as inter-node peers.
 
     Attributes:
-        intranode: queues this rank's writes to intra-node peers.
+        rank: this rank's number in the pool.
+        ranks: number of ranks in the pool.
+        receive_buffer: [capacity] uint8, this rank's receive buffer.
+        intranode: this rank's writes to intra-node peers.
 
     Raises:
-        TransportError: NVSHMEM cannot be initialised, or a peer's memory on the same node cannot be mapped.
+        TransportError: NVSHMEM does not start, or the block of a rank on this node cannot be mapped.
     """
 
     def __init__(self, group: dist.ProcessGroup, capacity: int, internode: Collection[int] = ()) -> None:
@@ -65,14 +75,14 @@ class NvshmemFabric:
         self._memory = _symmetric_memory(group, layout)
         self.receive_buffer = self._memory[layout.receive_buffer : layout.receive_buffer + capacity]
         self._signals = self._memory[: 2 * self.ranks * 8].view(torch.int64)
-        # A stream for the thread that looks at slots, which must not wait behind other work.
+        # The watching thread copies slots to the host on a stream of its own, so that it never waits behind other work.
         self._looking = cuda_ops.create_stream(0)
         self._beside: torch.cuda.Stream | None = None
         self._seen = torch.empty(2 * self.ranks, dtype=torch.int64, pin_memory=True)
         self._waits = watch_waits(group, self._missing)
         bases = _addresses_of_blocks(self._memory, nodes, group)
         self._internode = frozenset(internode) | {peer for peer, address in enumerate(bases) if not address}
-        # The slots of this rank that peers write, and the slots of intra-node peers that this rank writes.
+        # Slots of the first sort in this block, and slots of the second sort in the blocks of intra-node peers.
         self._arrived_here = cuda_ops.addresses_of(bases[self.rank], range(self.ranks))
         intranode = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._internode]
         self._consumed_there = np.array([address + layout.consumed(self.rank) for address in intranode], np.uint64)
@@ -91,7 +101,8 @@ class NvshmemFabric:
         return self._peers.keep(parts, behind)
 
     def join(self, token: Sent) -> None:
-        # token.wait() is not called: between nodes (SentInternode) it would also wait until rows have arrived there.
+        # Events say when the sources may be written again. token.wait() would wait longer between nodes: until the rows
+        # have arrived there.
         for event in token.events:
             event.wait(torch.cuda.current_stream())
         if token.peers and token.reuses:
@@ -125,10 +136,12 @@ class NvshmemFabric:
             self._internode_peers.consumed(number, sorted(self._internode))
 
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
+        """Tells the watching thread of a wait on the current stream; it reports waits that never end."""
         self._waits.note(Wait(cuda_ops.mark(torch.cuda.current_stream()), tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
-        """Returns the peers whose slot is below the number that a wait asks for; a thread of its own calls it."""
+        """Returns the peers that a wait still waits for: their slots are below its number. A watching thread calls
+        it."""
         with torch.cuda.device(self.receive_buffer.device), torch.cuda.stream(self._looking):
             self._seen.copy_(self._signals, non_blocking=True)
             self._looking.synchronize()
@@ -139,10 +152,10 @@ class NvshmemFabric:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The layout of a rank's block, the same on all ranks.
+    """The layout of a block, the same on all ranks.
 
     Attributes:
-        ranks: R.
+        ranks: number of ranks in the pool.
         receive_buffer: first byte of the receive buffer.
         staging: first byte of the staging memory.
         staging_bytes: size of the staging memory; 0 where no rank has inter-node peers.
@@ -157,20 +170,21 @@ class _Layout:
 
     @staticmethod
     def of(ranks: int, capacity: int, staging_bytes: int) -> _Layout:
+        """The layout with a receive buffer of ``capacity`` bytes."""
         receive_buffer = _whole_pages(2 * ranks * 8)
         staging = receive_buffer + _whole_pages(capacity)
         return _Layout(ranks, receive_buffer, staging, staging_bytes, staging + staging_bytes)
 
     def arrived(self, rank: int) -> int:
-        """First byte of the slot with the newest exchange that arrived from ``rank``."""
+        """First byte, in a block, of the slot with the newest exchange that arrived from ``rank``."""
         return 8 * rank
 
     def consumed(self, rank: int) -> int:
-        """First byte of the slot with the newest exchange that ``rank`` has consumed."""
+        """First byte, in a block, of the slot with the newest exchange that ``rank`` has consumed."""
         return 8 * (self.ranks + rank)
 
     def addresses(self, bases: Sequence[int], rank: int) -> Addresses:
-        """The addresses of intra-node peers, whose blocks begin at ``bases``."""
+        """The addresses by which ``rank`` writes to intra-node peers; rank r's block begins at bases[r]."""
         return Addresses(
             receive_buffers=[base + self.receive_buffer for base in bases],
             consumed_here=cuda_ops.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
@@ -178,7 +192,8 @@ class _Layout:
         )
 
     def internode_addresses(self, base: int, rank: int) -> InternodeAddresses:
-        """The addresses for inter-node peers, all in the rank's own block, which begins at ``base``."""
+        """The addresses by which ``rank`` writes to inter-node peers, all in its own block, which begins at
+        ``base``."""
         return InternodeAddresses(
             receive_buffer=base + self.receive_buffer,
             staging=base + self.staging,
@@ -191,11 +206,12 @@ class _Layout:
 
 
 def _whole_pages(size: int) -> int:
+    """The bytes ``size``, rounded up to a multiple of a page."""
     return -(-size // _PAGE) * _PAGE
 
 
 def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor:
-    """[layout.bytes] uint8, the block of this rank; slots are zero on all ranks when this returns."""
+    """[layout.bytes] uint8, the block of this rank. When it returns, the slots of all ranks are zero."""
     import nvshmem.core
 
     memory: torch.Tensor = nvshmem.core.bytetensor((layout.bytes,), release=True, except_on_del=False)
@@ -206,10 +222,10 @@ def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor
 
 
 def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist.ProcessGroup) -> list[int]:
-    """Returns the address of every rank's block as seen from here; 0 where this rank cannot map it.
+    """Returns the addresses at which this process reaches the blocks of all ranks; 0 for blocks on other nodes.
 
     Raises:
-        TransportError: a block of this node cannot be mapped.
+        TransportError: a block on this node cannot be mapped.
     """
     from nvshmem import bindings
 
@@ -226,19 +242,19 @@ def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist
 
 
 def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> None:
-    """Starts NVSHMEM over the ranks of ``group``, once per process.
+    """Starts NVSHMEM over the ranks of ``group``, once per process, with ``heap_bytes`` for a block.
 
     Raises:
-        TransportError: it does not start, or NVSHMEM_REMOTE_TRANSPORT rules out a pool of several nodes.
+        TransportError: NVSHMEM does not start, or NVSHMEM_REMOTE_TRANSPORT forbids a pool of several nodes.
     """
     if not one_node and os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none":
         raise TransportError(
             "NVSHMEM_REMOTE_TRANSPORT is 'none', but the server pool spans several nodes. Unset it, or set "
             "`transport` to nccl."
         )
-    # NVSHMEM reads these variables when it starts. It needs 16 MiB for itself.
+    # NVSHMEM reads these variables when it starts. 16 MiB of the memory are for NVSHMEM itself.
     os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes + (16 << 20))
-    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast memory, which nothing here uses
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # no multicast memory, which is not used here
     if one_node:
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
     import nvshmem.core
@@ -250,7 +266,8 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
         uid = nvshmem.core.get_unique_id(empty=rank != 0)
     except Exception as error:
         failed = str(error)
-    box: list[Any] = [failed if uid is None else uid._data.tobytes()]  # the others wait for it, or for the failure
+    # The first rank sends its id to the others, or the text of its error, for which they would wait in vain.
+    box: list[Any] = [failed if uid is None else uid._data.tobytes()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     if uid is None:
         raise TransportError(str(failed))

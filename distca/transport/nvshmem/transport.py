@@ -1,12 +1,15 @@
-"""Transport by one-sided writes: a rank copies rows straight into the receive buffer of the rank that needs them.
+"""The NVSHMEM transport: a rank writes rows straight into the receive buffer of the rank that needs them.
 
-A receiver waits for the ranks that it gets rows from. A sender waits only where a place in the receive buffer is used
-again, until the receiver has consumed its rows. Both wait on streams, so that the host never stops. A late rank thus
-delays others only until its own rows arrive, and after a whole round of the ring until its memory is free.
+An *exchange* moves rows of several tensors (its *parts*) between all ranks of the pool. ``ReceiveRing``
+(receive_ring.py) gives each exchange a number and a place in the receive buffers, alike on all ranks. The *fabric*
+(interface.py) writes the rows and signals. A receiver waits until its rows have arrived, copies them to their
+destinations, and signals that it has *consumed* the exchange. A sender waits only if it needs memory whose rows the
+receiver has not consumed yet. Both wait on GPU streams, so the host never stops.
 
-A second hop is queued at launch too, on a stream beside the computation. There the rows that a gateway hands on are put
-in their places once they arrived, and are then written to the next rank. Both hops share a place in the ring, and have
-numbers of their own.
+Between nodes keys and values take two *hops*: to one rank of a node, the *gateway*, which hands them on inside the
+node. The second hop is queued at launch, too, on a side stream. The gateway's stream waits for the rows, copies them to
+their destinations, and writes them to the next rank from there. Both hops share a place in the buffers, and have two
+consecutive numbers.
 """
 
 from __future__ import annotations
@@ -24,17 +27,18 @@ from distca.transport.nvshmem.receive_ring import ReceiveRing
 logger = logging.getLogger(__name__)
 
 SETTING = "`nvshmem_buffer_gb`"
+"""The setting for the size of the receive buffer, for error messages."""
 
 
 @dataclass(frozen=True)
 class Landing:
-    """Parts that travel at once, and where their rows land.
+    """One hop of an exchange, and the places where its rows land.
 
     Attributes:
-        number: number of the exchange, or of one of its hops.
-        reuses: newest exchange whose rows must have been consumed before.
-        parts: parts of this hop.
-        begins: byte of the receive buffer at which each part's rows begin.
+        number: number of the exchange, or of this hop if the exchange has two.
+        reuses: newest exchange that receivers must have consumed before rows may be written here.
+        parts: the parts of this hop.
+        begins: for each part, the byte of the receive buffer at which its rows begin.
     """
 
     number: int
@@ -44,7 +48,7 @@ class Landing:
 
     @property
     def senders(self) -> list[int]:
-        """Ranks that this one gets rows from."""
+        """The ranks from which this one gets rows, ascending."""
         return sorted({peer for part in self.parts for peer, rows in enumerate(part.moves.receive_counts) if rows})
 
     def split(self, at: int) -> tuple[Landing, Landing]:
@@ -56,15 +60,15 @@ class Landing:
 
 
 class OneSidedTransport:
-    """Rows by writes into peers' memory.
+    """Moves rows by writes into other ranks' memory; implements :class:`Transport`.
 
     Args:
-        fabric: the memory and its signals.
+        fabric: the receive buffers and signals.
         name: name of the transport, for logs.
-        fallback: transport for exchanges that the receive buffer cannot hold; without one they are refused.
+        fallback: transport for exchanges that do not fit into the receive buffer; without one they are refused.
 
     Attributes:
-        fallback_exchanges: how many exchanges the fallback transport took.
+        fallback_exchanges: number of exchanges that the fallback transport took.
     """
 
     def __init__(self, fabric: Fabric, name: str, fallback: Transport | None = None) -> None:
@@ -74,19 +78,20 @@ class OneSidedTransport:
         self._ring = ReceiveRing(len(fabric.receive_buffer), SETTING)
 
     def launch(self, parts: tuple[Part, ...]) -> Handle:
-        """Starts writing the rows of all parts to their receivers, and behind them copying the rows that this rank
-        keeps. Parts of which no row travels between any ranks are only copied.
+        """Starts writing all rows to their receivers, and then copying the rows that this rank keeps.
+
+        Parts without a row that travels in the pool are only copied.
 
         Raises:
-            TransportError: the moves belong to a plan for another number of ranks, or the receive buffer is too small
-                and there is no fallback transport; nothing was sent.
+            TransportError: the moves were planned for another number of ranks, or the receive buffer is too small and
+                there is no fallback transport; nothing was sent.
         """
         check_ranks(parts, self.ranks)
         hops = Hops.of(parts)
         if not hops.first:
             return OneSidedHandle(self, (), [], None, self._fabric.keep(parts, None))
         sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
-        # Rings are the same on every rank, so all ranks use the fallback for the same exchanges.
+        # The rings of all ranks are alike, so all ranks use the fallback for the same exchanges.
         if self._fallback is not None and (reason := self._ring.why_not(sizes)):
             self._tell(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
@@ -103,23 +108,24 @@ class OneSidedTransport:
         return OneSidedHandle(self, (others, second), tokens, beside, self._fabric.keep(parts, tokens[0]))
 
     def use_fallback(self, fallback: Transport | None) -> None:
-        """Replaces the fallback transport, which may be None, and counts its exchanges anew."""
+        """Replaces the fallback transport, which may be None, and sets the count of its exchanges to 0."""
         self._fallback, self.fallback_exchanges = fallback, 0
 
     def _tell(self, reason: str) -> None:
-        """Counts an exchange that the fallback transport takes; the first one is logged."""
+        """Counts an exchange that the fallback transport takes, and logs the first one with the ``reason``."""
         if not self.fallback_exchanges:
             assert self._fallback is not None
             logger.warning("Exchanges that do not fit go by %s, which is slower: %s", self._fallback.name, reason)
         self.fallback_exchanges += 1
 
     def _put(self, landing: Landing) -> Any:
-        """Starts writing the rows of a hop; returns its token."""
+        """Starts writing the rows of a hop; returns the fabric's token."""
         return self._fabric.put(landing.number, landing.reuses, self._puts(landing))
 
     def _puts(self, landing: Landing) -> dict[int, list[Put]]:
+        """Returns the rows of a hop that this rank sends, by receiving rank."""
         puts: dict[int, list[Put]] = {}
-        # Every rank begins with its right-hand neighbour, so that not all write to the same one first.
+        # Each rank begins with the next higher rank. If all began with rank 0, its link would be full at first.
         for peer in ((self.rank + step) % self.ranks for step in range(1, self.ranks)):
             mine = [
                 Put(part.source, *part.moves.sent_to(peer), begin)
@@ -131,12 +137,13 @@ class OneSidedTransport:
         return puts
 
     def _hand_on(self, arriving: Landing, second: Landing, tokens: list[Any]) -> None:
-        """Queues the second hop behind the arrival of the rows that it hands on."""
+        """Queues the second hop: waits for the first hop's rows, copies them to their places, and sends them on."""
         self._fabric.arrived(arriving.number, arriving.senders)
         self._fabric.compute(partial(self._place_received, arriving))
         tokens.append(self._put(second))
 
     def _place_received(self, landing: Landing) -> None:
+        """Copies the rows of a hop from the receive buffer to their destinations, or adds them there."""
         for part, begin in zip(landing.parts, landing.begins, strict=True):
             rows = sum(part.moves.receive_counts)
             received = self._fabric.receive_buffer[begin : begin + rows * row_bytes(part.source)]
@@ -144,20 +151,27 @@ class OneSidedTransport:
             part.moves.place_received(packed, part.destination)
 
     def join(self, kept: Any) -> None:
-        """Makes the current stream wait for rows that stayed on this rank."""
+        """Makes the current stream wait for the copies of rows that stay on this rank, if side streams copy them."""
         if kept is not None:
             self._fabric.join(kept)
 
     def passed(self, number: int) -> None:
-        """Tells senders, behind the current stream's work so far, that an exchange's rows are in their places."""
+        """Signals to all ranks, behind the current stream's work so far, that this rank has consumed an exchange."""
         self._fabric.consumed(self._ring.consumed(number))
 
     def consume(self, landings: tuple[Landing, ...], tokens: list[Any], beside: Any, kept: Any) -> None:
-        """Waits on the current stream for an exchange, puts its rows in their places and frees its memory."""
+        """Makes the current stream wait for an exchange, copy its rows to their destinations and free its memory.
+
+        Args:
+            landings: the hops, or parts of hops, whose rows are still to be copied.
+            tokens: of the writes of this rank.
+            beside: token of the second hop's side stream; None without a second hop.
+            kept: token of the copies of rows that stay on this rank; None if the current stream copied them.
+        """
         if beside is not None:
             self._fabric.join(beside)
-        # Where rows are added up, kept rows must be in place before received ones are added to them. Elsewhere both
-        # have different places, and kept rows, which are copied after all writes to peers, are waited for last.
+        # If received rows are added to kept ones, the kept rows must be in place before. Otherwise this waits for kept
+        # rows last, since side streams copy them after all writes to peers.
         adds = any(part.moves.reduction is not None for landing in landings for part in landing.parts)
         for landing in landings:
             self._fabric.arrived(landing.number, landing.senders)
@@ -173,7 +187,7 @@ class OneSidedTransport:
 
 @dataclass
 class OneSidedHandle:
-    """Writes under way."""
+    """An exchange under way."""
 
     _transport: OneSidedTransport
     _landings: tuple[Landing, ...]
@@ -183,7 +197,7 @@ class OneSidedHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The tokens of this rank's writes, for whoever records when they end."""
+        """The tokens of this rank's writes, whose ends the timeline records."""
         return [token for token in self._tokens if hasattr(token, "wait")]
 
     def wait(self) -> None:
@@ -196,7 +210,7 @@ class OneSidedHandle:
 
 @dataclass
 class FallbackHandle:
-    """An exchange that the fallback transport took; it has a number in the ring, too."""
+    """An exchange that the fallback transport has taken; it has a number in the ring, too."""
 
     _transport: OneSidedTransport
     _number: int
@@ -204,7 +218,7 @@ class FallbackHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The works of the fallback transport."""
+        """The pending collectives of the fallback transport, whose ends the timeline records."""
         return getattr(self._handle, "works", [])
 
     def wait(self) -> None:
