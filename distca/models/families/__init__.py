@@ -8,24 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from distca.models.families.arcee import ARCEE
-from distca.models.families.cohere import COHERE2
-from distca.models.families.composites import GEMMA3_IMAGES, MISTRAL3
-from distca.models.families.deepseek import DEEPSEEK_V3
-from distca.models.families.ernie import ERNIE4_5
-from distca.models.families.exaone import EXAONE4
 from distca.models.families.family import Composite, Family
-from distca.models.families.gemma import GEMMA2, GEMMA3
-from distca.models.families.glm import GLM4, GLM4_MOE
+from distca.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
 from distca.models.families.gpt_oss import GPT_OSS
-from distca.models.families.granite import GRANITE
-from distca.models.families.hunyuan import HUNYUAN
-from distca.models.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SEED_OSS
+from distca.models.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, SEED_OSS
+from distca.models.families.llama_like import ARCEE, ERNIE4_5, GRANITE, HUNYUAN, PHI3, QWEN2, QWEN3, SMOLLM3
 from distca.models.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from distca.models.families.nemotron_hybrid import NEMOTRON_H
-from distca.models.families.olmo import OLMO2, OLMO3
-from distca.models.families.phi import PHI3
-from distca.models.families.qwen import QWEN2, QWEN3
+from distca.models.families.other_blocks import COHERE2, EXAONE4, GLM4, OLMO2, OLMO3
 from distca.models.families.qwen_hybrid import (
     QWEN3_5,
     QWEN3_5_IMAGES,
@@ -33,7 +23,7 @@ from distca.models.families.qwen_hybrid import (
     QWEN3_5_MOE_IMAGES,
     QWEN3_NEXT,
 )
-from distca.models.families.smollm import SMOLLM3
+from distca.models.families.sigmoid_experts import DEEPSEEK_V3, GLM4_MOE
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "llama": LLAMA,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from distca.models.experts import Experts
-from distca.models.fields import Field
+from distca.models.fields import Field, Inert
 from distca.models.hybrid import Hybrid
 from distca.models.latent import Latent
 from distca.models.variant import Variant
@@ -115,3 +115,13 @@ class Composite:
     families: tuple[str, ...]
     others: tuple[str, ...]
     ties: bool = True
+
+
+VISION: Final = Inert("It belongs to the part that sees images, which is carried along as it is.")
+BESIDE_TEXT: Final = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+"""The beginnings of the names of tensors that see images, in Mistral's and Gemma's models."""

@@ -1,4 +1,7 @@
-"""Gemma 2 and Gemma 3: windows, norms around one before and behind, and a scaled embedding."""
+"""Gemma 2 and Gemma 3: windows, norms around one before and behind, and a scaled embedding.
+
+Of a Gemma 3 with images the text part is trained.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from distca.models.families.common import SHAPE
-from distca.models.families.family import Family, WindowRope
+from distca.models.families.family import BESIDE_TEXT, VISION, Composite, Family, WindowRope
 from distca.models.fields import OFF, Inert, Only, Read
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
@@ -79,4 +82,19 @@ GEMMA3: Final = Family(
     qkv_bias="attention_bias",
     variant=_variant,
     weights=_WEIGHTS,
+)
+
+GEMMA3_IMAGES: Final = Composite(
+    architecture="Gemma3ForConditionalGeneration",
+    fields={"text_config": Read("fields")}
+    | dict.fromkeys(
+        (
+            *("vision_config", "mm_tokens_per_image", "image_token_index", "image_token_id"),
+            *("boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"),
+        ),
+        VISION,
+    ),
+    text="text_config",
+    families=("gemma3_text",),
+    others=BESIDE_TEXT,
 )

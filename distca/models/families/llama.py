@@ -1,11 +1,14 @@
-"""LLaMA and the families that differ from it in few fields: Mistral, Ministral, Ministral 3 and Seed-OSS."""
+"""LLaMA and the families that differ from it in few fields: Mistral, Ministral, Ministral 3 and Seed-OSS.
+
+Mistral-Small-3.1 and Ministral 3 come with a part that sees images, of which the text part is trained.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
 from distca.models.families.common import SHAPE
-from distca.models.families.family import Family
+from distca.models.families.family import BESIDE_TEXT, VISION, Composite, Family
 from distca.models.fields import LeftOut, Only, Read
 from distca.models.variant import Variant
 
@@ -72,4 +75,24 @@ SEED_OSS: Final = Family(
     },
     qkv_bias="attention_bias",
     variant=lambda said: Variant(attention_output_bias=said["attention_out_bias"], mlp_bias=said["mlp_bias"]),
+)
+
+MISTRAL3: Final = Composite(
+    architecture="Mistral3ForConditionalGeneration",
+    fields={"text_config": Read("fields")}
+    | dict.fromkeys(
+        (
+            "vision_config",
+            "image_token_index",
+            "image_token_id",
+            "projector_hidden_act",
+            "vision_feature_layer",
+            "multimodal_projector_bias",
+            "spatial_merge_size",
+        ),
+        VISION,
+    ),
+    text="text_config",
+    families=("mistral", "ministral3"),
+    others=BESIDE_TEXT,
 )

@@ -10,8 +10,7 @@ from typing import Any, Final
 from distca.errors import ModelError
 from distca.models.experts import Experts
 from distca.models.families.common import SHAPE
-from distca.models.families.composites import VISION
-from distca.models.families.family import Composite, Family
+from distca.models.families.family import VISION, Composite, Family
 from distca.models.families.mixtures import BALANCE
 from distca.models.fields import OFF, Field, Inert, Only, Read
 from distca.models.hybrid import ATTENTION, CONVOLUTION, DELTA_NET, EXPERTS, MLP, Hybrid
