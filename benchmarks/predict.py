@@ -128,7 +128,7 @@ def predicted(asked: list[str], ranks: int, gpu: str, links: tuple[float, float]
 
 
 def _chosen(mode: Mode, settings: Settings, cell: Cell, ranks: int, gpu: str) -> dict[str, Any]:
-    """What ``auto`` takes in a mode, as its run decides by memory.
+    """The values that ``auto`` takes in a mode, as its run decides by memory.
 
     Raises:
         ConfigError: the simulator does not know the mode, or the run would not fit.

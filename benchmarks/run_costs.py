@@ -19,7 +19,7 @@ from distca.plan.cost.table_file import TABLES, find_table, load_table
 from distca.simulate.model import heads_of_rank
 
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
-"""Those that this project has tables of, as torch.cuda.get_device_name() has them."""
+"""GPUs that this project has tables of, by the names that torch.cuda.get_device_name() gives."""
 
 
 @dataclass(frozen=True)

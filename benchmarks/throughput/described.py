@@ -1,4 +1,4 @@
-"""What was asked for, as benchmark.json has it; a prediction is made from the same."""
+"""The request of a run, as benchmark.json has it; a prediction is made from the same."""
 
 from __future__ import annotations
 
