@@ -1,8 +1,11 @@
-"""The state that Adam holds of a weight, read and set in float32, whatever Adam holds it in. So a checkpoint goes on
-with any Adam.
+"""Reads and sets a weight's optimizer state in float32, from torch's Adam or Transformer Engine's.
 
-torch's holds float32 moments, and megatron the float32 weight. Transformer Engine's may hold both in fewer bytes:
-scaled moments, and of the float32 weight only the 16 bits that the bfloat16 one lacks.
+The state is the float32 weight and Adam's two moments. With torch's Adam, Megatron's optimizer holds the float32
+weight, and Adam holds float32 moments. Transformer Engine's Adam may hold both in fewer bytes. Its moments may be
+scaled numbers of a smaller type. Of a float32 weight it may hold only the lower 16 bits, as the bfloat16 weight of the
+model has the upper ones.
+
+Checkpoints hold float32 (``checkpoint/optimizer_state.py``). So a run can go on with another Adam than it began with.
 """
 
 from __future__ import annotations
@@ -13,11 +16,15 @@ from typing import Any
 import torch
 
 _WHOLE = "master_param"
-"""The name of the float32 weight in Transformer Engine's Adam, where it holds that."""
+"""The name under which Transformer Engine's Adam holds the float32 weight or its lower 16 bits; torch's has no such
+name."""
 
 
 def inner_adams(optimizer: Any) -> Iterator[Any]:
-    """Yields the Adam optimizers inside megatron's: torch's, or those of Apex or Transformer Engine where installed."""
+    """Yields the Adam optimizers inside Megatron's optimizer, which may chain several.
+
+    They are Transformer Engine's or Apex's where one is installed, else torch's.
+    """
     if hasattr(optimizer, "chained_optimizers"):
         for part in optimizer.chained_optimizers:
             yield from inner_adams(part)
@@ -26,9 +33,10 @@ def inner_adams(optimizer: Any) -> Iterator[Any]:
 
 
 def set_step(adam: Any, step: int) -> None:
-    """Sets the number of steps done, by which Adam corrects its moments.
+    """Sets the number of steps done, by which Adam corrects the bias of its moments.
 
-    torch's keeps one for every weight, as a float32 scalar where the weight is; others keep one for every group.
+    torch's Adam holds a float32 scalar for each weight, on the weight's device. Others hold an integer for each
+    parameter group.
     """
     if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         for weight, state in adam.state.items():
@@ -39,7 +47,9 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The weight, by the name "param", and its moments, in float32. One that Adam holds in float32 is Adam's tensor.
+    """Returns the weight, by the name "param", and its moments, by Adam's names, all in float32.
+
+    A tensor that Adam holds in float32 is returned itself, without a copy.
 
     Args:
         adam: the optimizer.
@@ -56,10 +66,10 @@ def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) -> None:
-    """Set what :func:`get_states` gives by that name.
+    """Sets one tensor that :func:`get_states` returns; a set float32 weight also sets the bfloat16 weight.
 
     Args:
-        adam: the optimizer; its state of the weight is there.
+        adam: the optimizer, which has a state for the weight already.
         weight: one of its parameters.
         name: "param" or a moment's name.
         values: float32, on the weight's device.
@@ -82,9 +92,11 @@ def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) 
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits float32 numbers into bfloat16 numbers, rounded half up, and int16 remainders, their lower 16 bits.
+    """Splits float32 numbers into bfloat16 numbers, rounded half up, and int16 remainders, as Transformer Engine does.
 
-    A negative remainder tells that the number was rounded up."""
+    The remainder is the lower 16 bits as a signed number. It is negative if the bfloat16 number was rounded up. For
+    example, the bits 0x3F80_8001 become 0x3F81 and the remainder 0x8001, which is -0x7FFF.
+    """
     bits = values.float().contiguous().view(torch.int32)
     rest = bits.bitwise_and(0xFFFF).to(torch.int32)
     rest = torch.where(rest >= 0x8000, rest - 0x10000, rest).to(torch.int16)
@@ -93,11 +105,11 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(top: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Joins the results of :func:`split` to float32 numbers."""
+    """Returns the float32 numbers that :func:`split` split into ``top`` and ``rest``."""
     upper = top.detach().contiguous().view(torch.int16).to(torch.int32) - (rest < 0).to(torch.int32)
     return ((upper << 16) | (rest.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
 def _scales(adam: Any) -> bool:
-    """Whether this Adam holds scaled numbers of fewer bytes, as Transformer Engine's may."""
+    """Whether this Adam may hold its state as scaled numbers; only Transformer Engine's has the method."""
     return hasattr(adam, "get_unscaled_state")

@@ -1,4 +1,9 @@
-"""The parameters of layers in a hybrid stack, and their names in Megatron-Core's checkpoints."""
+"""The parameters of a hybrid model's layers, and their names in Megatron-Core's checkpoints.
+
+A hybrid model (Megatron's HybridModel) has a pattern with one symbol for each layer: attention, a gated delta net,
+Mamba, an MLP or experts. Its checkpoints can be read without building the model (``whole_weights.py``), for which these
+tables say what each layer holds.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from typing import Final
 
 from distca.models.hybrid import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP
 
-_MIXERS: Final[dict[str, tuple[str, ...]]] = {
+_RECURRENT_LAYERS: Final[dict[str, tuple[str, ...]]] = {
     DELTA_NET: (
         "input_layernorm.weight",
         *(f"self_attention.{name}" for name in ("in_proj.weight", "conv1d.weight", "dt_bias", "A_log")),
@@ -26,29 +31,33 @@ _IN_PARTS: Final = {
     "mixer.conv1d_weight": ("x", "B", "C"),
     "mixer.conv1d_bias": ("x", "B", "C"),
 }
-"""Parameters that are saved in parts, each under a key of its own."""
-_NORMS: Final = {DELTA_NET: "self_attention.in_proj.layer_norm_weight", MAMBA: "mixer.in_proj.layer_norm_weight"}
-_AROUND: Final = {
+"""The parts of some parameters. A checkpoint holds each part under a key of its own, such as ``in_proj.weight.z``."""
+_NORM_KEYS: Final = {DELTA_NET: "self_attention.in_proj.layer_norm_weight", MAMBA: "mixer.in_proj.layer_norm_weight"}
+"""The keys of the norms before a recurrence. Transformer Engine joins a norm with a linear layer, and checkpoints use
+its names."""
+_PREFIXES: Final = {
     ATTENTION: ("input_layernorm.", "self_attention."),
     **dict.fromkeys((MLP, EXPERTS), ("pre_mlp_layernorm.", "mlp.")),
 }
+"""How the names of a layer's parameters begin; a hybrid model has attention and MLP in separate layers."""
 
 
 def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
-    """The parameters of a layer.
+    """Returns the names of a layer's parameters, without the layer's own prefix.
 
     Args:
         symbol: the layer's symbol in the pattern.
-        of_layer: those of a layer with attention and an MLP, as a GPTModel has it.
+        of_layer: names of the parameters of a GPTModel's layer, which has both attention and an MLP or experts.
     """
-    if symbol in _MIXERS:
-        return list(_MIXERS[symbol])
-    return [name for name in of_layer if name.startswith(_AROUND[symbol])]
+    if symbol in _RECURRENT_LAYERS:
+        return list(_RECURRENT_LAYERS[symbol])
+    return [name for name in of_layer if name.startswith(_PREFIXES[symbol])]
 
 
 def saved_as(symbol: str, parameter: str) -> tuple[str, ...]:
-    """Keys under which a parameter of a recurrent layer is saved, in the order of its rows."""
-    if parameter == _MIXERS[symbol][0]:
-        return (_NORMS[symbol],)
+    """Returns the keys of a recurrent layer's parameter in a checkpoint. Several keys hold its rows, one part after the
+    other."""
+    if parameter == _RECURRENT_LAYERS[symbol][0]:
+        return (_NORM_KEYS[symbol],)
     key = parameter.replace("conv1d_", "conv1d.")
     return tuple(f"{key}.{part}" for part in _IN_PARTS.get(parameter, ())) or (key,)

@@ -1,10 +1,10 @@
-"""Reads a checkpoint's ``.metadata`` as data.
+"""Reads a checkpoint's ``.metadata`` without running code in it.
 
-The file is a pickle, which is a program. Only its operations that make numbers, text, lists, and the classes by which
-torch describes checkpoints, are run.
-
-The standard library takes the pickle apart. What it names is never looked up: a class is a name with values beside it
-until all is read. Then each is built from checked values, so a file can neither call, import nor change anything.
+torch's distributed checkpoints describe their tensors in this file: shapes, and in which file each part lies. It is a
+pickle, a small program that could call any function. Here it is read in two steps. The class ``_Machine`` runs only the
+operations that make numbers, text, lists, dicts and tuples. Where the pickle names a class, the machine notes the name
+and the values beside it, and imports nothing. Then the class ``_Builder`` checks the types of all values and builds
+torch's objects from them. ``unpickling.py`` makes torch's reader use this file.
 """
 
 from __future__ import annotations
@@ -31,25 +31,32 @@ from torch.distributed.checkpoint.metadata import (
 
 _TORCH = "torch.distributed.checkpoint.metadata."
 _PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
-"""The types of the path at which the checkpoint lay when it was saved. It is not read; Python 3.13 has the last
-type."""
+"""The types under which pickles hold a path; the last is Python 3.13's. A description has the path at which it was
+saved, which is not read."""
 _MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
 _MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
 _MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
+"""Classes that a description is made of. The pickle makes them empty and then sets their fields."""
 _CALLED = {*_PATHS, "torch.Size", "torch.serialization._get_layout", f"{_TORCH}_MEM_FORMAT_ENCODING"}
+"""Names that the pickle calls with arguments. The call is noted and not made."""
 _DIMENSIONS = 64
-"""The most dimensions of a tensor, as in torch; a file that has more is refused."""
+"""The most dimensions of a tensor, which is torch's own limit. A file that has more is refused."""
 
 
 class _Name(NamedTuple):
-    """A name in a pickle, which is not looked up."""
+    """A class or function that a pickle names, as its full name alone."""
 
     text: str
 
 
 class _Record:
-    """An object that a pickle makes of a name, with its arguments and, once it is set, its state. It equals only
-    itself."""
+    """An object that a pickle would make, as data. As a key of a dict it equals only itself.
+
+    Attributes:
+        name: full name of its class or function.
+        arguments: the arguments with which it would be made.
+        state: its fields; None until the pickle sets them.
+    """
 
     __slots__ = ("arguments", "name", "state")
 
@@ -64,30 +71,30 @@ def read_metadata(file: BinaryIO) -> Metadata:
         file: the checkpoint's ``.metadata``.
 
     Raises:
-        UnpicklingError: it is no description of a checkpoint, or is more than data, of which nothing was run.
+        UnpicklingError: it is no description of a checkpoint, or holds more than data. No code in it was run.
     """
     return copy(_built(file.read()))
 
 
 @lru_cache(maxsize=1)
 def _built(pickled: bytes) -> Metadata:
+    """Returns the description in these bytes. The last one is kept, as loading a checkpoint reads it several times."""
     try:
         return _Builder().metadata(_Machine().run(pickled))
     except UnpicklingError:
         raise
-    except Exception as error:  # a file that is garbage can fail in nearly any way
+    except Exception as error:  # garbage can raise nearly any error
         words = str(error).splitlines() or [type(error).__name__]
         raise UnpicklingError(f"it cannot be read ({words[0]})") from None
 
 
 def forget_metadata() -> None:
-    """Drops the description that was read last. It is kept, as loading a checkpoint reads its description several
-    times."""
+    """Frees the description that was read last."""
     _built.cache_clear()
 
 
 def check_files(checkpoint: Path, metadata: Metadata) -> None:
-    """Refuses a description whose tensors are not whole, or whose values are not all in regular files of the folder.
+    """Refuses a description that does not fit the files: a tensor lacks parts, or a file is missing or too short.
 
     Args:
         checkpoint: the folder.
@@ -96,7 +103,7 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
     Raises:
         UnpicklingError: the description is refused; it names the tensor or the file.
     """
-    ends: dict[str, int] = {}
+    ends: dict[str, int] = {}  # by file, the end of its last part in bytes
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
@@ -113,7 +120,7 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
 
 
 def _is_whole(tensor: TensorStorageMetadata) -> bool:
-    """Whether the parts of a tensor lie inside of it, do not overlap, and have all of its elements together."""
+    """Whether the parts lie inside the tensor, begin at different places, and together have as many elements as it."""
     parts = tensor.chunks
     if any(len(part.offsets) != len(tensor.size) or len(part.sizes) != len(tensor.size) for part in parts):
         return False
@@ -128,11 +135,15 @@ def _is_whole(tensor: TensorStorageMetadata) -> bool:
 
 
 def _bytes(tensor: TensorStorageMetadata) -> int:
+    """Returns the bytes of a whole tensor."""
     return math.prod(tensor.size) * tensor.properties.dtype.itemsize
 
 
 class _Machine:
-    """Runs the operations of a pickle that make data; every other one is refused."""
+    """Runs the operations of a pickle that make data, on a stack as Python's own unpickler does; refuses all others.
+
+    A method runs one operation. Its argument is what ``pickletools`` read behind the operation.
+    """
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -168,7 +179,8 @@ class _Machine:
         }
 
     def run(self, pickled: bytes) -> Any:
-        """Returns the object that the pickle makes, with names and records in place of classes and objects."""
+        """Returns the pickle's object, with :class:`_Name` in place of classes and :class:`_Record` in place of their
+        objects."""
         for operation, argument, _ in pickletools.genops(pickled):
             do = self._operations.get(operation.name)
             if do is None:
@@ -202,7 +214,8 @@ class _Machine:
 
     def _set(self, pairs: list[Any]) -> None:
         names = pairs[::2]
-        if not all(isinstance(name, str | _Record) for name in names):  # hashing a deep tuple overflows C's stack
+        # Other keys are refused: a tuple of tuples, nested deeply, would crash Python when it is hashed.
+        if not all(isinstance(name, str | _Record) for name in names):
             raise UnpicklingError("it has a dict whose keys are no names")
         _of(dict, self._stack[-1]).update(zip(names, pairs[1::2], strict=True))
 
@@ -230,15 +243,14 @@ class _Machine:
 
 
 class _Builder:
-    """Builds what records describe, each from values of checked types."""
+    """Builds torch's description from records and checks the type of every value."""
 
     def __init__(self) -> None:
         self._properties: dict[int, TensorProperties] = {}
         self._parts_left = 0
 
     def metadata(self, made: Any) -> Metadata:
-        """Returns a checkpoint's description, without its path and the nesting of its state, which no reader here
-        needs."""
+        """Returns the description that a record holds. Its path and the nesting of the saved state are left out."""
         if not isinstance(made, _Record) or made.name != f"{_TORCH}Metadata":
             raise UnpicklingError("it is no metadata of a checkpoint")
         said = _fields(made, "Metadata")
@@ -253,14 +265,15 @@ class _Builder:
         said = _fields(made, "TensorStorageMetadata")
         parts = _of(list, said["chunks"])
         self._parts_left -= len(parts)
-        if self._parts_left < 0:  # a list that many tensors share would take long to read
+        # A small pickle can let many tensors share one long list, which would take hours to read.
+        if self._parts_left < 0:
             raise UnpicklingError("it has more parts of tensors than places where they lie")
         return TensorStorageMetadata(
             self._of_tensor(said["properties"]), _shape(said["size"]), [_chunk(part) for part in parts]
         )
 
     def _of_tensor(self, made: Any) -> TensorProperties:
-        """Returns dtype, layout, whether the tensor takes gradients, its memory format, and whether it is pinned."""
+        """Returns a tensor's properties. A record's fields are dtype, layout, gradient, memory format and pinned."""
         if (known := self._properties.get(id(made))) is not None:
             return known
         dtype, layout, gradient, _, pinned = _of(tuple, _record(made, "TensorProperties").state)
@@ -287,7 +300,10 @@ def _index(made: Any) -> MetadataIndex:
 
 
 def _info(made: Any) -> _StorageInfo:
-    """Returns the place of a part: in a file right in the checkpoint's folder, as it is."""
+    """Returns the file and the bytes in which a part lies.
+
+    Files outside of the checkpoint's folder, and parts that are stored in another form, are refused.
+    """
     if _of(_Record, made).name != "torch.distributed.checkpoint.filesystem._StorageInfo":
         raise UnpicklingError(f"it has a {made.name} in place of where a part lies")
     said = _of(dict, made.state)
@@ -300,7 +316,7 @@ def _info(made: Any) -> _StorageInfo:
 
 
 def _shape(made: Any) -> torch.Size:
-    """Returns sizes or offsets; refuses negative ones."""
+    """Returns a tensor's sizes or offsets; negative ones are refused."""
     sizes = made
     if isinstance(made, _Record) and made.name == "torch.Size":
         (sizes,) = made.arguments
@@ -313,6 +329,7 @@ def _shape(made: Any) -> torch.Size:
 
 
 def _record(made: Any, name: str) -> _Record:
+    """Returns the record of a class of torch's descriptions; anything else is refused."""
     record = _of(_Record, made)
     if record.name != f"{_TORCH}{name}" or record.arguments:
         raise UnpicklingError(f"it has a {record.name} in place of a {name}")
@@ -320,6 +337,7 @@ def _record(made: Any, name: str) -> _Record:
 
 
 def _fields(made: Any, name: str) -> dict[str, Any]:
+    """Returns the fields of a record of this class."""
     fields: dict[str, Any] = _of(dict, _record(made, name).state)
     return fields
 
@@ -332,4 +350,5 @@ def _of(kind: type, value: Any) -> Any:
 
 
 def _maybe(kind: type, value: Any) -> Any:
+    """Returns None or a value of exactly this type."""
     return None if value is None else _of(kind, value)

@@ -1,11 +1,16 @@
-"""Saves and loads each rank's own part of the distributed optimizer's state, without gathering anything.
+"""Saves and loads each rank's own part of the distributed optimizer's state, without gathering it.
 
-megatron's distributed optimizer lays all weights end to end and gives every data-parallel rank a range of them, whose
-ends fall anywhere in a weight. To save that in the shapes of the weights, megatron (0.16.1) gathers the whole state on
-every rank, 12 bytes of host memory per weight. Here a rank describes its range as boxes, which megatron's checkpoints
-can hold side by side: the end of a row, whole rows, the beginning of a row. Names and shapes are megatron's.
+Megatron's distributed optimizer lays all weights end to end and gives each data-parallel rank one range. A range may
+begin and end inside a weight. Checkpoints hold the state in the shapes of the weights. To get there, Megatron (0.16.1)
+gathers the whole state on every rank, with 12 bytes of host memory for each weight. Here a rank describes its range of
+a weight as *boxes*: the end of a row, whole rows, the beginning of a row. Megatron's checkpoints can hold boxes of one
+tensor from many ranks. Names and shapes in the checkpoint are Megatron's own.
 
-Example: elements [2, 9) of a 3 x 4 weight are the boxes row 0 from 2 on, row 1, and row 2 up to 1.
+Example: elements [2, 9) of a 3 x 4 weight are three boxes. They are columns 2 and 3 of row 0, all of row 1, and column
+0 of row 2.
+
+With FP8 weights a model holds no bfloat16 weights. Their values come from the optimizer's float32 *main weights*.
+``save_load.py`` calls these functions; the export of a run's weights calls :func:`main_values`.
 """
 
 from __future__ import annotations
@@ -28,12 +33,14 @@ from megatron_patches.checkpoint.adam_state import get_states, set_state
 from megatron_patches.te.fp8_weights import is_fp8
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offsets and the sizes of a box in a weight, by dimension."""
+"""A part of a tensor: its first index in each dimension, and its size in each dimension."""
 
 
 def keep_parts(optimizer: Any) -> None:
-    """Makes ``sharded_state_dict`` and ``load_state_dict`` of megatron's optimizer, or of those that it chains, handle
-    this rank's own part only."""
+    """Makes Megatron's optimizer, or the optimizers that it chains, save and load this rank's own part only.
+
+    It replaces methods that ``sharded_state_dict`` and ``load_state_dict`` call.
+    """
     for each in optimizer_parts(optimizer):
         if not holds_weights(each):
             each.sharded_state_dict = _nothing
@@ -43,12 +50,12 @@ def keep_parts(optimizer: Any) -> None:
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """Returns megatron's optimizer itself, or the optimizers that it chains, for experts and for all other weights."""
+    """Returns the optimizers that Megatron's chains, one for experts and one for all other weights, or itself alone."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def holds_weights(part: Any) -> bool:
-    """Whether this rank has weights for an optimizer; on a stage of dense layers there are no experts."""
+    """Whether an optimizer has weights on this rank. That of experts has none on a stage without experts."""
     return any(group["params"] for group in part.param_groups)
 
 
@@ -58,15 +65,16 @@ def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
 
 
 def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Returns a model's state with this rank's boxes of main weights in place of FP8 weights.
+    """Returns a model's state for a checkpoint, without FP8 numbers.
 
-    They have the type that the weights would have without FP8, so that a checkpoint is the same as without. For
-    loading, FP8 weights are left out, as they follow from the loaded main weights.
+    In place of each FP8 weight it has this rank's boxes of the main weight, in the type that the weight would have
+    without FP8. So checkpoints with and without FP8 are alike. For loading, FP8 weights are left out, as they are
+    computed from the loaded main weights.
 
     Args:
         optimizer: the model's optimizer.
-        model_state: result of the model's ``sharded_state_dict``.
-        is_loading: whether the state is to be loaded.
+        model_state: the result of the model's ``sharded_state_dict``.
+        is_loading: whether the state is for loading, not for saving.
     """
     quantised = {
         name: each
@@ -88,13 +96,13 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 
 
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that returns a weight of the model as it would be without FP8.
+    """Returns a function that maps a weight of the model to its values, as they would be without FP8.
 
-    It takes FP8 weights from their main weights, and others as they are. All data-parallel ranks give their ranges of a
-    main weight, so all of them call it for the same weights.
+    For an FP8 weight these are the main weight's, of which each data-parallel rank has a range. So all data-parallel
+    ranks call the function together, for the same weights in the same order. Other weights are returned as they are.
 
     Args:
-        optimizer: of the model.
+        optimizer: the model's optimizer.
     """
     ranges = {
         weight: (part, start, stop) for part in distributed_parts(optimizer) for weight, start, stop in _ranges(part)
@@ -114,7 +122,10 @@ def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yields boxes that together are elements [start, stop) of a row-major array of ``shape``, in that order."""
+    """Yields boxes that together are elements [start, stop) of a row-major array of ``shape``, in their order.
+
+    A row is a slice along the first dimension. The first and the last row may be cut, and are split further.
+    """
     if start >= stop:
         return
     if len(shape) == 1:
@@ -132,21 +143,25 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """Yields the boxes of elements [start, stop), all of which lie in one row of the array."""
     before = row * math.prod(shape[1:])
     for offsets, sizes in boxes(start - before, stop - before, shape[1:]):
         yield (row, *offsets), (1, *sizes)
 
 
 def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
-    """Returns the state of an optimizer without weights: nothing, where megatron would ask for a number of steps."""
+    """Returns the state of an optimizer without weights, for which Megatron would look for a number of steps."""
     return {}
 
 
 def _own_part(
     optimizer: DistributedOptimizer, model_state: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
-    """Returns this rank's boxes, by number of the weight and name of its state; without data where they are to be
-    loaded."""
+    """Returns this rank's boxes by number of the weight, name of its state, and number of the box.
+
+    Names are "param" and Adam's names of moments. For loading the boxes have no data. The arguments are those of the
+    method of Megatron's that it replaces.
+    """
     described = _sharded_weights(model_state)
     part = {}
     for number, (weight, start, stop) in enumerate(_ranges(optimizer)):
@@ -163,6 +178,7 @@ def _own_part(
 
 
 def _take_own_part(optimizer: DistributedOptimizer, part: dict[int, dict[str, dict[int, torch.Tensor]]]) -> None:
+    """Sets the optimizer's state from loaded boxes, in the form in which :func:`_own_part` returns them."""
     for number, (weight, _, _) in enumerate(_ranges(optimizer)):
         adam, held = _adam_and_weight(optimizer, weight)
         for name, loaded in part[number].items():
@@ -171,12 +187,13 @@ def _take_own_part(optimizer: DistributedOptimizer, part: dict[int, dict[str, di
 
 
 def _sharded_weights(model_state: Any) -> dict[torch.Tensor, ShardedTensor | ShardedTensorFactory]:
+    """Returns for each weight Megatron's description of it in a checkpoint."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     return {each.data: each for each in nested_values(sharded)}
 
 
 def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Yields (weight, start, stop) for the weights of which this rank has elements [start, stop)."""
+    """Yields (weight, start, stop): the optimizer has elements [start, stop) of this weight on this rank."""
     for buffers in optimizer.gbuf_ranges:
         for buckets in buffers.values():
             for bucket in buckets:
@@ -185,14 +202,16 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int
 
 
 def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Returns the optimizer that updates this rank's range of a weight, and the range as the optimizer holds it. The
-    range is in float32; where the optimizer holds such weights itself, it is in the model's type."""
+    """Returns Adam, and this rank's range of a weight as one of Adam's parameters.
+
+    The parameter is float32, or of the model's type if Adam keeps float32 weights in its own state.
+    """
     group, order = optimizer.model_param_group_index_map[weight]
     return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order]
 
 
 def _states(optimizer: DistributedOptimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the float32 weights and moments of this rank's range of a weight, flat; steps are counted elsewhere."""
+    """Returns weight and moments of this rank's range of a weight, flat and in float32, by name."""
     return get_states(*_adam_and_weight(optimizer, weight))
 
 
@@ -204,8 +223,18 @@ def _boxes_of(
     prefix: str,
     values: torch.Tensor,
 ) -> Iterator[ShardedTensor]:
-    """Yields boxes with the values of elements [start, stop) of a weight, under the prefix and the weight's key."""
-    if is_fp8(weight):  # addresses tell where a piece begins, and FP8 weights have none
+    """Yields the boxes of a range of a weight, as Megatron's checkpoints describe tensors.
+
+    Args:
+        described: Megatron's description of the weight.
+        weight: the weight.
+        start: first element of the range.
+        stop: the element behind the range.
+        prefix: what precedes the weight's key in the checkpoint.
+        values: the range's values, flat.
+    """
+    # A piece's place in the weight follows from its address. FP8 weights have no address, so an empty one stands in.
+    if is_fp8(weight):
         weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         described = replace(described, data=weight)
     for piece in _pieces(described):
@@ -234,8 +263,10 @@ def _boxes_of(
 
 
 def _pieces(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Returns the tensors as which a weight is saved: one, or several for gate and up of an MLP on tensor-parallel
-    ranks."""
+    """Returns the tensors as which Megatron saves a weight.
+
+    Most are one tensor. On tensor-parallel ranks the weight of an MLP's gate and up projection is saved as two.
+    """
     if isinstance(described, ShardedTensor):
         return [described]
     built = described.build_fn(described.key, described.data, described.replica_id, described.flattened_range)

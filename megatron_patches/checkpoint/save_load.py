@@ -1,7 +1,8 @@
-"""Sharded checkpoints by megatron's dist_checkpointing, of model, optimizer, schedule, and further values of the loop.
+"""Saves and loads checkpoints of model, optimizer, schedule and the training loop, by Megatron's dist_checkpointing.
 
 Everything is saved in the shapes of the whole model's parameters. So a checkpoint loads with any numbers of
-tensor-parallel, pipeline and data-parallel ranks that can hold the model.
+tensor-parallel, pipeline and data-parallel ranks that can hold the model. ``distca/train/checkpoint`` decides when to
+save, and where.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ def save_checkpoint(
         model: the wrapped model.
         optimizer: its optimizer and schedule.
         extra: further values that are the same on every rank; "step" is the number of optimizer steps done.
-        staging: host memory to which tensors are copied first. With None, or where it has no room, everything is
-            written when this returns.
+        staging: host memory to which tensors are copied first. With None, or with too little memory, everything is on
+            the disk when this returns.
 
     Returns:
-        A function that writes the copies. Every rank calls it once, before it saves again; training may go on
-        meanwhile.
+        A function that writes the copies, if there are any. Every rank calls it once, before it saves again. It may run
+        in a thread while training goes on.
     """
     state = _sharded_state(model, optimizer, is_loading=False)
     state["extra"] = extra
     writer = TorchWriter(staging)
-    # Data-parallel ranks have many tensors alike, of which each rank writes a part.
+    # Data-parallel ranks hold copies of many tensors. Each copy is written by one of them, and they share the work.
     parallel = FullyParallelSaveStrategyWrapper(writer, parallel_state.get_data_parallel_group())
     dist_checkpointing.save(state, str(path), parallel, content_metadata=_metadata())
     return writer.write
@@ -69,12 +70,12 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     """Restores the state that :func:`save_checkpoint` wrote; returns its ``extra``.
 
     Raises:
-        VersionError: it was written by a newer megatron-core, in a format that this one does not know.
-        UnreadableError: it is not what was saved, or holds more than data, of which nothing was run.
+        VersionError: a newer megatron-core wrote it, in a format that the installed one does not know.
+        UnreadableError: a file is damaged, or holds more than data. No code in it was run.
     """
     _check_readable(path)
     _allocate_state(optimizer.optimizer)
-    with torch.no_grad():  # megatron copies into float32 weights themselves
+    with torch.no_grad():  # Megatron copies into float32 weights in place, which autograd would refuse
         state = _read(_sharded_state(model, optimizer, is_loading=True), path)
         missing = unwrap_model(model).load_state_dict(state["model"], strict=not has_fp8_weights(model)).missing_keys
         assert all(is_fp8(unwrap_model(model).get_parameter(name)) for name in missing), missing
@@ -83,7 +84,7 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
         if missing:
             quantise_main_weights(model, distributed_parts(optimizer.optimizer))
         elif any(getattr(adam, "store_param_remainders", False) for adam in inner_adams(optimizer.optimizer)):
-            # Each rank rounded its own range of the weights anew, so they are gathered again.
+            # Adam rounded this rank's range of the bfloat16 weights anew. The other ranks' ranges are gathered.
             model.start_param_sync(force_sync=True)
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
@@ -91,17 +92,19 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
 
 
 def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the state of a checkpoint in the form of ``sharded``, which describes its tensors."""
     with readable():
-        check_small_files(path)  # before torch logs long traces of a bad one
+        check_small_files(path)  # first, as torch logs long traces for a damaged file
         state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
         return state
 
 
 def _check_readable(path: Path) -> None:
-    """Refuses a checkpoint that this megatron cannot read.
+    """Refuses a checkpoint that the installed Megatron-Core cannot read.
 
-    Older versions of megatron need a file with the values that all ranks have alike. Newer ones write them among the
-    tensors, and read both forms. Older versions are recognised by a module that newer ones lack."""
+    Older versions need the file common.pt, with values that are the same on all ranks. Newer ones write these values
+    among the tensors, and read both forms. An older version is recognised by a module that newer ones lack.
+    """
     older = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
     if older and not (path / "common.pt").exists():
         raise VersionError(
@@ -111,11 +114,16 @@ def _check_readable(path: Path) -> None:
 
 
 def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
-    """Loads the numbers of each weight into an optimizer, and leaves everything else as it is.
+    """Loads each weight's state into an optimizer, and keeps the optimizer's own parameter groups.
 
-    megatron saves parameter groups of the first rank only, with numbers of its own parameters; another stage has other
-    ones, or experts. Their other values follow from the configuration and the schedule: a resumed run uses its own, not
-    the checkpoint's.
+    Megatron saves the parameter groups of the first rank only. They number that rank's parameters, and another pipeline
+    stage has other ones. The groups' learning rates and other settings follow from the configuration and the schedule.
+    So a resumed run uses its own settings, not the checkpoint's.
+
+    Args:
+        optimizer: Megatron's optimizer.
+        loaded: its state in the checkpoint.
+        step: optimizer steps done.
     """
     parts = optimizer_parts(optimizer)
     states = [loaded] if len(parts) == 1 else [loaded.get(number, {}) for number in range(len(parts))]
@@ -138,8 +146,8 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
 def _allocate_state(optimizer: Any) -> None:
     """Gives every weight an Adam state to load into.
 
-    torch's Adam makes it at the first step, and megatron's distributed optimizer (0.16.1) cannot load without it: it
-    reads the number of steps from the state.
+    torch's Adam makes its state at the first step. Megatron's distributed optimizer (0.16.1) reads the number of steps
+    from it, so it cannot load without one.
     """
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
@@ -150,17 +158,18 @@ def _allocate_state(optimizer: Any) -> None:
 
 
 def _restore_step(optimizer: Any, step: int) -> None:
-    """Sets the number of steps by which Adam corrects its moments.
+    """Sets the number of steps by which Adam corrects the bias of its moments.
 
-    megatron's distributed optimizer (0.16.1) loads one common tensor for all weights of torch's Adam, with the value
-    from before the load; every weight's update would count it up. Other Adams keep the number in their parameter
-    groups, which loading leaves as they were.
+    With torch's Adam, Megatron's distributed optimizer (0.16.1) leaves the number from before the load, in one tensor
+    that all weights share. Then the update of every weight would add 1 to it. Other Adams hold the number in their
+    parameter groups, which :func:`_load_optimizer` keeps.
     """
     for adam in inner_adams(optimizer):
         set_step(adam, step)
 
 
 def _metadata() -> dict[str, Any]:
+    """Returns the settings with which Megatron describes model and optimizer for a checkpoint."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
@@ -169,6 +178,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded_state(model: DistributedDataParallel, optimizer: OptimizerAndSchedule, is_loading: bool) -> dict[str, Any]:
+    """Returns Megatron's description of all tensors of this rank, with their places in the whole model."""
     keep_parts(optimizer.optimizer)
     metadata = _metadata()
     sharded_model = unwrap_model(model).sharded_state_dict(metadata=metadata)

@@ -1,8 +1,9 @@
-"""Reading of checkpoints without running code in them.
+"""Lets torch and Megatron read checkpoints without running code in them.
 
-torch's reader calls ``pickle.load`` on a checkpoint's ``.metadata``, and reads its objects with ``weights_only=False``.
-Both run any function that the file names. Here :mod:`megatron_patches.checkpoint.metadata_file` reads the first, and
-objects are read with ``weights_only=True``.
+torch's reader calls ``pickle.load`` on a checkpoint's ``.metadata``, which describes the tensors. It reads objects that
+are no tensors with ``weights_only=False``. Either would run any function that a file names. Inside :func:`readable`,
+``metadata_file.py`` reads the description, and objects are read with ``weights_only=True``. All failures become one
+error with a short message.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ T = TypeVar("T")
 
 
 class UnreadableError(Exception):
-    """Raised for a checkpoint that cannot be read; its message says in a few words what is wrong."""
+    """Raised for a checkpoint that cannot be read. The message says why in a few words, without the folder's name."""
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Reads the files of a checkpoint that describe it, or hold values that all ranks have alike.
+    """Reads the small files of a checkpoint: the description, the format, and values that are the same on all ranks.
 
     Raises:
-        pickle.UnpicklingError: a file cannot be read, or is more than data.
+        pickle.UnpicklingError: a file cannot be read, or holds more than data.
     """
     check_files(checkpoint, _read(checkpoint / ".metadata", read_metadata))
     for name, read in (("common.pt", _load_tensors), ("metadata.json", _load_format)):
@@ -46,6 +47,7 @@ def check_small_files(checkpoint: Path) -> None:
 
 
 def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:
+    """Returns ``read(file)`` of the file at ``path``; every failure becomes an UnpicklingError."""
     try:
         if path.exists() and not path.is_file():  # opening a named pipe would wait for a writer
             raise pickle.UnpicklingError("it is no regular file")
@@ -61,16 +63,17 @@ def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Makes torch read only data of checkpoints inside the block, and makes all failures one error.
+    """Inside this context torch reads data alone from checkpoints, and every failure becomes one error.
 
     Raises:
-        UnreadableError: it is not what was saved, or holds more than data, of which nothing was run.
+        UnreadableError: a file is damaged, or holds more than data. No code in it was run.
     """
     try:
         with only_data():
             yield
         return
-    except CheckpointException as error:  # this class is no Exception, and its text has hundreds of lines
+    # torch's CheckpointException derives from BaseException alone, and its text has hundreds of lines.
+    except CheckpointException as error:
         cause: BaseException = next(iter(error.failures.values()))[0]
     except (pickle.UnpicklingError, OSError, EOFError, CheckpointingException) as error:
         cause = error
@@ -80,7 +83,7 @@ def readable() -> Iterator[None]:
 
 @contextmanager
 def only_data() -> Iterator[None]:
-    """Makes torch read only data of checkpoints inside the block."""
+    """Inside this context torch reads data alone from checkpoints: its two functions that run code are replaced."""
     restricted = SimpleNamespace(**{name: getattr(pickle, name) for name in ("dump", "dumps")}, load=read_metadata)
     before = filesystem.pickle, DefaultLoadPlanner.load_bytes
     filesystem.pickle, DefaultLoadPlanner.load_bytes = restricted, _load_bytes  # type: ignore[assignment,method-assign]
@@ -92,6 +95,7 @@ def only_data() -> Iterator[None]:
 
 
 def _load_format(file: BinaryIO) -> CheckpointingConfig:
+    """Reads metadata.json, the checkpoint's format."""
     found = CheckpointingConfig(**json.load(file))
     if not all(isinstance(value, str | int) for value in vars(found).values()):
         raise ValueError("it names no format")
@@ -99,10 +103,12 @@ def _load_format(file: BinaryIO) -> CheckpointingConfig:
 
 
 def _load_tensors(file: BinaryIO) -> Any:
+    """Reads common.pt, values that are the same on all ranks."""
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _load_bytes(planner: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
+    """Does what DefaultLoadPlanner.load_bytes does for an object that is no tensor, with ``weights_only=True``."""
     name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[name], loaded)

@@ -1,9 +1,9 @@
-"""Writes the tensors of a checkpoint with torch's own writer, in the format that megatron's loader reads.
+"""Writes the tensors of a checkpoint with torch's own writer, in the format that Megatron's loader reads.
 
-megatron's writer starts a process that imports the training script again, copies all tensors into pinned
-memory at once, and writes them in forked processes. A process that uses a GPU should not be forked, and where such a
-child dies the training waits for it for ever. Here nothing is forked: this process writes one tensor after the other,
-or copies all into host memory first and writes them in a thread.
+Megatron's writer starts a process that imports the training script again. It copies all tensors into pinned memory at
+once, and writes them in forked processes. But a process that uses a GPU should not be forked. If such a child dies,
+training waits for it forever. Here nothing is forked. Tensors are written one after the other by this process; or they
+are copied to host memory first, and a thread writes the copies (``staging.py``).
 """
 
 from __future__ import annotations
@@ -24,25 +24,30 @@ from megatron_patches.checkpoint.staging import HostStaging
 
 
 class TorchWriter:
-    """megatron's ``torch_dist`` format, version 1.
+    """A save strategy for Megatron's dist_checkpointing, for its format ``torch_dist``, version 1.
 
-    It must be wrapped in a ``FullyParallelSaveStrategyWrapper``: newer versions of megatron silently replace a strategy
+    It must be wrapped in a ``FullyParallelSaveStrategyWrapper``: newer versions of Megatron silently replace a strategy
     of any other class by their own.
 
     Args:
-        staging: host memory to which tensors are copied, to be written later; None writes them when they are saved.
+        staging: host memory to which tensors are copied, so that :meth:`write` writes them later. With None
+            :meth:`save` writes them.
     """
 
     backend, version = "torch_dist", 1
     can_handle_sharded_objects = True
-    """The answer to a question of earlier versions of megatron: objects are written beside the tensors."""
+    """Tells older versions of Megatron that this strategy also writes objects that are no tensors."""
 
     def __init__(self, staging: HostStaging | None = None) -> None:
         self._staging = staging
         self._later: tuple[dict[str, Any], str | Path] | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Copies this rank's tensors and objects, or writes them; all ranks call it together.
+        """Copies this rank's tensors to host memory, or writes them if there is none; all ranks call it together.
+
+        Args:
+            sharded_state_dict: Megatron's descriptions of tensors and objects.
+            checkpoint_dir: an existing folder.
 
         Raises:
             CheckpointException: a rank could not write; all ranks raise it.
@@ -58,7 +63,7 @@ class TorchWriter:
             self.write()
 
     def write(self) -> None:
-        """Writes the copies that are not written yet; all ranks call it together, also in a thread of their own.
+        """Writes the copies that :meth:`save` made, if any. All ranks call it together; each may do so in a thread.
 
         Raises:
             CheckpointException: as :meth:`save`.
