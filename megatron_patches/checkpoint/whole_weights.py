@@ -1,4 +1,10 @@
-"""The weights of a checkpoint, read one after the other without a model; and a checkpoint of weights alone."""
+"""Reads the weights of a Megatron checkpoint as tensors of a Hugging Face folder, without building the model.
+
+``distca checkpoint`` converts checkpoints to folders with :class:`SavedWeights`, which holds one parameter in memory at
+a time. Without a model the names of all parameters have to be known: tables here and in ``hybrid_names.py`` list them.
+A *slot* (``hugging_face/slots.py``) says of which tensors of a folder a parameter is made. The other way,
+:func:`save_weights` writes a checkpoint with a model's weights alone.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +29,13 @@ from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
 from megatron_patches.hugging_face.slots import Slot
 from megatron_patches.hugging_face.weights import slot_of
+
+_Parameter = tuple[tuple[str, ...], int | None, Slot]
+"""The keys of a parameter in the checkpoint, the number of its layer or expert, and its slot.
+
+With several keys the parameter is their tensors, one below the other. The number is None, unless the key's tensor
+stacks all layers or all experts of a layer.
+"""
 
 _LAYER = (
     "input_layernorm.weight",
@@ -53,20 +66,27 @@ _LAYER = (
     "mlp.shared_experts.gate_weight",
     "post_mlp_layernorm.weight",
 )
+"""All parameters that a layer of any model may have, beside its experts', in the order in which they are read."""
+
 _SAVED_AS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""The names in megatron's checkpoints that are Transformer Engine's; with latent attention they are megatron's own."""
-
+"""The parameters that Megatron's checkpoints hold under Transformer Engine's names, except with latent attention."""
 
 _EXPERTS = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.weight", "linear_fc2.weight"))
 _EXPERT_BIASES = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.bias", "linear_fc2.bias"))
-"""The names under which megatron's checkpoints stack the weights and biases of a layer's experts."""
+"""The names under which Megatron's checkpoints stack the weights, and the biases, of all experts of a layer."""
 
 
 def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
-    """Whether a layer has the parameter ``part`` of :data:`_LAYER`; ``mixture`` is whether it has experts."""
+    """Whether a layer has a parameter of ``_LAYER``.
+
+    Args:
+        model: the description of the model.
+        part: the parameter's name.
+        mixture: whether the layer has experts in place of an MLP.
+    """
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
     latent, low = model.latent.kv_rank > 0, model.latent.q_rank > 0
@@ -102,8 +122,9 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
 
 
 def save_weights(gpt: GPTModel, path: Path) -> None:
-    """Writes a model's weights alone, for megatron's ``dist_checkpointing.load({"model": ...})`` on any number of
-    ranks; all ranks call it together.
+    """Writes a checkpoint of a model's weights alone; all ranks call it together.
+
+    Megatron's ``dist_checkpointing.load({"model": ...})`` reads it on any number of ranks.
 
     Args:
         gpt: this rank's part of the model.
@@ -116,14 +137,14 @@ def save_weights(gpt: GPTModel, path: Path) -> None:
 
 
 class SavedWeights:
-    """The weights of a checkpoint; one parameter of one layer at a time is in memory.
+    """The weights of a checkpoint, as tensors of a Hugging Face folder. One parameter at a time is in memory.
 
     Args:
         path: the checkpoint's folder.
         model: the description of the checkpoint's model.
 
     Raises:
-        UnreadableError: it is not what was saved, or holds more than data, of which nothing was run.
+        UnreadableError: a file is damaged, or holds more than data. No code in it was run.
     """
 
     def __init__(self, path: Path, model: ModelDescription) -> None:
@@ -133,24 +154,23 @@ class SavedWeights:
             self._metadata = checkpoint.FileSystemReader(path).read_metadata()
 
     def names(self) -> list[str]:
-        """Returns the names of the folder's tensors, in the order of :meth:`tensors`."""
+        """Returns the names of the Hugging Face folder's tensors, in the order of :meth:`tensors`."""
         return [name for _, _, slot in self._parts() for name in slot.names]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the folder's tensors with their names, whole, in the checkpoint's type.
+        """Yields the Hugging Face folder's tensors with their names, whole and in the checkpoint's type.
 
         Raises:
-            ModelError: one is missing.
-            UnreadableError: one cannot be read.
+            ModelError: the checkpoint lacks a parameter of the model.
+            UnreadableError: a parameter cannot be read.
         """
         for keys, number, slot in self._parts():
             parts = [self._read(key, number) for key in keys]
             parameter = parts[0] if len(parts) == 1 else torch.cat(parts)
             yield from zip(slot.names, slot.tensors([parameter]), strict=True)
 
-    def _parts(self) -> Iterator[tuple[tuple[str, ...], int | None, Slot]]:
-        """Yields for each parameter its keys in the checkpoint, the layer or expert if these are stacked there, and its
-        slot."""
+    def _parts(self) -> Iterator[_Parameter]:
+        """Yields all parameters of the model."""
         model, name = self._model, "embedding.word_embeddings.weight"
         yield (name,), None, slot_of(name, -1, model)
         hybrid = bool(model.hybrid.pattern)
@@ -159,7 +179,8 @@ class SavedWeights:
         for name in (last, *(() if model.tie_embeddings else ("output_layer.weight",))):
             yield (name,), None, slot_of(name, -1, model)
 
-    def _of_hybrid(self) -> Iterator[tuple[tuple[str, ...], int | None, Slot]]:
+    def _of_hybrid(self) -> Iterator[_Parameter]:
+        """Yields the parameters of all layers of a hybrid model, whose pattern has a symbol for each layer."""
         model = self._model
         for layer, symbol in enumerate(model.hybrid.symbols(model.layers)):
             place = f"decoder.layers.{layer}"
@@ -170,11 +191,12 @@ class SavedWeights:
             if symbol == EXPERTS:
                 yield from self._of_experts(layer)
 
-    def _of_layers(self) -> Iterator[tuple[tuple[str, ...], int | None, Slot]]:
+    def _of_layers(self) -> Iterator[_Parameter]:
+        """Yields the parameters of all layers of a model whose layers have attention and an MLP or experts."""
         model = self._model
         for layer, kind in enumerate(model.layer_kinds):
             mixture = kind.mlp.experts.count > 0
-            # Layers with experts differ from those without, so megatron stacks no layers of such a model.
+            # Megatron stacks the layers of a model, unless it has experts, as then layers may differ.
             stack, number = ("decoder.layers", layer) if not model.experts.count else (f"decoder.layers.{layer}", None)
             for part in _LAYER:
                 if _has(model, part, mixture):
@@ -184,7 +206,8 @@ class SavedWeights:
             if mixture:
                 yield from self._of_experts(layer)
 
-    def _of_experts(self, layer: int) -> Iterator[tuple[tuple[str, ...], int | None, Slot]]:
+    def _of_experts(self, layer: int) -> Iterator[_Parameter]:
+        """Yields the parameters of all experts of a layer, which the checkpoint stacks."""
         model, place = self._model, f"decoder.layers.{layer}"
         for expert in range(model.experts.count):
             for part in (*_EXPERTS, *(_EXPERT_BIASES if model.experts.biases else ())):
@@ -192,6 +215,7 @@ class SavedWeights:
                 yield (f"{place}.{part}",), expert, slot_of(f"{place}.{name}", layer, model)
 
     def _read(self, key: str, number: int | None) -> torch.Tensor:
+        """Returns the tensor under a key of the checkpoint, or its part ``number`` along the first dimension."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise ModelError(f"{self._path} has no {key}, which its model has.")
@@ -206,7 +230,7 @@ class SavedWeights:
 
 
 class _PartReader(checkpoint.FileSystemReader):
-    """A reader of a checkpoint with a known description, which would take longest to read again for every part."""
+    """A reader that is given the checkpoint's description, so that it is not read again for every parameter."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -217,21 +241,29 @@ class _PartReader(checkpoint.FileSystemReader):
 
 
 class _PartPlanner(checkpoint.DefaultLoadPlanner):
-    """Reads a part of one tensor."""
+    """A plan for torch's reader: it reads one part of one tensor, into the tensor to load.
+
+    Args:
+        key: the tensor's name in the checkpoint.
+        stored: its description there.
+        begin: the part's first index in each dimension; the tensor to load has the part's sizes.
+    """
 
     def __init__(self, key: str, stored: TensorStorageMetadata, begin: Sequence[int]) -> None:
         super().__init__()
         self._key, self._stored, self._begin = key, stored, torch.Size(begin)
 
     def create_local_plan(self) -> LoadPlan:
+        """Returns the stored pieces to read, with their places in the tensor to load."""
         part = ChunkStorageMetadata(self._begin, self.state_dict[self._key].size())
         return LoadPlan(create_read_items_for_chunk_list(self._key, self._stored, [part]))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Returns the view of the tensor to load into which a piece is read."""
         tensor: torch.Tensor = self.state_dict[self._key]
         for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dimension, offset, length)
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
-        """Does nothing, as the tensor was written in place."""
+        """Does nothing, as the piece was read in place."""

@@ -1,1 +1,1 @@
-"""Models from Hugging Face folders, and to them."""
+"""Reading and writing of Megatron models as Hugging Face folders."""

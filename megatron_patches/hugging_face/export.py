@@ -1,4 +1,9 @@
-"""A model on all its ranks, written as one Hugging Face folder."""
+"""Writes a model that is spread over many ranks as one Hugging Face folder, at the end of a run.
+
+Each pipeline stage writes files of its own layers. For each parameter the ranks of a stage send their shares to each
+other. The stage's first rank joins the shares to the folder's tensors by the parameter's *slot* (``slots.py``) and
+writes them. So no rank holds the whole model.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +36,14 @@ def export_weights(
 ) -> None:
     """Writes the model's folder; all ranks call it together.
 
-    Each stage's first rank writes its stage's files. It holds one file at a time in host memory, and a layer's experts
-    where these are one tensor.
+    A rank that writes holds one file at a time in host memory. It also holds all experts of a layer if the folder has
+    them in one tensor.
 
     Args:
         model: this rank's part of the model, on its device.
         exported: the description of the folder.
-        folder: an empty folder that all ranks see; it is made where it is missing.
-        values: function from a weight to the values to write; every data-parallel rank calls it for every weight.
+        folder: an empty folder that all ranks see; it is made if it is missing.
+        values: function from a weight to the values to write. Data-parallel ranks call it together for every weight.
 
     Raises:
         CheckpointError: a rank cannot write; all ranks raise it.
@@ -49,7 +54,7 @@ def export_weights(
         raise CheckpointError(f"{folder} could not be written ({problem}).")
     if _has_shares(by_expert=False) or _has_shares(by_expert=True):
         problem, file_of = _write_stage(unwrap_model(model), exported, folder, values)
-    else:
+    else:  # this rank's weights are copies, but ``values`` may be a collective of all data-parallel ranks
         for weight, _ in _own_slots(unwrap_model(model), exported.model):
             values(weight)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -60,12 +65,12 @@ def export_weights(
         problem = _on_first_rank(lambda: finish(folder, whole, exported))
     if problem is not None:
         if dist.get_rank() == 0:
-            clear(folder)  # a full disk gets its room back
+            clear(folder)  # the disk may be full, so its space is freed
         raise CheckpointError(f"{folder} could not be written ({problem}).")
 
 
 def _on_first_rank(work: Callable[[], None]) -> str | None:
-    """Runs work on rank 0; returns on all ranks what went wrong, or None, once the work is done."""
+    """Runs a function on rank 0 while the others wait; returns on all ranks the error's text, or None."""
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -79,13 +84,17 @@ def _on_first_rank(work: Callable[[], None]) -> str | None:
 def _write_stage(
     gpt: GPTModel, exported: ExportedModel, folder: Path, values: Values
 ) -> tuple[str | None, dict[str, str]]:
-    """Writes this stage's files; returns the problem, if there was one, and the file of every tensor that was
-    written."""
+    """Takes part in writing this stage's files.
+
+    Returns:
+        The error's text on the rank that writes, or None; and the file of each tensor that this rank wrote.
+    """
     own = _own_slots(gpt, exported.model)
     biases = list(biases_of_choice(gpt, exported.model))
     group = parallel_state.get_pipeline_model_parallel_group()
     counts: list[Any] = [None] * group.size()
-    first = parallel_state.is_pipeline_first_stage()  # its files hold the tensors of other parts, too
+    # A folder may hold parts that are not trained here, such as an image encoder. The first stage copies their tensors.
+    first = parallel_state.is_pipeline_first_stage()
     mine = count_shards(exported, [name for _, slot in own + biases for name in slot.names], others=first)
     dist.all_gather_object(counts, mine, group=group)
     writer = ShardWriter(
@@ -99,7 +108,7 @@ def _write_stage(
             try:
                 for name, tensor in zip(slot.names, tensors, strict=True):
                     writer.add(name, tensor)
-            except Exception as error:  # others wait in collectives, which this rank has to go on with
+            except Exception as error:  # the loop goes on, as other ranks wait for this one in its collectives
                 problem = f"rank {dist.get_rank()}: {error}"
     if problem is None:
         try:
@@ -112,14 +121,21 @@ def _write_stage(
 
 
 def _has_shares(by_expert: bool) -> bool:
-    """Whether the rank that writes, the stage's first, needs this rank's part; other ranks have copies."""
+    """Whether this rank's shares are needed by the rank that writes. Other data-parallel ranks hold copies.
+
+    Args:
+        by_expert: whether the question is about weights of experts, whose copies are on other ranks.
+    """
     if by_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
     return parallel_state.get_data_parallel_rank() == 0
 
 
 def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.Tensor, Slot]]:
-    """Returns this stage's parameters with their slots; tied weights belong to the first stage alone."""
+    """Returns this stage's parameters with their slots.
+
+    A last stage may hold a copy of the embedding as its output layer. That is left out, as the first stage writes it.
+    """
     copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
     copy = gpt.output_layer.weight if copied and gpt.post_process else None
     return [(parameter, slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
@@ -128,7 +144,14 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """Yields each parameter's whole tensors, on the host of the rank that writes, one parameter after the other."""
+    """Gathers one parameter after the other, and yields its slot and its whole tensors.
+
+    Args:
+        own: this stage's parameters with their slots.
+        values: function from a weight to the values to write.
+        exported: the description of the folder, which gives the tensors' types.
+        writes: whether this rank writes. Other ranks get no tensors.
+    """
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]
@@ -143,4 +166,5 @@ def _whole_tensors(
 
 
 def _as_is(buffer: torch.Tensor) -> torch.Tensor:
+    """The function ``values`` of buffers, which are never in FP8."""
     return buffer

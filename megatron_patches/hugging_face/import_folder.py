@@ -1,4 +1,7 @@
-"""Conversion of a Hugging Face folder to a checkpoint of weights, in one process on its CPU."""
+"""Converts a Hugging Face folder to a Megatron checkpoint of weights alone, in one process on a CPU.
+
+``distca checkpoint`` calls it. A model is built in memory, filled from the folder, and saved.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ def import_folder(
     target: Path,
     advance: Callable[[int], object],
 ) -> None:
-    """Writes a folder's weights as a checkpoint of megatron; all weights are in this process's memory meanwhile.
+    """Writes a folder's weights as a checkpoint of Megatron-Core. This process holds all weights in memory.
 
     Args:
-        files: the folder's tensors, checked.
+        files: the folder's tensors, whose ``check`` has passed.
         described: the description of the folder's model.
-        shape: the sizes of that model.
-        dtype: dtype of the checkpoint's weights.
+        shape: sizes and settings of that model.
+        dtype: type of the checkpoint's weights.
         target: an existing empty folder.
         advance: function that is called with the bytes of each parameter, for progress.
     """

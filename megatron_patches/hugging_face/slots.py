@@ -1,4 +1,9 @@
-"""Links between the parameters of a model and the tensors of a folder that they are made of."""
+"""How each sort of Megatron parameter is made of tensors of a Hugging Face folder, and the way back.
+
+A *slot* links one parameter to its tensors. A rank holds a *share* of a parameter: its tensor-parallel part, or the
+part of its own experts. A slot's ``share`` reads the share of one rank from the folder. Its ``tensors`` makes the
+folder's tensors from the shares of all ranks. ``weights.py`` chooses the slot of each parameter by its name.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,11 @@ from distca.models.tensors import TensorFiles
 
 
 class Slot(Protocol):
-    """The link between a parameter and the tensors of a folder that it is made of.
+    """The link between a parameter and the tensors of a folder of which it is made.
 
     Attributes:
         names: names of the folder's tensors.
-        by_expert: whether its shares are those of expert-parallel ranks; else they are those of tensor-parallel ones.
+        by_expert: whether expert-parallel ranks have the shares; otherwise tensor-parallel ranks do.
     """
 
     @property
@@ -27,7 +32,7 @@ class Slot(Protocol):
     def by_expert(self) -> bool: ...
 
     def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
-        """Returns the share of the parameter on one of ``ranks`` ranks, in the files' type."""
+        """Returns the share of the parameter on rank ``rank`` of ``ranks``, in the files' type."""
         ...
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -37,8 +42,11 @@ class Slot(Protocol):
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter that all ranks have alike: a norm's weight, a projection to latent rows, or a bias that is added to
-    the sum over ranks."""
+    """A parameter of which every rank has a copy.
+
+    It is a norm's weight, a projection to the narrow rows of latent attention, or a bias that is added to a sum over
+    ranks.
+    """
 
     names: tuple[str, ...]
     by_expert = False
@@ -52,7 +60,13 @@ class Whole:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A parameter with a row for each token id, padded with rows of zeros to a multiple of the ranks."""
+    """The embedding or the output layer, with a row for each token id and each rank with equally many rows.
+
+    The last ranks' rows are padded with zeros.
+
+    Attributes:
+        vocabulary: number of token ids.
+    """
 
     names: tuple[str, ...]
     vocabulary: int
@@ -70,10 +84,13 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Rows:
-    """A parameter of several parts, such as gate and up, of which each rank has its rows of every part.
+    """A parameter of several parts, one below the other, such as gate and up. Each rank has some rows of every part.
+
+    Example: gate and up have 4 rows each and lie in one tensor of the folder, so ``parts`` is ((4, 4),). On the first
+    of two ranks the share is rows 0, 1, 4 and 5. In two tensors of the folder ``parts`` would be ((4,), (4,)).
 
     Attributes:
-        parts: by tensor of the folder, the rows of the parts that it holds, one after the other.
+        parts: for each tensor of the folder, the number of rows of each part that it holds.
     """
 
     names: tuple[str, ...]
@@ -96,11 +113,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """A parameter like :class:`Rows`, of which the folder has the parts of each head together.
+    """A parameter like :class:`Rows`, whose rows a folder sorts by head, and Megatron by part.
+
+    Example: with two heads and parts a and b, the folder's rows are a0 b0 a1 b1 and Megatron's are a0 a1 b0 b1.
 
     Attributes:
-        parts: by tensor of the folder, the rows of its parts, of all heads together.
-        heads: number of heads of all ranks.
+        parts: for each tensor of the folder, the number of rows of each part that it holds, over all heads.
+        heads: number of heads on all ranks together.
     """
 
     names: tuple[str, ...]
@@ -123,13 +142,17 @@ class HeadRows:
         )
 
     def _of_head(self) -> list[list[int]]:
-        """Returns the rows of the parts of one head, by tensor."""
+        """Returns for each tensor the number of rows of each part in one head."""
         return [[size // self.heads for size in sizes] for sizes in self.parts]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The weight of a projection whose inputs are divided over ranks."""
+    """The weight of a projection whose inputs, its columns, are divided over ranks.
+
+    Attributes:
+        columns: number of columns on all ranks together.
+    """
 
     names: tuple[str, ...]
     columns: int
@@ -144,7 +167,15 @@ class Columns:
 
 
 def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: int, rows: slice) -> torch.Tensor:
-    """Returns rows of a part, which is a tensor of its own, or lies behind other parts in a single tensor."""
+    """Returns some rows of a part. There is one tensor for each part, or a single one with all parts after each other.
+
+    Args:
+        files: the folder's tensors.
+        names: names of the tensors.
+        sizes: number of rows of each part.
+        part: number of the part.
+        rows: the rows, counted from the part's first one.
+    """
     if len(names) == len(sizes):
         return files.read(names[part], rows)
     skipped = sum(sizes[:part])
@@ -152,20 +183,23 @@ def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: 
 
 
 def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors that hold these parts: one for each, or a single one."""
+    """Returns one tensor for each part, or a single one with all parts, whichever ``names`` asks for."""
     return tuple(parts) if len(names) == len(parts) else (torch.cat(list(parts)),)
 
 
 @dataclass(frozen=True)
 class QueryKeyValue:
-    """The weight or bias of the QKV projection. For each group it has the query heads, the key and the value.
+    """The weight or bias of the QKV projection.
+
+    A group is a key/value head with its query heads. Megatron sorts rows by group: query heads, key, value. A folder
+    has all queries, then all keys, then all values.
 
     Attributes:
-        queries: query heads of a group.
-        groups: number of groups of all ranks.
-        head_dim: rows of a head.
-        gated: whether each query head has an output gate. In the folder it follows its head; here the gates follow all
-            query heads of their group.
+        queries: number of query heads in a group.
+        groups: number of groups on all ranks together.
+        head_dim: number of rows of a head.
+        gated: whether each query head has an output gate. In a folder a gate follows its query head. In Megatron the
+            gates of a group follow the group's query heads.
     """
 
     names: tuple[str, ...]
@@ -192,21 +226,26 @@ class QueryKeyValue:
         return _stored(self.names, [part.flatten(0, 1) for part in (q, k, v)])
 
     def _regrouped(self, rows: torch.Tensor, order: tuple[int, int]) -> torch.Tensor:
-        """Returns [groups, rows, ...] rows with query heads and gates in the other order."""
+        """Returns [groups, rows, ...] with the rows of query heads and gates in the other order.
+
+        Args:
+            rows: [groups, rows, ...], of which a group's rows are [*order, head_dim] flattened.
+            order: (query heads, 2) for a folder's order, (2, query heads) for Megatron's; 1 for 2 without gates.
+        """
         return rows.unflatten(1, (*order, self.head_dim)).transpose(1, 2).flatten(1, 3)
 
     def _widths(self) -> list[int]:
-        """Returns the rows of a group in q, in k and in v."""
+        """Returns the number of a group's rows in q (with gates), k and v."""
         return [heads * self.head_dim for heads in (self.queries * (1 + self.gated), 1, 1)]
 
 
 @dataclass(frozen=True)
 class InputFirst:
-    """A projection of an expert, or its bias, whose first dimension in the folder is that of the inputs.
+    """A projection of an expert that a folder holds transposed, as [inputs, outputs], or the projection's bias.
 
     Attributes:
-        in_turn: whether the folder has outputs of the gate and of the up projection in turn; here all of the gate come
-            first.
+        in_turn: whether the folder's outputs alternate between gate and up projection. Megatron's are all of the gate,
+            then all of the up projection.
     """
 
     names: tuple[str, ...]
@@ -226,10 +265,12 @@ class InputFirst:
 
 @dataclass(frozen=True)
 class InPlace:
-    """A weight of an expert, one for each expert-parallel rank: that of the expert with this number on the rank.
+    """The weight of the n-th expert of each expert-parallel rank. Every rank numbers its own experts from 0.
+
+    Example: with 4 experts on 2 ranks, the weights of number 1 are those of experts 1 and 3.
 
     Attributes:
-        each: by expert-parallel rank, the slot of its expert's weight.
+        each: for each expert-parallel rank, the slot of its expert's weight.
     """
 
     each: tuple[Slot, ...]

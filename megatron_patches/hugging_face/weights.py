@@ -1,7 +1,8 @@
-"""The tensors of a Hugging Face folder that each parameter of a GPTModel or a HybridModel is made of.
+"""Links every parameter of a GPTModel or HybridModel to its tensors in a Hugging Face folder, and loads a folder.
 
-Each kind of parameter is a class (``slots.py``). It knows the tensors that the parameter is made of, this rank's share
-of them, and the way back from all ranks' shares. Each rank reads its own shares alone.
+A *slot* (``slots.py``) is such a link. It reads a rank's share of the parameter from the folder's tensors, and makes
+the tensors from all ranks' shares. Here the function ``slot_of`` chooses the slot by the parameter's name, and
+``load_weights`` fills a built model. Each rank reads its own shares alone. ``export.py`` goes the other way.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ from megatron_patches.hugging_face.slots import (
 from megatron_patches.te.fp8_weights import set_values
 
 _CHOICE_BIAS = "mlp.router.expert_bias"
-"""The end of the name of the only tensor of a folder that is no parameter of the model; no optimizer updates it."""
+"""How the name of the router's bias ends, which is added to scores before experts are chosen. It is a buffer of the
+model, not a parameter, as no optimizer updates it. All other tensors of a folder are parameters."""
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: int = 1) -> Slot:
-    """Returns the slot of a parameter: the tensors of a folder that it is made of.
+    """Returns the slot of a parameter.
 
     Args:
-        parameter: its name in a GPTModel, or in a HybridModel.
-        layer: number of its layer in the whole model, from 0; it is not read for parameters outside of layers.
+        parameter: the parameter's name in a GPTModel or HybridModel, on this rank.
+        layer: number of the parameter's layer in the whole model, from 0; not read for parameters outside of layers.
         model: the description of the folder's model.
-        expert_ranks: expert-parallel ranks, each of which numbers its own experts from 0.
+        expert_ranks: number of expert-parallel ranks. Each numbers its own experts from 0.
     """
     if parameter == "embedding.word_embeddings.weight":
         return Vocabulary((model.weights.embedding,), model.vocabulary)
@@ -96,7 +98,13 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
 
 
 def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
-    """Returns the slot of a parameter that only latent attention has; None for others."""
+    """Returns the slot of a parameter that only latent attention has; None for other parameters.
+
+    Args:
+        name: the parameter's name in its layer.
+        place: how names of the folder's layer begin.
+        model: the description of the folder's model.
+    """
     names, latent = model.weights.latent, model.latent
     of_heads = {
         "linear_q_proj": (names.query, model.head_dim),
@@ -119,7 +127,7 @@ def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
 
 
 def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> Slot:
-    """Returns the slot of a weight of one expert."""
+    """Returns the slot of a weight or bias of expert ``number``; other arguments as in :func:`_latent_slot`."""
     stored, ffn = model.weights.experts, model.experts.ffn
     linear, kind = name.split(".")[-2:]
     parts = stored.gate_up if linear == "linear_fc1" else (stored.down,)
@@ -131,13 +139,26 @@ def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> S
 
 
 def _gate_up(names: tuple[str, ...], rows: int, gated: bool) -> Slot:
-    """Returns the slot of the gate, where there is one, and the up projection; a single tensor may hold both."""
+    """Returns the slot of an MLP's first linear layer: gate, if it has one, and up projection.
+
+    Args:
+        names: one name for each part, or a single name of a tensor with both.
+        rows: number of rows of a part.
+        gated: whether there is a gate.
+    """
     parts = (rows,) * (1 + gated)
     return Rows(names, (parts,) if len(names) == 1 else tuple((part,) for part in parts))
 
 
 def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) -> Slot:
-    """Returns the slot of a parameter of a recurrent layer, by its name in the mixer."""
+    """Returns the slot of a parameter of a recurrent layer's mixer.
+
+    Args:
+        name: the parameter's name in the mixer.
+        place: how names of the folder's layer begin.
+        mixer: symbol of the mixer, a gated delta net or Mamba.
+        model: the description of the folder's model.
+    """
     hybrid, stored = model.hybrid, model.weights.recurrent
 
     def whole_name(part: str) -> str:
@@ -161,6 +182,7 @@ def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) ->
 
 
 def _norms(stored: WeightMap) -> dict[str, str]:
+    """Returns a folder's name of each norm, by the norm's name in Megatron's layers."""
     return {
         "norm.weight": stored.attention_norm,
         "input_layernorm.weight": stored.attention_norm,
@@ -181,7 +203,10 @@ def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Paramete
 
 
 def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.Tensor, Slot]]:
-    """Yields the biases that this rank's routers add to scores before they choose experts, and their slots."""
+    """Yields the biases that this rank's routers add to scores before they choose experts, with their slots.
+
+    They are buffers, so :func:`slots` does not yield them.
+    """
     for name, buffer in gpt.named_buffers():
         if name.endswith(_CHOICE_BIAS):
             layer = gpt.decoder.layers[int(name.split(".")[2])].layer_number - 1
@@ -189,7 +214,7 @@ def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.
 
 
 def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
-    """Returns the group of ranks that have the shares of a parameter."""
+    """Returns the group of ranks among which a parameter is divided."""
     if slot.by_expert:
         return parallel_state.get_expert_model_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -198,12 +223,12 @@ def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
 def load_weights(
     gpt: Any, model: ModelDescription, files: TensorFiles, advance: Callable[[int], object] = lambda size: None
 ) -> None:
-    """Copies this rank's shares of a folder's tensors into a built model, in the model's type.
+    """Copies this rank's shares of a folder's tensors into a built model, and converts them to the model's type.
 
     Args:
-        gpt: this rank's part of a GPTModel or a HybridModel, on its device, not wrapped yet.
-        model: the description of the folder's model; ``files.check`` must have passed.
-        files: the folder's tensors.
+        gpt: this rank's part of a GPTModel or a HybridModel, not yet inside DistributedDataParallel.
+        model: the description of the folder's model.
+        files: the folder's tensors, whose ``check`` has passed.
         advance: function that is called with the bytes of each parameter, for progress.
 
     Raises:
