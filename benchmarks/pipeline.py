@@ -1,6 +1,6 @@
 """Pipelines: the same batches with 1F1B on packed documents ("off") and with ticks over one server pool ("on").
 
-    python benchmarks/pipeline.py --output benchmarks/results/pipeline.json --pp 2 --contexts 131072 262144 \\
+    python benchmarks/pipeline.py --output benchmarks/results/pipeline.json --pp 2 --contexts 131072 262144 \
         -- --config configs/llama-8b-cut.yaml --model.layers 8
 
 Documents follow the long-context versions of the mixes and stay whole on a rank, as unmodified megatron-core needs it;
@@ -22,10 +22,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -140,7 +142,6 @@ def _train(arguments: argparse.Namespace, world: Any, case: dict[str, Any], mode
 
 
 def _figures(run: Path, warm_up: int, stages: int) -> dict[str, Any]:
-    from benchmarks.idle_share import idle_shares
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     counted = lines[warm_up:]
@@ -211,6 +212,41 @@ def _level(attention: dict[str, Any]) -> str:
             texts.append(f"{name} {attention[name]['phases']:.3f}")
             texts[-1] += f", with linear layers {linear['phases']:.3f}" if linear else ""
     return "; ".join(texts)
+
+
+def idle_shares(trace: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Share of a step in which each rank computed nothing of the model, from the trace of exactly that step.
+
+    The step lasts from the first computation of any rank to the last one of any rank; the optimizer's step and the
+    reduction of gradients lie after it. Computation is what the tracks "compute ping", "compute pong" and "stage" hold.
+    Under ticks these spans leave out the waits for attention rows and also their packing. So idle is counted too high
+    rather than too low there. A micro-batch's forward or backward under 1F1B is one span.
+
+    Args:
+        trace: events of a timeline.json.
+
+    Returns:
+        By rank, a share between 0 and 1; empty where nothing was recorded.
+    """
+    events = list(trace)
+    tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans: dict[int, list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X" and tracks[event["pid"], event["tid"]] in ("compute ping", "compute pong", "stage"):
+            spans.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    if not spans:
+        return {}
+    begin = min(start for mine in spans.values() for start, _ in mine)
+    end = max(stop for mine in spans.values() for _, stop in mine)
+    return {rank: 1 - _covered(mine) / (end - begin) for rank, mine in sorted(spans.items())}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union."""
+    starts, stops = np.array(sorted(spans)).T
+    reached = np.maximum.accumulate(stops)
+    before = np.concatenate(([-np.inf], reached[:-1]))
+    return float(np.maximum(reached - np.maximum(starts, before), 0).sum())
 
 
 if __name__ == "__main__":

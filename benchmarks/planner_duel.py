@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from distca.baselines.dealing import Work, deal
 from distca.baselines.layouts import Pieces, head_tail, layout_of, whole, zigzag
-from distca.baselines.work import Work, deal
 from distca.data.mixes import sample_mix
 from distca.plan import Links, Plan, imbalance, lay_out, plan_at_home, plan_micro_batch, server_seconds, traffic
 from distca.plan.cost.linear import layer_weights

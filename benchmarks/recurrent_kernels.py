@@ -28,8 +28,8 @@ from distca.recurrent.fla_delta_rule import FlaDeltaRule
 from distca.recurrent.reference import ReferenceRecurrence
 from distca.recurrent.self_check import check, drawn_rows
 from distca.recurrent.tuned import use_tuned
-from distca.testing.recurrent_pieces import in_pieces, spans_of
 from distca.testing.reference_attention import relative_error
+from distca.testing.reference_recurrence import in_pieces, spans_of
 from distca.versions import command_line, header, write_report
 
 QWEN = Recurrence.gated_delta_net(16, 32, 128, 128)

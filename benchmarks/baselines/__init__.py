@@ -7,9 +7,8 @@ the same and their gradients are added, so only attention has to know of them.
 
 from benchmarks.baselines.groups import CpGroup, CpGroups
 from benchmarks.baselines.prepare import Prepared, prepare
-from distca.baselines.dealing import groups_of
+from distca.baselines.dealing import Work, groups_of
 from distca.baselines.mode import Mode, every_mode, parse_mode
-from distca.baselines.work import Work
 from distca.errors import BaselineError
 
 __all__ = [

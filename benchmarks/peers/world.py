@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from benchmarks.peers import apex
 from distca.cluster.environment import check_gpus_usable, gpu_of, launched
 from distca.cluster.parent import end_with_torchrun
 from distca.cluster.world import World, initialize
 from distca.transport.collective import nccl_goes_first
+
+APEX = "fused_weight_gradient_mlp_cuda"
 
 
 def join_unmodified() -> World:
@@ -25,7 +30,7 @@ def join_unmodified() -> World:
     if torch.cuda.is_available():
         device = torch.device("cuda", gpu_of(told.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
-        apex.stand_in()
+        stand_in_for_apex()
         nccl_goes_first()
         initialize(told, "cpu:gloo,cuda:nccl", device)
     else:
@@ -37,3 +42,23 @@ def join_unmodified() -> World:
             use_cpus()
         initialize(told, "gloo")
     return World(told.rank, told.size, device)
+
+
+def stand_in_for_apex() -> None:
+    """Put torch's product in the place of Apex's, which adds up weight gradients, where Apex is not installed.
+
+    Megatron-Core's output layer calls that CUDA extension, which NVIDIA's containers have, and refuses
+    ``gradient_accumulation_fusion`` without it, for Transformer Engine's layers too. To be called before Megatron-Core
+    is imported.
+    """
+    if APEX not in sys.modules and find_spec(APEX) is None:
+        module: Any = ModuleType(APEX)
+        module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = _add_product
+        sys.modules[APEX] = module
+
+
+def _add_product(rows: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    """total += gradientᵀ rows, without rounding the product before it is added where torch has such a product."""
+    from distca.ops.output_loss import add_product
+
+    add_product(total, gradient.t(), rows)

@@ -10,15 +10,16 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, Store
 
 from distca.cluster.interface import bind_gloo
-from distca.testing.gloo import share_gloo_device
 from distca.testing.shared_gpus import share_gpus
 from distca.transport.collective import nccl_goes_first
 
@@ -175,3 +176,27 @@ def _rank_main(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+_made_alone = ProcessGroupGloo.__init__
+
+
+def share_gloo_device() -> None:
+    """Let all gloo groups that this process makes from now on listen on one device.
+
+    By itself every group makes a device, whose thread wakes up a hundred times a second, also where nothing is sent.
+    A rank has some thirty groups, so ranks on a few cores would spend a tenth of their time on this.
+    """
+    ProcessGroupGloo.__init__ = _made  # type: ignore[method-assign,assignment]
+
+
+def _made(group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._timeout = [_device(os.environ.get("GLOO_SOCKET_IFNAME"))], timeout
+    _made_alone(group, store, rank, size, options)
+
+
+@cache
+def _device(interface: str | None) -> Any:
+    """The device of an interface, which gloo takes from the environment."""
+    return ProcessGroupGloo.create_default_device()

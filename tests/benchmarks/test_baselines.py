@@ -145,7 +145,7 @@ def test_head_tail_gives_every_rank_the_same_share_of_a_documents_attention():
 
 
 def test_dealing_levels_work_and_respects_room():
-    from distca.baselines.work import Work, deal
+    from distca.baselines.dealing import Work, deal
 
     work = Work(per_token=1.0, per_pair=0.01)
     lengths = np.array([1000, 500, 500, 400, 300, 200, 100, 50, 50, 20])
@@ -158,8 +158,7 @@ def test_dealing_levels_work_and_respects_room():
 
 
 def test_a_step_dealt_anew_levels_ranks_over_all_its_micro_batches():
-    from distca.baselines.dealing import dealt_anew
-    from distca.baselines.work import Work
+    from distca.baselines.dealing import Work, dealt_anew
     from distca.data.sampler import MicroBatch
 
     work = Work(per_token=0.0, per_pair=1.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.idle_share import idle_shares
+from benchmarks.pipeline import idle_shares
 from distca.train.metrics.plots import write_timeline
 
 

@@ -247,11 +247,11 @@ def test_the_ceiling_of_a_report_is_the_one_that_was_measured():
 
 
 def test_apex_has_a_stand_in_that_adds_up_weight_gradients(monkeypatch):
-    from benchmarks.peers import apex
+    from benchmarks.peers import world
 
-    monkeypatch.setattr(apex, "find_spec", lambda _: None)
-    monkeypatch.delitem(sys.modules, apex.NAME, raising=False)
-    apex.stand_in()
+    monkeypatch.setattr(world, "find_spec", lambda _: None)
+    monkeypatch.delitem(sys.modules, world.APEX, raising=False)
+    world.stand_in_for_apex()
     rows, gradient, total = torch.randn(6, 3), torch.randn(6, 2), torch.ones(2, 3)
-    sys.modules.pop(apex.NAME).wgrad_gemm_accum_fp32(rows, gradient, total)
+    sys.modules.pop(world.APEX).wgrad_gemm_accum_fp32(rows, gradient, total)
     torch.testing.assert_close(total, 1 + gradient.t() @ rows)

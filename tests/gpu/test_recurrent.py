@@ -12,8 +12,8 @@ from distca.recurrent.fla_delta_rule import FlaDeltaRule
 from distca.recurrent.reference import ReferenceRecurrence
 from distca.recurrent.self_check import check, drawn_rows
 from distca.testing.ranks import run_ranks
-from distca.testing.recurrent_pieces import in_pieces, spans_of
 from distca.testing.reference_attention import relative_error
+from distca.testing.reference_recurrence import in_pieces, spans_of
 
 pytest.importorskip("fla", reason="needs fla-core")
 

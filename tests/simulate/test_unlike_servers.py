@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distca.baselines import parse_mode
-from distca.commands.plan_servers import server_bytes
+from distca.commands.plan_results import server_bytes
 from distca.plan import MicroBatchPlan, TableCost, server_seconds
 from distca.plan.cost.pool import PoolCost
 from distca.plan.cost.scaled import scaled

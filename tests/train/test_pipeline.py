@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.idle_share import idle_shares
+from benchmarks.pipeline import idle_shares
 from distca.testing.ranks import run_ranks
 from distca.train.config.schema import (
     CadConfig,

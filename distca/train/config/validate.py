@@ -16,9 +16,7 @@ from distca.train.config.initial import first_scaling
 from distca.train.config.names import with_settings
 from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
 from distca.train.config.validate_data import data_problems
-from distca.train.config.validate_experts import expert_problems, expert_ranks_problems
-from distca.train.config.validate_hybrid import hybrid_problems
-from distca.train.config.validate_latent import latent_problems
+from distca.train.config.validate_models import expert_problems, expert_ranks_problems, hybrid_problems, latent_problems
 from distca.train.config.validate_servers import servers_problems
 from distca.words import count
 

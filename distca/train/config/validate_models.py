@@ -1,0 +1,182 @@
+"""Settings of models that cannot work: with experts, with hybrid stacks and with latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distca.models.hybrid import DELTA_NET, EXPERTS, RECURRENT
+from distca.models.shape import ModelShape
+from distca.models.variant import Variant
+from distca.train.config.schema import RunConfig
+from distca.words import count
+
+
+def expert_problems(config: RunConfig) -> list[str]:
+    """Sentences on what cannot work, whatever the number of ranks."""
+    experts, parallel = config.model.experts, config.parallel
+    problems = [f"model.experts.{problem}" for problem in experts.problems(config.model.layers)]
+    if not experts.count:
+        if parallel.ep > 1:
+            problems.append(
+                f"parallel.ep is {parallel.ep}, but the model has no experts; set it to 1, or model.experts.count to "
+                "a multiple of it."
+            )
+        return problems
+    if experts.count % parallel.ep:
+        problems.append(
+            f"parallel.ep is {parallel.ep}, which does not divide the {experts.count} experts of a layer "
+            "(model.experts.count), but each rank has equally many; change one."
+        )
+    if experts.shared_ffn % parallel.tp:
+        problems.append(
+            f"model.experts.shared_ffn {experts.shared_ffn} is not divisible by parallel.tp {parallel.tp}; change one."
+        )
+    if experts.biases and not (config.model.qkv_bias and config.model.variant.attention_output_bias):
+        problems.append(
+            "model.experts.biases is true, but the projections of attention have none; set model.qkv_bias and "
+            "model.variant.attention_output_bias to true."
+        )
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        problems.append(
+            f"parallel.sequence_parallel is false with parallel.tp {parallel.tp}, but each rank sends rows of its own "
+            "to the experts; set it to true, or parallel.tp to 1."
+        )
+    return problems + _dense_only(config)
+
+
+def _dense_only(config: RunConfig) -> list[str]:
+    """Sentences on what dense models can do, and models with experts cannot."""
+    found: dict[str, tuple[object, object, str]] = {
+        "model.variant.activation": (config.model.variant.activation, "silu", "experts are computed with silu"),
+        "model.variant.gated": (config.model.variant.gated, True, "experts have gates"),
+        "train.fp8": (config.train.fp8, "none", "experts are computed in the type of their weights"),
+        "train.offload": (
+            "none" if config.train.offload == "auto" else config.train.offload,
+            "none",
+            "what experts keep for backward is not moved to host memory",
+        ),
+    }
+    return [
+        f"{setting} is {_said(value)}, but {why}; set it to {_said(served)}, or model.experts.count to 0."
+        for setting, (value, served, why) in found.items()
+        if value != served
+    ]
+
+
+def expert_ranks_problems(config: RunConfig, world_size: int) -> list[str]:
+    """Sentences on what cannot work with so many ranks, which tensor parallelism and stages divide."""
+    parallel = config.parallel
+    ranks = world_size // parallel.pp
+    if ranks % parallel.ep == 0:
+        return []
+    stage = f"the {count(ranks, 'rank')}" if parallel.pp == 1 else f"the {count(ranks, 'rank')} of a pipeline stage"
+    return [
+        f"parallel.ep is {parallel.ep}, which does not divide {stage}; give a divisor, or start another number of "
+        "ranks."
+    ]
+
+
+def hybrid_problems(config: RunConfig) -> list[str]:
+    """Sentences on what cannot work, whatever the number of ranks."""
+    hybrid, model, tp = config.model.hybrid, config.model, config.parallel.tp
+    problems = [f"model.hybrid.{problem}" for problem in hybrid.problems(model.layers)]
+    if not hybrid.pattern or problems:
+        return problems
+    if (EXPERTS in hybrid.pattern) != bool(model.experts.count):
+        problems.append(
+            f"model.experts.count is {model.experts.count}, but model.hybrid.pattern is {hybrid.pattern!r}; give "
+            "experts where it has E, and none where it has not."
+        )
+    stages = hybrid.of_stages(model.layers, config.parallel.pp).split("|")
+    if len({*stages}) > 1:
+        problems.append(
+            f"model.hybrid.pattern is {hybrid.pattern!r}, which gives the {config.parallel.pp} stages of parallel.pp "
+            f"unlike layers ({' and '.join(dict.fromkeys(stages))}); change one, so that all have the same."
+        )
+    if {*RECURRENT} & {*hybrid.pattern} and hybrid.key_heads % tp:
+        problems.append(f"model.hybrid.key_heads {hybrid.key_heads} is not divisible by parallel.tp {tp}; change one.")
+    return problems + _not_in_hybrid_stacks(config)
+
+
+def _not_in_hybrid_stacks(config: RunConfig) -> list[str]:
+    """Sentences on what other models can do, and hybrid stacks cannot yet."""
+    model, train, hybrid = config.model, config.train, config.model.hybrid
+    variant = model.variant
+    known = {name: getattr(variant, name) for name in ("activation", "gated", "zero_centered_norms", "rotary_percent")}
+    found: dict[str, tuple[object, object]] = {
+        "parallel.pp": (1 if config.cad.enabled else config.parallel.pp, 1),
+        "parallel.sequence_parallel": (config.parallel.sequence_parallel or config.parallel.tp == 1, True),
+        "train.offload": ("none" if train.offload == "auto" else train.offload, "none"),
+        "train.fp8": (train.fp8, "none"),
+        "model.layer_types": (model.layer_types, ["full"]),
+        "model.sinks": (model.sinks, False),
+        "model.experts.dense_layers": (model.experts.dense_layers, 0),
+    }
+    if not hybrid.rotate:
+        found["model.rope_scaling.kind"] = model.rope_scaling.kind, "none"
+        found["model.rope_base"] = model.rope_base, ModelShape.rope_base
+    if DELTA_NET in hybrid.pattern:
+        found["model.variant.activation"] = (variant.activation, "silu")
+    problems = [
+        f"{setting} is {_said(value)}, which is not served with model.hybrid.pattern; set it to {_said(served)}."
+        for setting, (value, served) in found.items()
+        if value != served
+    ]
+    if replace(Variant(), **known) != variant:
+        problems.append(
+            "model.variant has more than activation, gated, zero_centered_norms and rotary_percent, which is not "
+            "served with model.hybrid.pattern; leave it out."
+        )
+    return problems
+
+
+def latent_problems(config: RunConfig) -> list[str]:
+    """Sentences on what cannot work, whatever the number of ranks."""
+    latent, model = config.model.latent, config.model
+    problems = [f"model.latent.{problem}" for problem in latent.problems()]
+    if not latent.kv_rank:
+        return problems
+    if model.kv_heads != model.heads:
+        problems.append(
+            f"model.kv_heads is {model.kv_heads}, but with model.latent every head has keys and values; set it to "
+            f"model.heads, {model.heads}."
+        )
+    if model.head_dim not in (0, latent.head_dim):
+        problems.append(
+            f"model.head_dim is {model.head_dim}, but model.latent.key_dim and rotary_dim make it {latent.head_dim}; "
+            "leave it out."
+        )
+    return problems + _not_with_latent_attention(config)
+
+
+def _not_with_latent_attention(config: RunConfig) -> list[str]:
+    """Sentences on what other models can do, and those with latent attention cannot yet."""
+    model, parallel, cad = config.model, config.parallel, config.cad
+    found: dict[str, tuple[object, tuple[object, ...]]] = {
+        "model.qk_norm": (model.qk_norm, (False,)),
+        "model.qkv_bias": (model.qkv_bias, (False,)),
+        "model.layer_types": (model.layer_types, (["full"],)),
+        "model.sinks": (model.sinks, (False,)),
+        "model.rope_scaling.kind": (model.rope_scaling.kind, ("none", "yarn")),
+        "model.rope_scaling.truncate": (model.rope_scaling.truncate, (True,)),
+        "model.hybrid.pattern": (model.hybrid.pattern, ("",)),
+        "model.experts.biases": (model.experts.biases, (False,)),
+        "model.experts.clamp": (model.experts.clamp, (0,)),
+        "parallel.sequence_parallel": (parallel.sequence_parallel or parallel.tp == 1, (True,)),
+        "cad.servers": (cad.servers, (0,)),
+        "train.fp8": (config.train.fp8, ("none",)),
+        "train.linears": (config.train.linears, ("auto", "local")),
+    }
+    problems = [
+        f"{setting} is {_said(value)}, which is not served with model.latent; set it to "
+        f"{' or '.join(map(_said, served))}."
+        for setting, (value, served) in found.items()
+        if value not in served
+    ]
+    if model.variant != Variant():
+        problems.append("model.variant is not that of a LLaMA, which is not served with model.latent; leave it out.")
+    return problems
+
+
+def _said(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "empty"
