@@ -1,4 +1,9 @@
-"""The public API: core attention disaggregation in anybody's Megatron-Core training script.
+"""The public class :class:`CAD`: core attention disaggregation in a Megatron-Core training script.
+
+Attention without its projections, *core attention*, has work that grows with the square of a document's length. So
+ranks with equally many tokens have unequal work. CAD plans every step so that ranks compute parts of each other's core
+attention. Rows of q, k and v travel to those ranks and rows of outputs come back. Everything else stays on the ranks
+that hold the tokens, which are the *homes* of those rows.
 
     distca.join_world()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
@@ -89,25 +94,25 @@ Model = TypeVar("Model", bound=LanguageModule)
 class CAD:
     """Core attention disaggregation for one model on this rank.
 
-    All ranks make one together, after ``distca.join_world()`` and ``parallel_state.initialize_model_parallel``, and
+    All ranks create it together, after ``distca.join_world()`` and ``parallel_state.initialize_model_parallel``, and
     before the model is built.
 
     Args:
-        config: the model's configuration. Some of its fields are switched on: ``gradient_accumulation_fusion``; with
-            pipeline stages ``deallocate_pipeline_outputs``; and with ``recompute`` "all"
-            ``disable_parameter_transpose_cache``.
+        config: the model's configuration. CAD sets three of its fields. ``gradient_accumulation_fusion`` becomes True.
+            ``deallocate_pipeline_outputs`` becomes True with pipeline stages, and False without. With ``recompute``
+            "all" ``disable_parameter_transpose_cache`` becomes True.
         keywords: as in :class:`megatron_patches.arguments.CadArguments`.
 
     Attributes:
-        options: how steps are planned.
-        pool: the server pool: transport, kernel, timeline.
-        folder: the folder in which a step is written if the planner fails on it; by default the working directory.
+        options: the options of the planner.
+        pool: this rank's kernel, transport and timeline.
+        folder: the folder of the file that is written if the planner fails; by default the working directory.
 
     Raises:
-        SupportError: a field of the configuration, or a way of running it, is not served; or products in FP8 or of
-            Transformer Engine are wrong on this machine.
-        KernelError, TransportError: the kernel or transport that was asked for cannot run here, or is wrong here.
-        PlanError: an unusable cost table.
+        SupportError: a field of the configuration or an argument is not supported; or Transformer Engine's linear
+            layers were asked for, or FP8, and their products are wrong on this machine.
+        KernelError, TransportError: the kernel or transport that was named cannot run here, or gives wrong results.
+        PlanError: the cost table is not usable.
     """
 
     @with_keywords_of(CadArguments)
@@ -165,26 +170,28 @@ class CAD:
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
         if self._recompute_all:
-            # Then a weight's FP8 copies live only while its segment or layer is computed. Copies of all weights would
-            # take as much memory as the weights.
+            # A weight's FP8 copies then live only while its layer is computed. Kept for all weights, they would take as
+            # much memory as the weights.
             config.disable_parameter_transpose_cache = True
         if not self._own_layers:
             fuse_rotation(config)
 
     def _options_with(self, given: CadArguments) -> PlanOptions:
+        """Returns the planner's options for these arguments."""
         return plan_options(self.config, self._kinds, self.pool.kernel, self.device, given, self._how, self._remote)
 
     def _terms(self) -> PoolTerms:
+        """Returns the facts about this model that servers without a model need."""
         spec = attention_spec(self.config, self._kinds, self.device, self._given)
         return PoolTerms(self.options, spec, self._given.kernel, self._how)
 
     def _terms_of_change(self) -> PoolTerms:
-        """Makes plans use the servers that are there now; returns the terms that these must know."""
+        """Sets the planner's options for the servers without a model that are there now; returns the facts for them."""
         assert self._remote is not None
         numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
         homes, given = self.options.homes, self._given
         speeds = given.speeds
-        if speeds:  # a server of a new number has the speed of its table
+        if speeds:  # a server that was not there at first is as fast as the cost table says
             of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
         nodes = given.ranks_per_node
@@ -198,7 +205,7 @@ class CAD:
 
     @property
     def te_linears(self) -> bool:
-        """Whether the layers get Transformer Engine's linear layers."""
+        """Whether the model gets Transformer Engine's linear layers, and not Megatron's own."""
         return self._te
 
     @property
@@ -213,14 +220,14 @@ class CAD:
 
     @property
     def pool_rank(self) -> int:
-        """This rank in the server pool."""
+        """This rank's number among the ranks of all stages that compute each other's attention."""
         return self.options.pool_rank(self._stage, self._rank)
 
     def _kinds_of(self, config: TransformerConfig) -> LayerKinds:
         return LayerKinds.of(config, self._given.model_options.score_softcap, self._given.hybrid_layer_pattern)
 
     def hybrid_stack_spec(self) -> ModuleSpec:
-        """The spec to build a HybridModel with.
+        """Returns the spec with which to build a HybridModel.
 
         Raises:
             SupportError: CAD was made without ``hybrid_layer_pattern``.
@@ -234,15 +241,16 @@ class CAD:
         return hybrid_stack_spec(self.config, options=self._given.model_options, te=self._te)
 
     def block_spec(self, layer: ModuleSpec | None = None) -> TransformerBlockSubmodules:
-        """The spec to build a GPTModel with.
+        """Returns the spec with which to build a GPTModel.
 
         Args:
-            layer: Megatron's spec of a dense layer, the local one or Transformer Engine's; None takes the local one of
-                the configuration. Its linear layers are of the kind that ``linears`` chose, whichever it names.
+            layer: Megatron's spec of a dense layer, the local one or Transformer Engine's. None takes Megatron's local
+                spec for the configuration. If CAD chose Transformer Engine's linear layers, they replace those of a
+                local spec.
 
         Raises:
-            SupportError: the spec is for other layers, or is Transformer Engine's where ``linears`` chose Megatron's
-                own.
+            SupportError: the spec is for other layers; it is Transformer Engine's, but CAD chose Megatron's own linear
+                layers; or CAD was made with ``hybrid_layer_pattern``.
         """
         if self._given.hybrid_layer_pattern:
             raise SupportError(
@@ -256,11 +264,14 @@ class CAD:
         return block_spec(self.config, layer, options=options, disaggregate=self._given.disaggregate, te=self._te)
 
     def attach(self, model: Model) -> Model:
-        """Makes a model that was built with :meth:`block_spec` or :meth:`hybrid_stack_spec` run disaggregated; returns
-        it. A subclass of GPTModel or HybridModel stays one.
+        """Changes a model so that it takes this CAD's steps, and returns the same model.
+
+        Args:
+            model: a GPTModel that was built with :meth:`block_spec`, or a HybridModel that was built with
+                :meth:`hybrid_stack_spec`. It may be of a subclass.
 
         Raises:
-            SupportError: it is another model, or a part of it is not served.
+            SupportError: it is another model, or a part of it is not supported.
         """
         options, pattern = self._given.model_options, self._given.hybrid_layer_pattern
         check_bare(model, pattern)
@@ -284,7 +295,7 @@ class CAD:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
             model.position_embedding_type = "rope"  # a HybridModel asks for rotations only with it
-        # Steps have lengths if one of several models needs them.
+        # CAD may have several models. Steps get documents' lengths if any of the models needs them.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
@@ -292,7 +303,7 @@ class CAD:
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         model.expert_load = ExpertLoad(take_nano_batches(model), self.config.moe_router_topk)
-        # Segments that are recomputed as a whole need outputs of norms right away, so they keep them.
+        # With recompute "all", backward uses the outputs of norms right after they are recomputed, so they are kept.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate or pattern:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -308,20 +319,20 @@ class CAD:
     def data_parallel(
         self, model: GPTModel, *, distributed_optimizer: bool = True, gradients: torch.dtype = torch.float32
     ) -> DistributedDataParallel:
-        """Returns Megatron's DistributedDataParallel around an attached model on its device.
+        """Returns Megatron's DistributedDataParallel around an attached model that is on this rank's device.
 
-        Weights become bfloat16 where the configuration says so. Gradients are added up in their own type. Without
-        pipeline stages they are reduced while backward goes on.
+        Weights become bfloat16 where the configuration says so. Without pipeline stages gradients are reduced while
+        backward goes on.
 
         Args:
             model: from :meth:`attach`.
             distributed_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
-            gradients: torch.float32, or torch.bfloat16, for bfloat16 weights only: half the bytes to hold and to
-                reduce, rounded after every addition.
+            gradients: the dtype in which gradients are added up and reduced: torch.float32, or for bfloat16 weights
+                torch.bfloat16. The latter takes half the bytes, and sums are rounded after every addition.
 
         Raises:
-            SupportError: the model was not attached, a type is not served, or weights are FP8 numbers and the optimizer
-                is not distributed.
+            SupportError: the model was not attached; a dtype is not supported; or ``distributed_optimizer`` is False
+                for weights that are FP8 numbers.
         """
         check_attached(model)
         check_unwrapped(model)
@@ -337,15 +348,15 @@ class CAD:
         """Plans one step and brings this rank's rows to the device; all ranks call it together.
 
         Args:
-            documents: by micro-batch, its documents over all data-parallel ranks, the same on every rank. A document is
-                anything with a length and slices of token ids. A rank reads only slices with its own rows, but for 16
-                ids of each of 8 documents, which are compared between ranks.
+            documents: for each micro-batch a list of its documents over all data-parallel ranks, the same on every
+                rank. A document is anything with a length and slices of token ids. A rank reads the token ids of its
+                own rows. It also reads 16 ids of each of 8 documents, by which ranks find that their documents differ.
 
         Raises:
-            PlanError: something is no document, or cannot be laid out; there is not one home or weight for each
-                document; a micro-batch or a home has more than ``tokens_per_rank``; or another rank was given other
-                documents, planned otherwise, or could not plan.
-            DataError: the attached model does not know a token id.
+            PlanError: an object is no document; the number of homes or weights is not that of the documents; documents
+                have more tokens than ``tokens_per_rank`` allows; ranks have different documents or plans; or a rank
+                could not plan.
+            DataError: the attached model does not have a token id.
         """
         self._single_steps += 1
         with closing(self.plan_ahead([documents], self._single_steps)) as ahead:
@@ -354,19 +365,19 @@ class CAD:
     def plan_ahead(
         self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1
     ) -> Generator[Step, None, None]:
-        """Yields steps, each planned in a background thread while the one before runs; all ranks call it together.
+        """Yields steps, each planned in a background thread while the previous one runs; all ranks call it together.
 
-        Loops of steps may be nested. All ranks may leave one early, after the same step; ``steps`` was then asked for
-        one more.
+        Such loops may be nested, as a validation inside training. All ranks may leave a loop early, after the same
+        step. One more step was then taken from ``steps``.
 
         Args:
-            steps: the documents of every step, the same on every rank, as for :meth:`plan_step`. The thread iterates
-                over them.
+            steps: the documents of every step, as for :meth:`plan_step`. The background thread iterates over them.
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError, DataError: as in :meth:`plan_step`, on every rank. It is a FailedPlanError where the planner
-                itself failed; its message names a file in ``folder`` with the step's lengths, for ``distca plan``.
+            PlanError, DataError: as in :meth:`plan_step`, on every rank.
+            FailedPlanError: the planner failed with an unexpected error. The message names a file in ``folder`` with
+                the step's lengths, for ``distca plan``.
         """
         if self._ahead is None:
             self._ahead = AgreedSteps(self.device)
@@ -375,7 +386,7 @@ class CAD:
     def _make_step(
         self, number: int, documents: StepDocuments | Sequence[Sequence[Document]], dealt: bool = False
     ) -> Step:
-        """Makes a step; with ``dealt``, documents stay in the micro-batches in which they are."""
+        """Makes step ``number``. With ``dealt`` documents stay in their micro-batches, into which a plan dealt them."""
         documents, given = listed(documents), self._given
         check_room(documents, self.options.ranks, given.tokens_per_rank)
         return make_step(
@@ -391,10 +402,11 @@ class CAD:
     def forward_backward(
         self, step: Step, forward_step: ForwardStep, model: DistributedDataParallel, *, forward_only: bool = False
     ) -> list[Any]:
-        """Runs forward and backward of a step; returns what the loss function reported.
+        """Runs forward and backward of a step.
 
-        Without pipeline stages it runs Megatron's schedule, with them the one in which all stages run the same phase.
-        Gradients are zeroed before. They end up reduced, and divided by the target tokens of the global batch.
+        Gradients are set to zero at the beginning. At the end they are reduced, and divided by the target tokens of the
+        global batch. Without pipeline stages Megatron's schedule runs the step. With stages it is a schedule of this
+        project's, in which all stages run forward together and then all run backward.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
@@ -402,15 +414,15 @@ class CAD:
                 the model, and returns the model's output and a loss function. The loss function gets that output, and
                 returns the summed loss, the number of target tokens as an int tensor, and anything to report.
             model: from :meth:`data_parallel`.
-            forward_only: compute losses only, and keep nothing for backward.
+            forward_only: True computes losses only, and keeps nothing for backward.
 
         Raises:
             SupportError: the model is not from :meth:`data_parallel`, so its gradients would not be reduced; its
-                weights differ between data-parallel ranks; the step was planned by a CAD that runs otherwise; or, on
-                ranks with the loss, the loss function returns anything else.
+                weights differ between data-parallel ranks; a CAD with other options planned the step; or
+                ``forward_step`` or the loss function returns other values than these.
 
         Returns:
-            The reports, by micro-batch; empty on stages without the loss.
+            The loss function's reports, by micro-batch; empty on stages without the loss.
         """
         while True:
             step = self._with_present_servers(step)
@@ -425,7 +437,7 @@ class CAD:
         return reports
 
     def _with_present_servers(self, step: Step) -> Step:
-        """Returns the step, planned again if servers have gone or come."""
+        """Returns the step, or plans it again if servers without a model have gone or come since it was planned."""
         if self._remote is None:
             return step
         if self._remote.wants_change():
@@ -448,55 +460,58 @@ class CAD:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The numbers of the servers without a model that are there, in the order in which they follow the homes."""
+        """The numbers of the present servers without a model, in their order in the pool, where they follow homes."""
         return () if self._remote is None else self._remote.numbers
 
     def as_run(self, step: Step) -> Step:
-        """Returns the step that ran last as it ran: ``step``, or as planned again because servers went or came."""
+        """Returns the step that ran last. It is another object than ``step`` if that was planned again, because
+        servers without a model went or came."""
         return self._ran or step
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
-        """Returns how probable the model finds every document of a step, token by token, on all data-parallel ranks.
+        """Returns the log-probability of every token of a step's documents, on all data-parallel ranks.
 
-        All ranks call it together. It runs forward alone.
+        All ranks call it together. It runs forward only.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
             model: from :meth:`data_parallel`.
 
         Returns:
-            By micro-batch and document of ``step.documents``, of n tokens each, [n - 1] float32: the logarithm of the
-            probability of tokens 1, 2 ... n - 1, each after those before it. Empty on stages without the loss.
+            By micro-batch and document of ``step.documents``, for a document of n tokens [n - 1] float32: the logarithm
+            of the probability of tokens 1, 2 ... n - 1, each given the tokens before it. Empty on stages without the
+            loss.
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
         return [[each[:-1] for each in documents] for documents in gather_documents(self.as_run(step), values)]
 
     def let_server_go(self, number: int) -> None:
-        """Go on without the server without a model of this number from the next step on; every rank calls it.
+        """Leaves out server ``number`` from the next step on, one of the servers without a model; all ranks call it.
 
         Raises:
-            SupportError: servers are on GPUs, where they stay to the end.
+            SupportError: servers have to stay to the end on this kind of device; on CPUs and GPUs they may go.
         """
         if self._remote is not None:
             self._remote.let_go(number)
 
     def served(self, step: Step) -> list[Served | None] | None:
-        """Returns the seconds and memory that the last step took on each server without a model, in order.
+        """Returns the report of each server without a model on the last step: seconds of attention and memory.
 
-        It waits until all servers have told them; the entry of one that is gone since is None. On ranks other than the
-        first, and without servers, it returns None."""
+        It waits for all servers' reports; the entry of a server that has gone is None. On all ranks but the first, and
+        without such servers, it returns None."""
         return None if self._remote is None else self._remote.served(self.as_run(step).announced)
 
     def server_timelines(self) -> dict[int, list[dict[str, Any]]]:
-        """Ends the recording of servers without a model; returns the spans of each, by its number.
+        """Ends the recording of servers without a model; returns the recorded spans of each, by its number.
 
-        They recorded since this rank began to record. Empty on other ranks than the first, and without servers."""
+        Servers record the steps that run while this rank's timeline records. Empty on all ranks but the first, and
+        without such servers."""
         return {} if self._remote is None else self._remote.timelines()
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
-        """Returns how rows were spread over experts in all micro-batches that were trained on since the last call.
+        """Returns how rows were spread over experts in all micro-batches since the last call that had a backward.
 
-        Keys are the numbers of this stage's layers with experts, from 1; the loads are the same on all ranks of the
+        Keys are the numbers of this stage's layers with experts, from 1. The loads are the same on all ranks of the
         stage.
 
         Args:

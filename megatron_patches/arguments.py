@@ -1,4 +1,9 @@
-"""The arguments that a user gives :class:`megatron_patches.api.CAD` beside Megatron's configuration."""
+"""The keyword arguments of ``CAD`` (:class:`megatron_patches.api.CAD`), and checks that they go together.
+
+Words that they use: a document's *home* ranks hold its rows and compute its linear layers. *Servers* compute core
+attention; every rank is one. Backward gets its rows in one of two ways. With "keep" the server of a forward keeps them;
+with "resend" homes keep them and send them again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,9 @@ Recompute = Literal["none", "all"]
 How = Literal["keep", "resend"]
 
 _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
+"""Arguments whose values are checked by the functions that choose a transport or a kernel."""
 _WHOLE = {"tokens_per_rank", "servers"}
+"""Arguments that are whole numbers."""
 _LEAST = {"tokens_per_rank": 1, "servers": 0, "tolerance": 0, "nvshmem_buffer_gb": 0, "server_gb_s": 0}
 _MAY_DIFFER = {
     "transport",
@@ -33,32 +40,33 @@ _MAY_DIFFER = {
     "offload",
     "linears",
 }
-"""Arguments that may differ between ranks, or that are compared elsewhere."""
+"""Arguments that are not compared between ranks here: they may differ, or another place compares them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CadArguments(CadOptions):
-    """The keyword arguments of ``distca.CAD``: those of :class:`distca.cad_options.CadOptions`, and these.
+    """The keyword arguments of ``distca.CAD``: those of :class:`distca.cad_options.CadOptions`, and these further ones.
 
     Attributes:
-        tokens_per_rank: most tokens of a micro-batch, over the data-parallel ranks of a stage; with homes, of each.
-        disaggregate: False computes every document's attention at home, on whole documents, with the same kernels and
-            Megatron's own layers and schedules: the baseline.
-        recompute: with "none", backward recomputes what the configuration says, which may be
-            ``recompute_modules=["mlp"]``. With "all", it recomputes everything but core attention; where attention is
-            at home, it recomputes every layer as a whole, as Megatron's full recomputation does.
-        keep_outputs: whether the outputs of norms and SwiGLU are kept for backward, not computed again. This takes more
-            memory and less time. It needs recompute "none", and no recomputed modules.
-        offload: whether the inputs that backward needs of every layer wait in host memory. It needs recompute "all",
-            resend, which "auto" then takes, and no pipeline stages.
-        linears: "local" takes Megatron's own linear layers, "te" Transformer Engine's, on GPUs and in bfloat16, and
-            "auto" Transformer Engine's where they can be used. Only these can compute in FP8, by the configuration's
-            ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the current tensor, "delayed"
-            or "blockwise"). With its ``fp8_param`` weights are FP8 numbers alone, and
+        tokens_per_rank: most tokens of a micro-batch for each data-parallel rank, in the mean over ranks. Where the
+            caller gives documents homes, it limits every single rank.
+        disaggregate: False is the baseline: every rank computes the attention of its own, whole documents, with the
+            same kernels and Megatron's own layers and schedules.
+        recompute: with "none" backward recomputes the modules that Megatron's configuration names, at most the MLPs.
+            With "all" it recomputes everything but core attention. Without ``disaggregate``, "all" recomputes every
+            layer as a whole, as Megatron's full recomputation does.
+        keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time.
+            It needs recompute "none", and a configuration without recomputed modules and FP8.
+        offload: True keeps the inputs that backward needs of every layer in host memory. It needs recompute "all",
+            backward "resend" or "auto", and a model without pipeline stages.
+        linears: "local" takes Megatron's own linear layers. "te" takes Transformer Engine's, which need GPUs and
+            bfloat16. "auto" takes Transformer Engine's where they can be used. They alone compute in FP8, as the
+            configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` say. Recipes are "tensorwise", which scales
+            by the current tensor, "delayed" and "blockwise". With ``fp8_param`` weights are FP8 numbers alone, and
             :meth:`megatron_patches.api.CAD.data_parallel` needs the distributed optimizer.
-        hybrid_layer_pattern: the pattern with which a HybridModel is built; empty for a GPTModel.
-        model_options: options that Megatron's configuration has no field for. The defaults are a model that is all in
-            the configuration.
+        hybrid_layer_pattern: the pattern of layers with which a HybridModel is built; empty for a GPTModel.
+        model_options: options of the model for which Megatron's configuration has no field. With the defaults the
+            configuration describes the model completely.
     """
 
     tokens_per_rank: int
@@ -71,10 +79,10 @@ class CadArguments(CadOptions):
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:
-        """Refuses unknown values and numbers out of range; transport and kernel are checked where they are chosen.
+        """Refuses unknown words and numbers out of range; arguments in ``_CHECKED_WHERE_CHOSEN`` are checked elsewhere.
 
         Raises:
-            SupportError: a value is refused; it names the first.
+            SupportError: a value is refused; the message names the first.
         """
         for name, hint in get_type_hints(CadArguments).items():
             value, served = getattr(self, name), get_args(hint)
@@ -91,10 +99,13 @@ class CadArguments(CadOptions):
                 raise SupportError(f"`{name}` is {number}; it must be at least {least}.")
 
     def how(self, stages: int) -> How:
-        """Returns the way in which backward gets its rows with these arguments.
+        """Checks that the arguments go together; returns the way in which backward gets its rows, "keep" or "resend".
+
+        Args:
+            stages: number of pipeline stages.
 
         Raises:
-            SupportError: ``level`` or ``offload`` is not served with the other arguments.
+            SupportError: two arguments do not go together.
         """
         found: How = "resend" if stages > 1 or self.offload else "keep"
         if self.backward != "auto":
@@ -131,9 +142,10 @@ def with_keywords_of(
 ) -> Callable[
     [Callable[[Self, TransformerConfig, Made], None]], Callable[Concatenate[Self, TransformerConfig, Keywords], None]
 ]:
-    """Decorates a constructor that takes a configuration and an object that ``made`` makes.
+    """Decorates a constructor with the parameters (config, object), where ``made`` is the object's class.
 
-    The decorated one takes the configuration and the keywords of ``made``, and makes the object itself."""
+    The decorated constructor takes (config, **keywords) and calls ``made(**keywords)`` for the object. Its signature
+    lists the keywords, so that editors and ``help`` show them."""
 
     def decorate(
         constructor: Callable[[Self, TransformerConfig, Made], None],
@@ -154,10 +166,11 @@ def with_keywords_of(
 
 
 def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int) -> None:
-    """Refuses ``offload`` where home ranks keep no rows of their own for backward.
+    """Refuses ``offload`` unless homes keep the rows for backward and recompute everything else.
 
     Args:
-        disaggregate, recompute, backward: as in :class:`megatron_patches.api.CAD`.
+        disaggregate, recompute: as in :class:`CadArguments`.
+        backward: the way in which backward gets its rows, "keep" or "resend".
         stages: number of pipeline stages.
 
     Raises:
@@ -178,10 +191,10 @@ def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int
 
 
 def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
-    """Refuses ``keep_outputs`` where outputs are computed again anyway, or kept as FP8 copies.
+    """Refuses ``keep_outputs`` where backward computes outputs again anyway, or FP8 copies of them are kept.
 
     Args:
-        recompute: as in :class:`megatron_patches.api.CAD`.
+        recompute: as in :class:`CadArguments`.
         config: the model's configuration.
 
     Raises:
@@ -197,15 +210,17 @@ def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
 
 
 def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, unlike: bool = False) -> None:
-    """Refuses to level time where no server is ever idle, or where an idle one could only wait.
+    """Refuses ``level`` "time", which gives servers that are idle at times more attention, where that cannot help.
+
+    It cannot where no server is ever idle. Without ping-pong an idle server could only wait for rows.
 
     Args:
-        level, disaggregate, ping_pong: as in :class:`megatron_patches.api.CAD`.
+        level, disaggregate, ping_pong: as in :class:`CadArguments`.
         stages: number of pipeline stages.
-        unlike: whether servers differ in their speed, or in having a model.
+        unlike: whether servers differ in speed, or some of them have no model.
 
     Raises:
-        SupportError: ``level`` is "time" there.
+        SupportError: ``level`` is "time", and cannot help.
     """
     if level != "time" or (disaggregate and (stages > 1 or unlike) and ping_pong):
         return

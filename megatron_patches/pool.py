@@ -1,4 +1,10 @@
-"""Joining the server pool: this rank's kernel, its transport, and where backward's rows are kept."""
+"""Makes this rank's part of the server pool, for ``CAD``.
+
+The server pool is the set of ranks that compute each other's core attention. A rank needs three things for it: an
+attention kernel, a transport that moves rows between ranks, and the way in which backward gets its rows. With "keep"
+the rank that computed a forward keeps its rows for backward. With "resend" the ranks that rows came from send them
+again.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +33,23 @@ def join_pool(
     how: How,
     remote: RemoteServers | None = None,
 ) -> AttentionPool:
-    """Returns the server pool as this rank sees it; all ranks call it together.
+    """Returns this rank's kernel, transport and timeline; all ranks call it together.
 
     Args:
         config: Megatron's configuration.
-        layer_kinds: the kinds of its layers.
+        layer_kinds: the kinds of attention and recurrences of the model's layers.
         device: this rank's device.
-        given: how core attention is to be computed.
-        how: the way in which backward gets its rows, keep or resend.
-        remote: the servers without a model; None for none.
+        given: the user's arguments of ``CAD``.
+        how: the way in which backward gets its rows, "keep" or "resend".
+        remote: processes without a model that compute attention too; None without them.
 
     Raises:
-        KernelError, TransportError: the kernel or transport that was asked for cannot run here, or is wrong here.
-        SupportError: there are recurrent layers, and no kernel of theirs is right here.
+        KernelError, TransportError: the kernel or transport that the user named cannot run here, or computes wrong
+            results here.
+        SupportError: there are recurrent layers, and no kernel computes them right here.
     """
     spec = attention_spec(config, layer_kinds, device, given)
-    # Kernels compile at first use: this happens now, and not while other ranks wait for rows.
+    # Choosing a kernel runs it once, so it is compiled now, and not while other ranks wait for rows.
     kernel = choose_kernel(given.kernel, spec)
     for recurrence in dict.fromkeys(filter(None, layer_kinds.recurrences)):
         choose_recurrent_kernel(recurrence, device, config.params_dtype, given.deterministic)
@@ -60,7 +67,7 @@ def join_pool(
 def attention_spec(
     config: TransformerConfig, layer_kinds: LayerKinds, device: torch.device, given: CadArguments
 ) -> AttentionSpec:
-    """Returns the core attention of this tensor-parallel rank's heads, by which kernels are chosen and checked."""
+    """Returns what a kernel is chosen and checked for: this tensor-parallel rank's heads, dtype and kinds of layers."""
     shape = attention_shape(config)
     return AttentionSpec(
         shape.heads,

@@ -1,7 +1,7 @@
-"""The megatron-core that is installed, found without importing it, and whether this project supports it.
+"""Finds the installed version of Megatron-Core without importing it, and says whether this project supports it.
 
-Code that depends on the version looks at signatures and missing modules, where it needs to. The range here says which
-versions were tested.
+It also drops three lines of Megatron-Core from the log. Code elsewhere that must differ by version looks at signatures
+and missing modules, and not at this number.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from distca.errors import VersionError
 
 SUPPORTED = ">=0.16.1,<0.20"
+"""The supported versions, as pip writes them. The first and the last of them are tested."""
 _FIRST, _BEYOND = (0, 16, 1), (0, 20, 0)
 
 
 def installed_version() -> str | None:
-    """Returns the version of the megatron-core that an import would take, such as "0.16.1"; None without one.
+    """Returns the version of Megatron-Core that an import would load, such as "0.16.1"; None if none is installed.
 
-    It is read from the sources: they may be a folder on PYTHONPATH that pip does not know, and importing them takes
-    seconds.
+    It is read from the source file, as an import takes seconds, and pip does not know a folder on PYTHONPATH.
     """
     try:
         found = find_spec("megatron.core")
@@ -34,7 +34,7 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """Returns, in words, the megatron-core that is here and the one that is needed; None if it can be used."""
+    """Returns the installed version and the supported ones, as part of a sentence; None if it is supported."""
     version = installed_version()
     if version is not None and _FIRST <= tuple(map(int, version.split("."))) < _BEYOND:
         return None
@@ -42,7 +42,7 @@ def why_not_supported() -> str | None:
 
 
 def has_gated_delta_net() -> bool:
-    """Whether the gated delta net that our layers are built with is there, which is so since 0.19."""
+    """Whether Megatron-Core is 0.19 or later: it then has the gated delta net on which our layer is built."""
     version = installed_version()
     return version is not None and tuple(map(int, version.split("."))) >= (0, 19)
 
@@ -57,18 +57,19 @@ def check_version() -> None:
         raise VersionError(f"megatron-core is {reason}.")
 
 
+# By logger, the beginning of the line that is dropped.
 _DROPPED = {
-    # This project serves both models.
+    # GPTModel and its successor, HybridModel, are both supported here.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    # Megatron makes the same layout itself.
+    # Megatron-Core then makes the same layout itself.
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
-    # Megatron calls it to read checkpoints of earlier versions.
+    # Megatron-Core itself calls load_common, to read checkpoints of earlier versions.
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
 }
 
 
 def drop_log_lines() -> None:
-    """Keeps these lines out of the log from now on; it may be called again."""
+    """Keeps the lines of ``_DROPPED`` out of the log from now on; it may be called again."""
     for name in _DROPPED:
         logging.getLogger(name).addFilter(_is_kept)
 

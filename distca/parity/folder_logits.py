@@ -20,7 +20,7 @@ from megatron_patches.steps.step_documents import StepDocuments
 def folder_logits(folder: Path, documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The logits of a folder's model for each document alone.
 
-    One rank of its own calls it: inside :func:`megatron_patches.ranks.one_process.one_process`, or of
+    One rank of its own calls it: inside :func:`megatron_patches.ranks.groups.one_process`, or of
     ``run_ranks``.
 
     Args:

@@ -18,7 +18,7 @@ from megatron_patches.hugging_face.weights import load_weights
 from megatron_patches.layers.block import block_spec
 from megatron_patches.model.gpt import build_gpt, build_hybrid_of, transformer_config
 from megatron_patches.model.model_variant import model_options
-from megatron_patches.ranks.one_process import one_process
+from megatron_patches.ranks.groups import one_process
 
 
 def import_folder(

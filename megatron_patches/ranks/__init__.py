@@ -1,1 +1,1 @@
-"""This process among the ranks: its device and Megatron's process groups."""
+"""This process among the ranks: torch.distributed, process groups, and servers without a model."""

@@ -1,23 +1,40 @@
-"""megatron's process groups, and the group of the server pool."""
+"""Makes and closes Megatron's process groups, and the groups of the server pools.
+
+A server pool is the set of ranks that compute each other's core attention: all data-parallel ranks of all pipeline
+stages with the same tensor-parallel rank. Each tensor-parallel rank has its own heads, so each has its own pool.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from distca.cluster.interface import bind_gloo
 from distca.cluster.timeout import TIMEOUT
+from megatron_patches.patches.cpu import use_cpu
 from megatron_patches.support.experts import check_expert_groups
 from megatron_patches.te import quantization
 
 
 def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
-    """Creates megatron's groups and seeds its random states; torch.distributed must be initialised already.
+    """Creates Megatron's process groups and seeds its random states; torch.distributed has to be initialised.
 
-    Each rank has whole experts, also with tensor parallelism. Groups of these sizes that exist are kept. Groups of
-    other sizes are destroyed first: megatron's own clean-up forgets groups without closing them, and each holds threads
-    and connections.
+    Groups that exist with these sizes are kept. Groups of other sizes are closed first. Megatron's own clean-up does
+    not close groups, and each would keep its threads and connections.
+
+    Args:
+        tp: number of tensor-parallel ranks.
+        pp: number of pipeline stages.
+        seed: seed of weights; each stage adds :func:`pipeline_seed`.
+        ep: number of ranks over which a layer's experts are spread. Each rank has whole experts, also with ``tp``.
+
+    Raises:
+        SupportError: ``ep`` does not divide a stage's ranks.
     """
     if parallel_state.model_parallel_is_initialized():
         sizes = (
@@ -37,27 +54,29 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() / 60),
     )
-    for group in dist.distributed_c10d._world.pg_map:  # megatron (0.16.1) gives not all of them the time-out
+    for group in dist.distributed_c10d._world.pg_map:  # Megatron 0.16.1 sets the time-out of some groups only
         if group is not dist.group.WORLD:
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
     if pp > 1:
-        # In NCCL, some ranks of a group can exchange only after all of its ranks have exchanged once.
+        # A first collective of all stages. Before it NCCL cannot send between two of a group's ranks alone.
         here = torch.zeros(1, device=torch.cuda.current_device())
         dist.all_reduce(here, group=parallel_state.get_pipeline_model_parallel_group())
     model_parallel_cuda_manual_seed(seed + pipeline_seed())
 
 
 def pipeline_seed() -> int:
-    """Returns the number that a stage adds to the seed of its weights, so that no two stages draw the same ones."""
+    """Returns the number that this stage adds to the seed of weights, so that stages draw different weights."""
     return 100 * parallel_state.get_pipeline_model_parallel_rank()
 
 
 _pools: dict[tuple[int, int], dist.ProcessGroup] = {}
+"""The group of this rank's server pool with several stages, by tensor- and pipeline-parallel size."""
 
 
 def server_pool_group() -> dist.ProcessGroup:
-    """Returns the group of all data-parallel and pipeline ranks that share this rank's tensor-parallel rank, numbered
-    stage by stage. Without pipeline stages these are the data-parallel ranks. All ranks call it together."""
+    """Returns the group of this rank's server pool; all ranks call it together.
+
+    Its ranks are numbered stage by stage. Without pipeline stages it is the data-parallel group."""
     tp, pp = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -65,7 +84,8 @@ def server_pool_group() -> dist.ProcessGroup:
     if pp == 1:
         return parallel_state.get_data_parallel_group()
     if _pools.get((tp, pp)) not in dist.distributed_c10d._world.pg_map:  # none yet, or closed with its world
-        # megatron numbers tensor-parallel ranks fastest, then data-parallel ones, then stages.
+        # Of Megatron's ranks, tensor-parallel ones follow each other, then data-parallel ones, then stages. So every
+        # tp-th rank belongs to one pool.
         for first in range(tp):
             ranks = list(range(first, dist.get_world_size(), tp))
             group = dist.new_group(ranks, timeout=TIMEOUT)
@@ -75,10 +95,28 @@ def server_pool_group() -> dist.ProcessGroup:
 
 
 def destroy_model_parallel() -> None:
-    """Closes megatron's groups and forgets them; the default group stays."""
+    """Closes all process groups but the default one, and makes Megatron forget its groups."""
     quantization.forget_layers()
     parallel_state.destroy_model_parallel()
     _pools.clear()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Makes this process the only rank, on its CPU, inside the ``with`` block: to build a model without a run.
+
+    torch.distributed must not be initialised in this process."""
+    use_cpu()
+    bind_gloo()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        initialize_model_parallel(1, 1, seed=1)
+        try:
+            yield
+        finally:
+            destroy_model_parallel()
+    finally:
+        dist.destroy_process_group()

@@ -1,6 +1,14 @@
-"""Servers without a model, as homes see them: who they are, the pool's group with them, and what they are told.
+"""The ranks' side of servers without a model, which are processes that only compute core attention for them.
 
-The homes' first rank alone talks to them, through the store behind the homes' world (``distca.cluster.pool_store``).
+The ranks that train are *homes*: they hold documents' rows, the model and the optimizer. A *pool* is the homes with one
+tensor-parallel rank, and the servers without a model that serve them. Servers are in no group of Megatron. They plan
+each step themselves, from documents' lengths, and exchange rows with homes in a process group of the pool.
+
+The homes' first rank alone talks to servers: through a key-value store it writes messages, which all servers read in
+order, and reads their answers. Servers may leave and others may come during a run. Each such change makes a new
+*generation* of the pool, with a process group of its own.
+
+``distca/runtime/attention_server.py`` is the servers' side.
 """
 
 from __future__ import annotations
@@ -30,28 +38,29 @@ from distca.transport.breakable import BreakableTransport
 logger = logging.getLogger(__name__)
 
 _HERE_S = 15.0
-"""Seconds in which a server that lives answers."""
+"""Seconds that homes wait for an answer of a server. Then the server counts as gone, and the run goes on without it."""
 _TRIES = 5
+"""The number of attempts to form a pool after a change. The run ends if servers go away during each of them."""
 _pools = count()
-"""Numbers of the pools that this process makes; the same on all homes, which make them together."""
+"""Numbers of the pools that this process makes. All homes make their pools together, so numbers are the same on all."""
 
 
 def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool) -> None:
-    """Refuse what has not been shown to be right beside servers without a model.
+    """Refuses models and settings that no test has shown to be right with servers without a model.
 
     Args:
         config: Megatron's configuration.
-        recurrent: whether layers are recurrent.
-        offload: as in :class:`megatron_patches.api.CAD`.
+        recurrent: whether some layers are recurrent.
+        offload: the argument of ``CAD``.
 
     Raises:
-        SupportError: the model has such a thing.
+        SupportError: the model or a setting is refused; the message names it.
     """
     found = {
         "mixtures of experts": bool(config.num_moe_experts),
         "recurrent layers": recurrent,
         "offload": offload,
-        # A step that is thrown away would leave its largest values behind.
+        # A step may fail because a server went, and run again. The largest values of the failed run would stay.
         "FP8 with delayed scaling": bool(config.fp8) and config.fp8_recipe == "delayed",
     }
     for what, there in found.items():
@@ -60,24 +69,23 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
 
 
 class RemoteServers:
-    """Servers without a model; every home makes one together.
-
-    They may go and come: a *generation* of the pool has the same servers throughout, and process groups of its own.
+    """The servers without a model of one ``CAD``, as a home sees them; all homes create it together.
 
     Args:
-        servers: number of servers, of all tensor-parallel ranks together.
-        tp: tensor-parallel ranks, each of which is served by equally many.
-        transport: name of the transport that was asked for.
+        servers: number of servers, those of all tensor-parallel ranks together.
+        tp: number of tensor-parallel ranks; each has the same number of servers.
+        transport: the transport that the user named.
         device: this rank's device.
 
     Attributes:
-        transport: moves rows in this rank's pool of homes, then servers.
-        generation: number of the pool's generation.
-        numbers: the numbers that the servers of all tensor-parallel ranks were given, in the servers' order.
+        transport: moves rows between the ranks of this rank's pool; homes come first, then servers.
+        generation: number of the pool's generation, from 0.
+        numbers: the present servers' numbers, in the order in which they follow the homes. Whoever started a server
+            gave it its number. All tensor-parallel ranks' servers are there.
 
     Raises:
-        SupportError: the number of servers, the transport or a device does not go with them.
-        LaunchError: servers do not come.
+        SupportError: the number of servers, the transport or a server's device is not possible.
+        LaunchError: a server does not come.
     """
 
     def __init__(self, servers: int, tp: int, transport: str, device: torch.device) -> None:
@@ -103,16 +111,16 @@ class RemoteServers:
         for each in self._servers:
             check_device(device.type, each.device, each.number)
         self.generation = 0
-        self._comers: list[Comer] = []  # those that have not been let in
-        self._seen = 0
+        self._comers: list[Comer] = []  # servers that came during the run and are not in the pool yet
+        self._seen = 0  # how many servers have come during the run
         self._lost: set[int] = set()
         self._released: set[int] = set()
         self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
         weakref.finalize(self, self._watch.stop)
-        # What servers and other homes need no more than a host for is asked over gloo, where there is some.
+        # Small questions between homes go over gloo, if that is there, so that they do not wait for the GPU.
         self._asking = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
         if self._leads:
-            # Servers end when this rank has no more use for them, or ends itself.
+            # Servers are told to end when this object is collected, or when this process ends.
             weakref.finalize(self, self._store.tell, "end")
 
     @property
@@ -121,11 +129,13 @@ class RemoteServers:
 
     @property
     def machines(self) -> list[str]:
-        """The machines of those that serve this rank's pool, in order."""
+        """The names of the machines on which this rank's servers run, in the servers' order."""
         return [each.machine for each in self._servers[dist.get_rank() % self._tp :: self._tp]]
 
     def begin(self, terms: PoolTerms) -> None:
-        """Form the pool of the first generation; every home and its servers do together."""
+        """Forms the process group of the first generation; all homes and servers do so at the same time.
+
+        ``terms`` are the facts of the homes' model that servers need."""
         self._put_generation(terms)
         self.transport.use(self._group(TIMEOUT))
         self._begin_watch()
@@ -133,7 +143,8 @@ class RemoteServers:
     # A step.
 
     def announce(self, inputs: StepInputs) -> int:
-        """Let servers plan a step too; returns the number by which they know it, 0 on other ranks than the first."""
+        """Makes servers plan a step; returns the number by which they know it. On all ranks but the first it does
+        nothing and returns 0."""
         if not self._leads:
             return 0
         number = next(self._numbers)
@@ -141,12 +152,13 @@ class RemoteServers:
         return number
 
     def agree(self, number: int, plan: StepPlan) -> None:
-        """Wait until servers have planned step ``number`` alike. One that is gone is not waited for: the step is
-        planned again without it.
+        """Waits until all servers have planned step ``number``, and compares their plans with the homes' one.
+
+        A server that is gone is noted, and the step is later planned again without it.
 
         Raises:
-            PlanError: a server planned otherwise or could not plan; the first rank raises it.
-            LaunchError: a server does not answer, and none may go; the first rank raises it.
+            PlanError: a server has another plan or could not plan; the first rank raises it.
+            LaunchError: a server does not answer, and servers on such devices have to stay; the first rank raises it.
         """
         if self._leads:
             for each in self._servers:
@@ -159,24 +171,32 @@ class RemoteServers:
                     raise LaunchError(f"Server {each.number} of the pool does not plan.")
 
     def run(self, number: int, plan: StepPlan, forward_only: bool, zero: float | None) -> None:
-        """Let servers serve a step that they were announced as ``number``. They record it where ``zero`` says when the
-        homes' recording began."""
+        """Makes servers compute their part of a step.
+
+        Args:
+            number: from :meth:`announce`.
+            plan: the step's plan.
+            forward_only: True if the step has no backward.
+            zero: the time at which the homes' recording began, in seconds since 1970. Servers then record the step too.
+                None records nothing.
+        """
         if self._leads:
-            # As it was dealt: planned again it would not be dealt anew.
+            # These lengths are in the micro-batches of the plan. A server that has to plan again must not deal the
+            # documents over micro-batches once more.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
 
     def is_served(self) -> bool:
-        """Whether the step that ran had all its servers to the end, on every home; they all ask."""
+        """Whether all servers were there to the end of the step that just ran; all homes call it together."""
         return not (self._may_change and self._anywhere(not self.transport.came_to_end(self._device)))
 
     def served(self, number: int) -> list[Served | None] | None:
-        """The seconds and memory that step ``number`` took on each server, which this waits for; None of a server that
-        is gone since. None on other ranks than the first."""
+        """Waits for the servers' reports of step ``number``, and returns them in the servers' order.
+
+        The report of a server that has gone is None. On all ranks but the first it returns None at once."""
         return [self._left(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 
     def timelines(self) -> dict[int, list[dict[str, Any]]]:
-        """Ends the recording of servers; returns the spans of each, by its number. Empty on other ranks than the
-        first."""
+        """Ends the servers' recording; returns each server's spans, by its number. Empty on all ranks but the first."""
         if not self._leads:
             return {}
         number = next(self._numbers)
@@ -184,13 +204,13 @@ class RemoteServers:
         return {each.number: self._left(f"timeline/{number}/{each.number}", each) or [] for each in self._servers}
 
     def _left(self, key: str, server: Comer) -> Any:
-        """Returns what a server leaves under ``key``; None where it is gone."""
+        """Waits for a server's answer in the store under ``key``; returns it, or None if the server has gone."""
         return self._store.take(key) if self._answers(key, server) else None
 
-    # Who serves.
+    # Changes of the servers.
 
     def wants_change(self) -> bool:
-        """Whether a server has gone or come since the generation began; every home asks before a step."""
+        """Whether servers have gone or new ones can join; all homes call it together before a step."""
         if not self._may_change:
             return False
         wanted = self.transport.broken
@@ -204,10 +224,10 @@ class RemoteServers:
         return self._anywhere(wanted)
 
     def let_go(self, number: int) -> None:
-        """Go on without a server from the next step on.
+        """Leaves server ``number`` out of the pool from the next step on.
 
         Raises:
-            SupportError: servers on such devices have to stay.
+            SupportError: servers on such devices have to stay to the end.
         """
         if not self._may_change:
             raise SupportError(f"Servers without a model stay to the end on {self._device.type}: end the run.")
@@ -215,13 +235,14 @@ class RemoteServers:
         self._lost.add(number)
 
     def change(self, terms_of: Callable[[], PoolTerms]) -> None:
-        """Form the pool of the next generation, of the servers that are there; every home calls it together.
+        """Forms the next generation of the pool, from the servers that are there; all homes call it together.
 
         Args:
-            terms_of: gives the terms with the servers that :attr:`numbers` then has; every home calls it together.
+            terms_of: a function that returns the facts for servers, when :attr:`numbers` already has the new servers.
+                All homes call it together.
 
         Raises:
-            LaunchError: pools have failed to form too often.
+            LaunchError: the pool has failed to form ``_TRIES`` times.
         """
         for _ in range(_TRIES):
             self._watch.end()
@@ -252,13 +273,13 @@ class RemoteServers:
         raise LaunchError(f"The pool of homes and servers without a model has failed to form {_TRIES} times.")
 
     def _is_here(self, server: Comer) -> bool:
-        """Whether a server is to be part of the next generation."""
+        """Whether a server answers to the change, and was not let go."""
         if server.number in self._released:
             return False
         return self._answers(f"here/{self.generation}/{server.number}", server)
 
     def _answers(self, key: str, server: Comer) -> bool:
-        """Wait until a server has left something under ``key``; returns False where it is gone, or too late."""
+        """Waits until a server has written ``key`` to the store; returns False if it is gone or takes too long."""
         until = time.monotonic() + (_HERE_S if self._may_change else TIMEOUT.total_seconds())
         while not self._store.has(key):
             if (self._may_change and self._is_gone(server)) or time.monotonic() > until:
@@ -267,7 +288,7 @@ class RemoteServers:
         return True
 
     def _is_gone(self, server: Comer) -> bool:
-        """Whether a server's process has ended, or the server gives no sign of life."""
+        """Whether a server's process has ended, or has given no sign of life for a while."""
         return self._watch.is_gone(server.process)
 
     def _begin_watch(self) -> None:
@@ -275,17 +296,21 @@ class RemoteServers:
         self._watch.begin(self.generation, self.transport, servers)
 
     def _whole_places(self, here: list[Comer]) -> list[Comer]:
-        """The servers of ``here`` whose place in the pool has one for every tensor-parallel rank."""
+        """Returns the servers that can stay.
+
+        ``tp`` consecutive servers share a place in the pool, one for each tensor-parallel rank. If one of them is not
+        in ``here``, the others cannot stay either.
+        """
         places = [self._servers[at : at + self._tp] for at in range(0, len(self._servers), self._tp)]
         return [each for place in places if all(one in here for one in place) for each in place]
 
     def _let_in(self, comers: list[Comer]) -> list[Comer]:
-        """The first of those who have come, by number, for whole places."""
+        """Returns the new servers that can join, lowest numbers first: as many as fill places of ``tp`` servers."""
         some = sorted((each for each in comers if not self._is_gone(each)), key=lambda each: each.number)
         return some[: len(some) // self._tp * self._tp]
 
     def _answer_comers(self) -> None:
-        """Turn away whoever cannot become one of the servers."""
+        """Refuses new servers on another kind of device, or with the number of a server that is there."""
         taken = {each.number for each in self._servers if not self._is_gone(each)}
         for each in list(self._comers):
             wrong = None
@@ -299,6 +324,7 @@ class RemoteServers:
             taken.add(each.number)
 
     def _put_generation(self, terms: PoolTerms, new: Sequence[Comer] = ()) -> None:
+        """Writes the generation to the store, and once more for each new server, which waits for it there."""
         if self._leads:
             made = Generation(self.generation, tuple(self._servers), terms, self._store.told)
             self._store.put(f"generation/{self.generation}", made)
@@ -306,19 +332,21 @@ class RemoteServers:
                 self._store.put(f"welcome/{each.process}", made)
 
     def _group(self, patience: timedelta) -> dist.ProcessGroup:
+        """Returns the process group of this rank's pool, once all its ranks have connected within ``patience``."""
         rank, homes = dist.get_rank(), dist.get_world_size() // self._tp
         name = group_name(self.generation, rank % self._tp)
         ranks = homes + len(self._servers) // self._tp
         return self._store.group(name, rank // self._tp, ranks, self._device, patience)
 
     def _anywhere(self, so: bool) -> bool:
-        """Whether ``so`` is true on any home."""
+        """Whether ``so`` is True on any home; all homes call it together."""
         said = torch.tensor([float(so)], device=self._asking)
         dist.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said.item())
 
 
 def _say(before: Sequence[int], now: Sequence[int]) -> None:
+    """Logs on rank 0 which servers have gone and come, by their numbers."""
     gone, come = sorted(set(before) - set(now)), sorted(set(now) - set(before))
     if dist.get_rank() == 0:
         for numbers, what in ((gone, "gone"), (come, "there")):
@@ -327,10 +355,15 @@ def _say(before: Sequence[int], now: Sequence[int]) -> None:
 
 
 def check_planned(found: int | str, server: int, fingerprint: int) -> None:
-    """Check what a server ``found`` in planning: the plan's fingerprint, or what went wrong.
+    """Refuses a server's plan that is not the homes' one.
+
+    Args:
+        found: the fingerprint of the server's plan, or its error in words.
+        server: the server's number, for the message.
+        fingerprint: the fingerprint of the homes' plan.
 
     Raises:
-        PlanError: it planned otherwise or could not.
+        PlanError: the fingerprints differ, or the server could not plan.
     """
     if isinstance(found, str):
         raise PlanError(f"Server {server} of the pool could not plan a step: {found}")
@@ -345,4 +378,5 @@ _MISSING = "Server {} of the {} that `servers` asks for has not come: start it w
 
 
 def _lengths(inputs: StepInputs) -> tuple[Sequence[Any], Any, Any]:
+    """Returns the inputs of a plan that servers do not have: the step's lengths, homes and room."""
     return inputs.lengths, inputs.homes, inputs.room

@@ -1,4 +1,4 @@
-"""This process's place among the ranks: its device, and torch.distributed. Megatron's groups are made behind it."""
+"""Starts and ends torch.distributed: a script calls ``distca.join_world()`` before Megatron's groups are made."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ __all__ = ["World", "join_world", "leave_world"]
 
 
 def join_world() -> World:
-    """Initialises torch.distributed from the launcher's variables: NCCL on GPUs, gloo without.
+    """Initialises torch.distributed from the launcher's environment variables; NCCL on GPUs, gloo on CPUs.
 
-    Without a launcher (``python pretrain_llama.py``) this process is a world of one rank. A process that torchrun
-    started will end when torchrun is killed. Call it before Megatron's groups are made.
+    Without a launcher (``python pretrain_llama.py``) this process is the only rank. Under torchrun the process ends
+    when torchrun is killed.
+
+    Returns:
+        This process's rank, the number of ranks, and its device.
 
     Raises:
-        LaunchError: torch.distributed is initialised already, the launcher's variables contradict each other, or torch
-            cannot use the GPUs that are asked for.
+        LaunchError: torch.distributed is initialised already; the launcher's variables contradict each other; or torch
+            cannot use this machine's GPUs.
     """
     if dist.is_initialized():
         raise LaunchError(
@@ -49,13 +52,14 @@ def join_world() -> World:
 
 
 def leave_world() -> None:
-    """Ends torch.distributed and all groups, also Megatron's."""
+    """Closes all process groups, Megatron's among them, and ends torch.distributed."""
     dist.destroy_process_group()
 
 
 def _use_cpu() -> None:
+    """Makes Megatron-Core run without a GPU in this process, and imports it without its warnings."""
     with warnings.catch_warnings():
-        # megatron-core warns at import, once per module, that CUDA libraries are missing, which is expected on CPUs.
+        # At import Megatron-Core warns, once per module, of missing CUDA libraries; on CPUs they are not needed.
         warnings.simplefilter("ignore")
         from megatron_patches.patches.cpu import use_cpu
 
