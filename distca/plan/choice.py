@@ -3,9 +3,9 @@
 A micro-batch is computed as two *nano-batches*: the transfers of one run beside the computation of the other. Each rank
 holds rows, as their *home*, and computes attention, as a *server*. If both nano-batches are placed together
 (``place/shares.py``), ranks send about equally many rows. But documents then have rows in both, so there are more
-tasks, and keys are read twice. Where few ranks have fast links, transfers take no time that anybody waits for. Then
-each nano-batch is better placed by itself (``place/by_nano_batch.py``). So ``step.py`` has both placements planned, and
-compares their prices here.
+tasks, and keys are read twice. With few ranks and fast links nobody waits for transfers. Then each nano-batch is better
+placed by itself (``place/by_nano_batch.py``). So ``step.py`` has both placements planned, and compares their prices
+here.
 
 Array legend: R ranks.
 """
@@ -25,8 +25,8 @@ from distca.plan.network import Links
 from distca.plan.plan import Plan
 
 _WORTH = 0.01
-"""The least part of the time that placing both together must save. Its price is precision: a k,v row that both
-nano-batches read has a gradient that is rounded twice."""
+"""The least part of the time that placing both together must save. It costs precision: a k,v row that both nano-batches
+read has a gradient that is rounded twice."""
 
 
 class Scheduler(Protocol):

@@ -38,7 +38,8 @@ class AttentionKind:
     def __post_init__(self) -> None:
         if self.window < 0 or self.softcap < 0:
             raise PlanError(
-                f"A kind of attention has window {self.window} and softcap {self.softcap}; 0 is none, others are more."
+                f"A kind of attention has window {self.window} and softcap {self.softcap}; each must be 0, for none, "
+                "or more."
             )
 
     @property

@@ -124,8 +124,8 @@ def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction
 
 
 def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the [R] int64 k,v rows in each server's buffer, and the [R] int64 rows that it copies out of it for its
-    tasks.
+    """Returns two [R] int64 numbers of k,v rows on each server: the rows in its buffer, and the rows of its tasks'
+    copies.
 
     Copies are made if tasks read the same rows, or rows from the previous nano-batch; else the second number is 0."""
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks

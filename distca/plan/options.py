@@ -37,7 +37,8 @@ class PlanOptions:
         stages: pipeline stages.
         nano_batches: 1, or 2 for ping and pong: two parts of a micro-batch, where the transfers of one run beside the
             computation of the other.
-        align: rows of a nano-batch on a rank are a multiple of this; it is itself a multiple of ``shares``.
+        align: rows of a nano-batch on a rank are a multiple of this, on all ranks but the last; it is a multiple of
+            ``shares``.
         shares: tensor-parallel ranks that split the rows of a home; 1 without sequence parallelism.
         resend: whether homes send rows again for backward, to servers of a plan of its own. With several stages they
             must.
@@ -84,7 +85,7 @@ class PlanOptions:
         if self.stages > 1 and self.disaggregate and not self.resend:
             raise PlanError(
                 f"backward is keep, but with {self.stages} pipeline stages the server of a forward is busy with other "
-                "phases by its backward; set it to auto or resend."
+                "micro-batches by its backward; set backward to auto or resend."
             )
         self._check_servers()
         layers = [len(each) for each in self.layer_kinds]
@@ -92,7 +93,7 @@ class PlanOptions:
             raise PlanError(f"{self.stages} stages need equally many layers each, not {layers}.")
         if self.costs and len(self.costs) != len(self.kinds):
             raise PlanError(
-                f"{len(self.kinds)} kinds of layers need as many costs, or none; {len(self.costs)} are given."
+                f"{len(self.kinds)} kinds of layers need as many cost models, or none; {len(self.costs)} are given."
             )
         if {kind for stage in self.layer_kinds for kind in stage} - set(range(len(self.kinds))) or not self.kinds:
             raise PlanError(
@@ -107,10 +108,12 @@ class PlanOptions:
             raise PlanError(f"`server_gb_s` is {self.server_gb_s}; it must be 0 or more.")
         for cost in (self.cost, *self.costs):
             if isinstance(cost, PoolCost) and len(cost.of_server) != self.pool_ranks:
-                raise PlanError(f"{len(cost.of_server)} servers have a cost table, and there are {self.pool_ranks}.")
+                raise PlanError(
+                    f"{len(cost.of_server)} servers have a cost table, and there are {self.pool_ranks} servers."
+                )
         factors = () if self.non_attention is None else self.non_attention.factors
         if len(factors) not in (0, self.homes):
-            raise PlanError(f"{len(factors)} homes have a factor, and there are {self.homes}.")
+            raise PlanError(f"{len(factors)} homes have a factor, and there are {self.homes} homes.")
 
     @cached_property
     def server_cost(self) -> CostModel:
@@ -127,8 +130,8 @@ class PlanOptions:
 
     @cached_property
     def layer_combinations(self) -> tuple[int, ...]:
-        """Returns, for each layer of a stage, the number of its combination; one layer if nothing is known of
-        layers."""
+        """Returns, for each layer of a stage, the number of its combination; for a single layer if ``layer_kinds`` is
+        empty."""
         each = {combination: number for number, combination in enumerate(self.combinations)}
         return tuple(each[layer] for layer in zip(*self.layer_kinds, strict=True)) or (0,)
 

@@ -130,7 +130,7 @@ def _of_combination(
             plans.append(home)
             continue
         # "full" [R] are ranks of stages without a window, and servers without a model. Only their tasks are scheduled.
-        # The tasks of other ranks ("rest") stay, and their seconds count as work beside ("beside"). At last both kinds
+        # The tasks of other ranks ("rest") stay, and their seconds count as other work ("beside"). At last both kinds
         # of tasks make one plan.
         full = np.repeat([not window for window in windows], options.ranks)
         full = np.append(full, np.ones(options.servers, bool))

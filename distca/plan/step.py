@@ -34,9 +34,9 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""The most work of a document, over the mean rank's, for which it counts as one that may stay whole. If a document has
-more, each placement must move rows. Then a second placement is not planned in the hope that it moves none. With 1.01
-and 1.2 plans were the same (benchmarks/results/planner.md)."""
+"""The most work of a document, over the mean rank's, with which it may stay whole on a rank. If a document has more,
+rows move in any placement. Then a second placement is not planned for the chance that nothing moves. With 1.01 and 1.2
+plans were the same (benchmarks/results/planner.md)."""
 _LONGER = 1.02
 """The most tokens of a micro-batch whose documents were dealt anew, over those of the longest micro-batch before.
 Without a few spare tokens, two documents as long as the context would never go together."""
@@ -123,7 +123,7 @@ class StepPlan:
     def of_combination(self, number: int) -> StepPlan:
         """Returns the same step of a model that has only the layers of one combination.
 
-        A combination is the kinds of layers that the stages run at the same time; ``number`` counts
+        A combination is the kinds of layers that the stages run at the same time; ``number`` is an index of
         ``options.combinations``."""
         options = self.options
         layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()

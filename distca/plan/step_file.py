@@ -134,7 +134,9 @@ def read_step(path: str | Path) -> StepInputs | None:
     except PlanError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise PlanError(f"The step in {path} is not as it was written ({error!r}); take the file as it was.") from None
+        raise PlanError(
+            f"The step in {path} was changed or damaged ({error!r}); use the file as it was written."
+        ) from None
 
 
 def _between(factors: Sequence[float], **seconds: float) -> NonAttention:

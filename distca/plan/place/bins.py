@@ -23,8 +23,8 @@ _DENSE = 0.6
 shares leave free on a rank is expected to be filled with sparse items. With 0.4 or 0.8 plans move 1 % more or fewer
 bytes. The measurements of all constants here are in benchmarks/results/planner.md."""
 _SAME_SIZE = 1.5
-"""Items are dealt in groups. The longest item of a group has at most this many times the rows of the shortest. Bins are
-sorted once for each group, by its rate of filler."""
+"""Items are dealt in groups. The longest item of a group has at most this many times the rows of the shortest. All
+items of a group are compared with the same filler, so bins are sorted once per group."""
 OVERFULL = 0.012
 """The work that a rank may get above its goal so that an item stays whole; the mean rank's work is 1. An item that
 would exceed it is cut into shares. The scheduler tolerates about this difference anyway."""
@@ -133,9 +133,10 @@ def deal_to_bins(
     keys = items.keys.tolist()
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
-    # Items [begin, end) are one group of about the same size; the filler for them are all items from "end" on. Small
-    # items are put whole, in one quick loop. Any other item is put whole if a bin can take it. Else it is cut: first
-    # into parts that bins lack in work. If something is left then, bins take what they have tokens for.
+    # Items [begin, end) are one group of about the same size; for them all items from "end" on count as filler too.
+    # Small items are put whole, in one quick loop. Any other item is put whole if a bin can take it. Else it is cut:
+    # each bin first gets as much of it as it lacks work. If something is left then, bins get as much as they have
+    # tokens for.
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -163,7 +164,7 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     """Returns the dealt parts, with the shares of long documents resized so that ranks have more equal work.
 
     Shares were dealt before shorter documents, so a rank with shares may have too little work by now, or too much. Each
-    round scales all shares of a rank so that the rank would have its goal. Then the shares of each document are scaled
+    round scales all shares of a rank so that the rank would reach its goal. Then the shares of each document are scaled
     to the same sum as before.
 
     Args:
@@ -309,10 +310,10 @@ class _Bins:
         return found
 
     def take_back(self, *, first: bool = False) -> None:
-        """Returns the bin with the newest share to the heap.
+        """Puts the bin with the newest share back into the heap.
 
-        With ``first``, the bin comes out on top if it still lacks two least shares. Then the next document begins
-        there. This keeps the number of documents low whose keys one bin must read."""
+        With ``first`` the bin goes on top, if it still lacks the work of two least shares. Then the next document
+        begins there. So few bins must read the keys of many documents."""
         at, self._newest = self._newest, -1
         if at >= 0:
             first = first and self._need_shares[at] >= 2 * self.least
@@ -366,6 +367,16 @@ class _Bins:
         return part
 
     def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
+        """Notes that the bin ``at`` got a part of an item, and sorts the bin anew.
+
+        Args:
+            item: index of the item.
+            at: index of the bin, which is on top of the heap.
+            part: fraction of the item.
+            own: rows of the whole item.
+            work: work that the part brings.
+            shares: whether the part counts against the limits on shares.
+        """
         self._need[at] -= work
         self._space[at] -= part * own
         if shares:

@@ -1,9 +1,9 @@
 """Placing one nano-batch's documents on ranks by work, where long documents are cut from their end.
 
-A micro-batch has two *nano-batches*, ping and pong: the transfers of one run beside the computation of the other.
-``nano_batches.py`` says before which documents are in ping and which in pong. ``lay_out.py`` then calls :func:`spread`
-for each by itself. So hardly any document has rows in both, unlike where both are placed together (``shares.py``).
-Small pools take the cheaper of the two placements (``distca/plan/choice.py``).
+A micro-batch has two *nano-batches*, ping and pong: the transfers of one run beside the computation of the other. First
+``nano_batches.py`` deals documents to ping and pong. Then ``lay_out.py`` calls :func:`spread` for each by itself. So
+hardly any document has rows in both, unlike where both are placed together (``shares.py``). Small pools take the
+cheaper of the two placements (``distca/plan/choice.py``).
 
 Documents with more attention work than one rank should have are cut, from their end, into parts of one rank's work
 each. The others are dealt one by one, longest first. The shortest documents are the *filler*: they fill the tokens that
@@ -30,8 +30,8 @@ _DENSE = 0.6
 needed everywhere as filler. With 0.4 plans move 0.7 % more bytes. The measurements of all constants here are in
 benchmarks/results/planner.md."""
 _SAME_SIZE = 1.5
-"""Ranges are dealt in groups. The longest of a group has at most this many times the rows of the shortest. Ranks are
-sorted once for each group, by its rate of filler."""
+"""Ranges are dealt in groups. The longest of a group has at most this many times the rows of the shortest. All ranges
+of a group are compared with the same filler, so ranks are sorted once per group."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents, with this part of all work, are filler. With 0.01 or 0.1 the slowest server is 0.05 to 0.12 %
 slower."""
@@ -201,10 +201,12 @@ def _deal(
 
 
 def _take(ranges: Stream, chosen: np.ndarray) -> Stream:
+    """Returns the ranges that a mask or indices choose."""
     return Stream(ranges.document[chosen], ranges.start[chosen], ranges.stop[chosen])
 
 
 def _joined(*streams: Stream) -> Stream:
+    """Returns the ranges of all streams, one after the other."""
     nothing = Stream(*(np.zeros(0, np.int64),) * 3)
     columns = zip(*((s.document, s.start, s.stop) for s in (nothing, *streams)), strict=True)
     return Stream(*(np.concatenate(column) for column in columns))

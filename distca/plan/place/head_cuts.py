@@ -2,8 +2,8 @@
 
 *Ping* and *pong* are the two nano-batches of a micro-batch: the transfers of one run beside the computation of the
 other. A document's first rows, its *head*, are computed in ping, the rest in pong. ``home_rows.py`` calls this when
-documents already have their ranks. Long documents lie on several ranks, each of which has a *share* (``shares.py``);
-these are cut there. This file chooses the cuts of the documents that lie on one rank.
+documents already have their ranks. Long documents lie on several ranks, each of which has a *share* (``shares.py``).
+Their cut is given. This file chooses the cuts of the documents that lie on one rank.
 
 The shortest documents are the *filler*: they fill the tokens that are left in each nano-batch, and bring work too. So
 documents are compared by their *surplus*: their work minus the work of as many tokens of filler. The mean rank's work
@@ -34,28 +34,39 @@ _HALVINGS, _NEARLY = 16, 0.02
 document. The second is how far ping may stay below the wanted work, as a part of it."""
 
 _LEVELLINGS, _FEW = 2, 0.1
-"""Rounds in which ping's part of the work is set. If more ranks than the second part have no room for so much work in
-ping, all ranks get less in the second round. The few ranks below it are left to the scheduler."""
+"""Rounds in which ping's part of the work is set, and the part of all ranks that may stay below it. If more ranks have
+no room for so much work in ping, all ranks get less in the second round. The few that stay below are left to the
+scheduler."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """[N] document, start, stop and rank of query ranges [start, stop), each int64."""
 
 
 def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns [S] where shares begin and end in a nano-batch (0 is ping, 1 is pong).
+    """Returns the [S] begins and [S] ends of shares in a nano-batch (0 is ping, 1 is pong).
 
-    Shares count from the ends of a document, at 0, to its middle, at 1. In pong they are mirrored. A rank with outer
-    rows reads most of the keys; so a rank that has outer rows in ping gets inner rows in pong."""
+    Shares count from the ends of a document, at 0, to its middle, at 1. In pong a share [low, high) becomes [1 - high,
+    1 - low). A rank with outer rows reads most of the keys. So a rank that has outer rows in ping gets inner rows in
+    pong."""
     return (1 - high, 1 - low) if nano else (low, high)
 
 
 def ranges_of_shares(
     document: np.ndarray, rank: np.ndarray, low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> Ranges:
-    """Returns the rows of shares, where only the rows [first, last) [D] of each document count.
+    """Returns the rows of shares, if documents consist of the rows [first, last) only.
 
     A share is a range near the start and its mirror image near the end; the innermost share is one range around the
-    middle. Example: of rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7)."""
+    middle. Example: of rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7).
+
+    Args:
+        document: [S] document of each share.
+        rank: [S] its rank.
+        low: [S] where it begins, between 0 and 1.
+        high: [S] where it ends.
+        first: [D] first row of each document.
+        last: [D] one past its last row.
+    """
     # "outer" and "inner" are the begin and end of a share, in rows from either end of the document. A share that ends
     # at 1 becomes one range, from its outer row to the mirror image of that.
     first, last = first[document], last[document]
@@ -105,8 +116,8 @@ def cut_whole(
     square, slope = _growth(own, dealt.work[document], work)
     documents = _Documents(owner, own, square, slope - rate, square / own**2)
     columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
-    # Shares may exceed a nano-batch's budget. ``home_rows.py`` moves the excess to other ranks later; here no room is
-    # left.
+    # Shares may exceed a nano-batch's budget, until ``home_rows.py`` moves the excess to other ranks. Such a nano-batch
+    # counts as full here.
     room = [np.maximum(each, 0.0) for each in room]
     spaces, level = [each.tolist() for each in room], dealt.split.ping
     for _ in range(_LEVELLINGS):
@@ -234,9 +245,9 @@ class _Documents(NamedTuple):
     def heads(self, wanted: np.ndarray, ping: np.ndarray, pong: np.ndarray) -> np.ndarray:
         """Returns [N] rows of every document's head in ping, so that ranks have [R] ``wanted`` surplus there.
 
-        Neither nano-batch gets more rows than its [R] room, ``ping`` or ``pong``. All heads of a rank end at the same
-        position: as many rows have the least work that way. If that is too little work, the heads of the rank are the
-        same fraction of each document instead."""
+        Neither nano-batch gets more rows than its [R] room, ``ping`` or ``pong``. On each rank all heads end at the
+        same position. No other heads with as many rows in all have less work. If they have too little work, the heads
+        of the rank are the same fraction of each document instead."""
         # Bisection, on all ranks at once, for the last position at which ping has room. It ends earlier if ping has the
         # wanted work and pong has room for the rest.
         at, own = self.rank, self.rows
@@ -250,6 +261,7 @@ class _Documents(NamedTuple):
             over = (tokens > ping) | ((found > wanted) & (tokens > total - pong))
             low, high = np.where(over, low, middle), np.where(over, middle, high)
         enough = self.surplus_of(np.minimum(own, low[at]), ranks) >= wanted * (1 - _NEARLY)
+        # Where pong's documents leave no choice, ping is full already, and no other heads are tried.
         enough |= (total - pong >= ping) | (total == 0)
         heads = np.minimum(low[at].astype(np.int64), own)
         for rank in np.flatnonzero(~enough).tolist():
@@ -267,7 +279,8 @@ class _Documents(NamedTuple):
 
 
 def _head_with(surplus: float, rows: float, square: float, slope: float) -> float:
-    """Returns the rows of the head with this surplus, at most ``rows``: the root of dense · rows² + slope · rows =
-    surplus."""
+    """Returns the rows of the head with this ``surplus``, at most ``rows``, which are those of the document.
+
+    It is the root h of dense · h² + slope · h = surplus, where dense is ``square`` over the square of ``rows``."""
     dense = max(square, 1e-12) / rows**2
     return float(min(max((-slope + (slope**2 + 4 * dense * max(surplus, 0.0)) ** 0.5) / (2 * dense), 0.0), rows))

@@ -6,7 +6,7 @@ the head on the same rank. A long document lies on several ranks. Each of these 
 mirror image. All shares of a document are cut into head and tail at the same row.
 
 Every rank should have about the same part of its work in ping. ``head_cuts.py`` chooses cuts of the documents on one
-rank for that. A long document's head has little work for its rows, since early queries see few keys. So ping may have
+rank for that. A long document's head has little work for its rows, since early queries see few keys. Then ping has
 less work than pong, by the same part on all ranks. The shortest documents, the *filler*, fill the tokens that are left.
 
 Example: two ranks have 6 tokens each, 3 of them in ping. A document of 8 rows is in two equal shares and is cut at row
@@ -121,11 +121,11 @@ def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
 
 
 def _moved_to_room(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Moves ranges that exceed their rank's budget to other ranks, the longest first; returns the moved, and those that
-    fit nowhere.
+    """Moves ranges that exceed their rank's budget to other ranks, the longest first.
 
-    A range goes to a rank of its own node with enough tokens left, of these to the one that reads fewest keys. If there
-    is none, it goes to the rank with most room on any node.
+    A range goes to a rank of its own node with enough tokens left; among several, to the rank that reads fewest keys.
+    If there is none, it goes to the rank with most room on any node. Returns the ranges that moved, and those that fit
+    nowhere.
 
     Args:
         ranges: the rows that were cut off, with the ranks that they were on.

@@ -40,6 +40,7 @@ from distca.plan.place.shares import deal, work_of
 from distca.plan.sorting import order_by
 
 Placement = Literal["in_order", "spread", "spread_by_nano_batch"]
+"""How the tokens of a nano-batch are placed on ranks; see :func:`lay_out`."""
 
 
 def lay_out(
@@ -68,8 +69,8 @@ def lay_out(
         align: rows per rank are multiples of this where documents may span ranks.
         dealing: which documents go into which of two nano-batches of equal tokens; ping may be up to 1/32 longer so as
             not to leave a short tail. "in_order": ping gets the first ones. "even": documents are dealt by length, so
-            that both also have about equal attention work. With "spread" ping has less, as far as long documents ask
-            for it. "lean": with "spread", ping may have still less work, where that moves fewer bytes; else as "even".
+            that both also have about equal attention work. With "spread" ping has less work if documents are too long
+            for that. "lean": with "spread", ping may have still less, where that moves fewer bytes; else as "even".
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other; where a
             rank is full, the document continues on the next one. "spread": every rank gets about equal attention work
             with its equal tokens. Long documents are cut over several ranks, with rows in both nano-batches.
@@ -144,7 +145,7 @@ def _place_nano_batches(
     if nano_batches == 2 and dealing != "in_order":
         documents = dealt_evenly(length, documents, ping_first=True)
     if nano_batches == 2:
-        # A moved cut is a multiple of this, so that ping's tokens still divide evenly over the ranks.
+        # With multiples of ``ranks * align``, a moved cut lets ping's tokens still divide evenly over the ranks.
         cut = without_short_tail(length, documents, cut, ranks * align)
     placed = []
     for stream, bounds in zip(

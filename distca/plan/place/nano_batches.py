@@ -1,8 +1,8 @@
 """Dealing documents to *ping* and *pong*, the two nano-batches of a micro-batch, before they are placed on ranks.
 
-The transfers of one nano-batch run beside the computation of the other, so both get equally many tokens. The documents
-are put in an order, the *stream*, which is then cut in two: the tokens before the cut are ping's. ``lay_out.py`` uses
-this where each nano-batch is placed by itself.
+Both get about equally many tokens, so that the transfers of one can run beside the computation of the other. The
+documents are put in an order, the *stream*, which is then cut in two: the tokens before the cut are ping's.
+``lay_out.py`` uses this, unless ping and pong are placed together.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import numpy as np
 from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
+"""How documents are dealt to ping and pong. "in_order": ping gets the first ones. "even" and "lean": the longest are
+dealt by their work. The two differ only where ping and pong are placed together: with "lean", ping may have less
+work."""
 _DEALT_ONE_BY_ONE = 64
-"""The longest documents, this many, are dealt one by one by their work. Shorter ones are dealt in turns, which levels
-them without a look at each. With 8 the slowest server is 0.1 % slower (benchmarks/results/planner.md)."""
+"""The number of documents, the longest, that are dealt one by one by their work. Shorter ones are dealt in turns, which
+levels them without a look at each. With 8 the slowest server is 0.1 % slower (benchmarks/results/planner.md)."""
 _SHORT_TAIL = 1 / 32
 """The longest tail, as a part of its document's head, that joins the head in ping where the cut would divide them. Ping
 may get longer by at most this part of its tokens for that."""
@@ -122,7 +125,7 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     def near_cut(nano: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shortest = nano[::-1]
         count = int(np.searchsorted(np.cumsum(length[shortest]), surplus)) + 1
-        return np.sort(shortest[count:]), shortest[:count]  # the cut may move over the second
+        return np.sort(shortest[count:]), shortest[:count]  # the cut may move over the second ones
 
     (ping, ping_short), (pong, pong_short) = near_cut(ping), near_cut(pong)
     return np.concatenate((ping, ping_short[::-1], pong_short, pong))

@@ -5,10 +5,11 @@ keys and values before it in its document do. The order of documents in a micro-
 chosen freely. Each rank's number of tokens, its *budget*, is given. ``lay_out.py`` calls :func:`deal` first. Then
 ``home_rows.py`` says which rows are in *ping* and which in *pong*, the two nano-batches of a micro-batch.
 
-Documents are dealt longest first, to nodes and then to the ranks of each node. A document that no rank has room for
-goes to several ranks in *shares*. A share is a part of the document's head, together with the part of its tail that
-mirrors it. Example: 8 rows in two equal shares are rows 0, 1, 6, 7 and rows 2 to 5. Early queries see few keys and late
-ones see many. So a share with a tenth of the rows has about a tenth of the work, and of the keys to send.
+Documents are dealt longest first, to nodes and then to the ranks of each node. A document with more work or tokens than
+a rank should have goes to several ranks in *shares*. A share is a part of the document's head, together with the part
+of its tail that mirrors it. Example: 8 rows in two equal shares are rows 0, 1, 6, 7 and rows 2 to 5. Early queries see
+few keys and late ones see many. So a share with a tenth of the rows has about a tenth of the work. It also sends about
+a tenth of the keys.
 
 The shortest documents are the *filler*: they fill the tokens that are left of the budgets, and are cut where a budget
 ends. So documents are compared by their *surplus*: their work minus the work of as many tokens of filler (``bins.py``).
@@ -48,7 +49,7 @@ _LITTLE_PING = 0.06
 """The least part of the work for ping if documents in shares are wholly in pong. Below it these documents are cut, so
 that ping still has attention that hides transfers."""
 _FEW_SHARED, _SPARE, _MOST_ROWS_IN_PONG = 0.01, 1.05, 0.35
-"""Limits on documents in shares. If they have less than the first part of all work, they do not decide about ping's
+"""Limits on documents in shares. With less than the first part of all work, they are left out of the choice of ping's
 part. The second is a reserve: pong should have room for their work times this. The third is the largest part of all
 rows that they may have if they are wholly in pong. Pong has half of all rows, and needs room for other documents
 too."""
@@ -102,7 +103,7 @@ class NanoSplit:
         Args:
             shared: part of all work that shared documents have.
             rows: part of all rows that they have.
-            filler: work of a rank that has nothing but sparse documents.
+            filler: work of a rank that is full of documents with little work per token.
             longest: rows of the longest document that stays whole, over a rank's budget.
             lean: whether ping may have less work than pong, where that moves fewer bytes.
         """
@@ -111,6 +112,8 @@ class NanoSplit:
             # has room for has a quarter of the work. Ping's part of the work is what the longest whole document allows.
             ping = min(max((0.5 / max(longest, 0.5)) ** 2, _PING), 0.5)
             return NanoSplit(ping, ping**0.5, 1.0, 1.0)
+        # Pong has the work of shared documents, with a reserve, and its half of the tokens brings the work of filler
+        # in any case. The rest may be ping's.
         ping = min(1.0 - filler / 2 - _SPARE * shared, _PING)
         if ping >= _LITTLE_PING and rows <= _MOST_ROWS_IN_PONG:
             return NanoSplit(ping, 0.0, 1.0 - ping, 0.5)
@@ -225,7 +228,10 @@ def _dealt_in_nodes(
     most: tuple[float, float],
     in_turn: bool,
 ) -> tuple[Parts, list[tuple[int, float]]]:
-    """Deals each node's parts of items to the ranks of the node; returns the ranks' parts, and what found no room.
+    """Deals each node's parts of documents to the ranks of the node.
+
+    Returns the parts of ranks, and (item, fraction of it) for all that found no room. Items are the documents that are
+    dealt (``bins.py``). Array legend: I items.
 
     Args:
         items: the items that were dealt to nodes.
@@ -279,12 +285,18 @@ def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarr
 def _shares(
     documents: np.ndarray, dealt: Parts, missed: list[tuple[int, float]], keys: np.ndarray
 ) -> tuple[Shares, list[tuple[int, float, float]]]:
-    """Returns the shares of ranks, and (document, low, high) of what no rank has.
+    """Returns the shares of ranks, and (document, low, high) of the ranges that no rank has.
 
     The parts of a document become neighbouring intervals. Example: parts 0.2, 0.3 and 0.5 become [0, 0.2), [0.2, 0.5)
-    and [0.5, 1). Ranks that read many ``keys`` [I] in all get the first intervals, which are a document's outermost
-    rows. In pong intervals are mirrored, so these ranks get inner rows there. That helps as pong needs more keys than
-    ping."""
+    and [0.5, 1). Ranks that read many keys in all get the first intervals, which are a document's outermost rows. In
+    pong intervals are mirrored, so these ranks get inner rows there. That helps as pong needs more keys than ping.
+
+    Args:
+        documents: [I] the document of each item.
+        dealt: the parts of items on ranks.
+        missed: (item, fraction of it) that found no room.
+        keys: [I] keys of each item's document; 0 where the order of parts does not matter.
+    """
     # Parts are sorted by document, and within one by the keys that their ranks read, most first. Sums of parts, counted
     # from the first part of each document ("heads"), give [low, high).
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)

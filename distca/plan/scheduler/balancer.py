@@ -1,12 +1,13 @@
-"""Moving attention work from servers above their limit to others, for fewest bytes per second of work.
+"""Moving attention work from servers above their limit to others, so that few bytes travel for it.
 
 A *server* is a rank in its role of computing attention. The *home* of a row is the rank that holds it. A *piece* is a
 range of query rows of one document that one server computes; at first every server has the pieces of its own rows.
 ``scheduler.py`` sets each server's limit, in seconds, and runs a :class:`Balancer`.
 
 In each step the server furthest above its limit, the *sender*, gives work to one or several *receivers* with room. It
-tries these moves, in this order: several whole pieces at once; a part that is cut out of its cheapest piece; one whole
-piece; one piece in exchange for a smaller one. A server that can give nothing away is *stuck*, and left as it is.
+tries these moves, in this order: several whole pieces at once; a part that is cut out of the piece with fewest bytes
+for its work; one whole piece; one piece in exchange for a smaller one. A server that can give nothing away is *stuck*,
+and left as it is.
 
 Array legend: K directions (forward, backward, or both), R ranks, P pieces of the sender.
 """
@@ -23,31 +24,30 @@ from distca.plan.scheduler.range_split import Excess, RangeSplit, Receivers, Tim
 from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 
 ENOUGH = 1e-9
-"""Differences of load below this part of the mean load are rounding. It is no limit on plans."""
+"""Differences of load below this part of the mean load count as rounding."""
 _LEAST_ROOM = 1e-4
 """A server with less room than this part of the mean load is no receiver of a cut range. Most constants here save time
 or serve rare cases: other values change plans by less than 1 % (benchmarks/results/planner.md)."""
 _TRIES = 3
-"""The cheapest pieces of a sender, this many, from which it tries to cut a part. After that whole pieces are tried."""
+"""How many of a sender's pieces are tried for a cut, cheapest first. After that whole pieces are tried."""
 _FAILED = 64
 """The number of cuts that did not pay after which balancing ends, if all servers are within the tolerance. Hardly any
 room is left on receivers then, and filling the rest would take longer than all moves before."""
 _FAILED_UNLIKE = 2
 """``_FAILED`` where servers are not equally fast. There ``unlike.py`` raises the limit next."""
 _PARTNERS = 8
-"""The receivers with most room, this many, are tried for an exchange of pieces."""
+"""How many receivers are tried for an exchange of pieces: those with most room."""
 _CRUMB = 64
 """A piece is a crumb if it has less than a 64th of the time that the sender should lose. Crumbs are given away many at
 a time. A thousand moves of one crumb each would take as long as the rest of planning."""
 _MOST_EXCHANGED = 1024
-"""The shortest pieces of a server, this many, are tried for an exchange. All pairs with the other server's are
-compared."""
+"""How many pieces of each of two servers are tried for an exchange: the shortest. All pairs of them are compared."""
 _NO_DOCUMENT = -1
 """The answer of :meth:`Balancer._move` if it moved pieces of several documents."""
 _KV_SHARE = 0.56
-"""The part of a cut range's bytes that are keys and values, in the cheapest part of a document. A receiver that has
-these already costs less by it. It follows from 32 query and 8 key/value heads. With 0.3 plans move 0.4 % fewer bytes,
-with 0.8 as many."""
+"""The part of a cut range's bytes that are keys and values, if the range lies where its document is cheapest to cut. It
+orders receivers: one that has these rows already costs less by this part. It follows from 32 query and 8 key/value
+heads. With 0.3 plans move 0.4 % fewer bytes, with 0.8 as many."""
 
 
 class Balancer:
@@ -161,8 +161,8 @@ class Balancer:
     def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
         """Returns the [P] price of each piece: bytes per query-key pair of its cheapest range.
 
-        The range has so many pairs that it takes ``work``, in parts of the mean load, or all pairs of a smaller piece.
-        Its middle is where ``geometry.cheapest_middle`` puts it, or as near as the piece allows."""
+        That range takes the time ``work``, in parts of the mean load, or is the whole piece if this takes less. Its
+        middle is where ``geometry.cheapest_middle`` puts it, or as near as the piece allows."""
         if not len(pieces) or work <= ENOUGH:
             return np.full(len(pieces), np.inf)
         # Positions become floats at once, because numpy takes twice as long where types are mixed.
@@ -315,8 +315,8 @@ class Balancer:
         """Returns the ranks with room, in the order of the bytes that they cost per second of work, fewest first.
 
         Ranks of the sender's node cost less, as do ranks with much room, and ranks that have k,v rows of the document.
-        Bytes per second fall with the square root of the room. So ranks are sorted by room over squared price, "worth",
-        which needs no square root."""
+        A rank with more room takes a longer range, and bytes per second fall with the square root of its time. So ranks
+        are sorted by room over squared price, "worth", which needs no square root."""
         state, network = self.state, self.state.links.network_price
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared
@@ -325,8 +325,8 @@ class Balancer:
         ranks = self._falling(worth)
 
         def price(low: np.ndarray, ends: np.ndarray, chosen: list[int]) -> np.ndarray:
-            # [G] price of range i for receiver i, added up over i. Range i begins where range i - 1 ends. So its query
-            # rows cost each[i] · (ends[i] − ends[i − 1]); the sum over i is ends @ rises − low · each[0].
+            # Receiver i gets range i, which begins where range i - 1 ends. So its query rows cost each[i] · (ends[i] −
+            # ends[i − 1]). The sum over all ranges is ends @ rises − low · each[0].
             to = ranks.take(chosen)
             each = q_price.take(to)
             rises = each.copy()
@@ -349,7 +349,8 @@ class Balancer:
 
 
 def _cheapest(price: np.ndarray) -> Iterator[int]:
-    """Yields the ``_TRIES`` pieces with the lowest [P] ``price``, as far as it is finite, cheapest first."""
+    """Yields the indices of up to ``_TRIES`` pieces by their [P] ``price``, cheapest first; infinite prices are left
+    out."""
     for _ in range(min(_TRIES, len(price))):
         best = int(price.argmin())
         if not price[best] < np.inf:

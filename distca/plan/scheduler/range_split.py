@@ -9,9 +9,9 @@ consecutive ranges, one for each receiver. Example: receivers 5 and 7 get ranges
 
 The part lies where it costs fewest bytes. A range of m query rows that ends at position d moves these m rows. It also
 moves up to d rows of k and v. It has about A = m (d - m/2) query-key pairs. Its bytes are Q m + K d, with Q for a query
-row and K for a key/value row. They are least if the range's middle is at sqrt(A (Q + K/2) / K). So ranges from the
-middle of a long document are cheapest, and one long range is cheaper than two short ones. Of consecutive ranges the
-short ones come first: that way their ends, and so their k,v rows, add up to least.
+row and K for a key/value row. For a given A they are least if the range's middle is at sqrt(A (Q + K/2) / K). So ranges
+from the middle of a long document are cheapest, and one long range is cheaper than two short ones. Of consecutive
+ranges the short ones come first: that way their ends, and so their k,v rows, add up to least.
 
 Array legend: K directions (forward, backward, or both), C receivers, N receivers that are chosen, G places that are
 tried for the part.
@@ -37,8 +37,8 @@ Costlier cuts are refused while servers can be relieved in another way. So this 
 effect where ranks have few tokens, and for other values of all constants here, see benchmarks/results/planner.md."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
-"""The places that are tried for the part, from 0, the start of the piece, to 1, its end. With 5 places plans move 0.1 %
-more bytes, with 49 as many as with 13."""
+"""The places that are tried for the part, from 0, at the start of the piece, to 1, at its end. With 5 places plans move
+0.1 % more bytes, with 49 as many as with 13."""
 _LEAST_BLOCKS = 8
 """The least work that a sender gives away, in kernel tiles of query rows, even if it should lose less. With 32 plans
 move 1.5 % more bytes."""
@@ -53,8 +53,8 @@ _NEVER_WASTEFUL = 32
 _SLIVER = 8
 """If the sender would keep a rest more than this many times shorter than the range next to it, the rest goes along."""
 _FINEST = 0.004
-"""The part of a server's mean load that a kernel tile of query rows may take for cuts to fall on whole tiles. Else they
-fall on multiples of a half, a quarter, or at least a sixteenth of a tile."""
+"""Cuts fall on whole kernel tiles of query rows, as long as a tile takes at most this part of a server's mean load.
+Else they fall on multiples of a half, a quarter, or at least a sixteenth of a tile."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class RangeSplit(NamedTuple):
 
 
 def least_of(directions: np.ndarray) -> np.ndarray:
-    """Returns [...] the smaller one of one or two directions [K, ...].
+    """Returns the smaller of one or two directions: an array [K, ...] becomes [...].
 
     This is faster than numpy's minimum over an axis of length one or two."""
     return np.minimum(directions[0], directions[-1])
@@ -255,7 +255,7 @@ def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[
 def _place(
     excess: Excess, receivers: Receivers, chosen: list[int], sizes: list[float], whole: float, timer: Timer
 ) -> float:
-    """Returns the first row of the part, at the cheapest of ``_PLACES``; ranges have the pairs ``sizes``."""
+    """Returns the first row of the part, at the cheapest of ``_PLACES``, for ranges with the pairs ``sizes``."""
     total = list(accumulate(sizes))
     if total[-1] >= whole * (1 - 1e-12):
         return float(excess.start)

@@ -68,8 +68,8 @@ def training_tolerance(servers: int) -> float:
     """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing with them to 0.02 from 128 on.
 
     In small pools a finer plan costs a few milliseconds of planning, which runs in the background, and some percent
-    more bytes. With 0.02, two ranks with a document as long as the context each have a slowest server 1.4 to 1.8 %
-    above the mean (benchmarks/results/planner.md)."""
+    more bytes. Example: two ranks have one document each, as long as the context. With 0.02 the slower rank is 1.4 to
+    1.8 % above the mean (benchmarks/results/planner.md)."""
     return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 
 

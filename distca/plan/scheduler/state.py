@@ -99,9 +99,9 @@ class HeldRows:
                 row.
             between_nodes: how much a row from another node counts; a row from the same node counts 1.
         """
-        # "held" [G, N, shards] is the number of each shard's rows before each stop. First all rows count
-        # ``between_nodes``. "saves" [N, shards] is how much less a row really counts: 0 remains at home, 1 on the same
-        # node.
+        # "held" [G, N, shards] is the number of each shard's rows before each stop. First every row counts
+        # ``between_nodes``. "saves" [N, shards] is then taken off: for rows at home all of it, for rows on the same
+        # node all but 1.
         some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
         home = self._shards.rank[some]
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
@@ -203,7 +203,7 @@ class SchedulerState:
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
-        """Returns the slowest server's seconds over [K] ``unit``, in the worse direction; the lower, the better is a
+        """Returns the slowest server's seconds over [K] ``unit``, in the worse direction: the lower, the better the
         plan."""
         return float((self.slowest / unit).max())
 
@@ -336,9 +336,9 @@ def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
 
 
 def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:
-    """Returns, for every document that lies on several ranks, by rank the row up to which the rank reads it at home.
+    """Returns up to which row each rank reads a document at the beginning, by document and rank.
 
-    ``last`` has the last task of each document on each rank."""
+    It has documents that lie on several ranks only. ``last`` has the last task of each document on each rank."""
     last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)
     readers: dict[int, dict[int, int]] = {}
     columns = (last.document, last.server, last.stop)

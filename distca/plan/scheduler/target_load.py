@@ -9,7 +9,7 @@ attention
     target_r = max(T − other_seconds_r, 0) / f_r      where the targets add up to all attention.
 
 Attention is counted in seconds of a server of mean speed: the harmonic mean of f is 1. Without other work T is the
-mean, and a server with f_r = 2 gets half the mean. No step ends before the server with most other work. So if servers
+mean, and a server with f_r = 2 gets half the mean. No plan ends before the server with most other work. So if servers
 differ in speed, T is at least that server's other seconds: the others have this time for attention anyway, and need not
 give it away.
 
@@ -24,8 +24,8 @@ slowest server does. Its time T_k obeys
 
 and the plan should have the least T_forward + T_backward. For given times, server r can have the fraction min_k max(T_k
 − other_kr, 0) / (f_kr A_k). The times are long enough if these add up to 1 or more. First each direction's shortest
-time by itself is tried. If both together are too short, the least T_backward is a convex, falling function of
-T_forward. A golden-section search finds the least sum. A server's limit in direction k is T_k − other_kr.
+time by itself is tried. If no fractions fit both times, T_forward is searched: the least T_backward is a convex,
+falling function of it. A golden-section search finds the least sum. A server's limit in direction k is T_k − other_kr.
 
 Array legend: K directions, R servers.
 """
@@ -43,7 +43,7 @@ _SEARCHED = 24
 first."""
 _GOLDEN = (5**0.5 - 1) / 2
 _ROUNDING = 1e-9
-"""Fractions of all attention that add up to 1 but for this are enough."""
+"""How much fractions of all attention may lack to a sum of 1, for rounding."""
 
 
 class TargetLoad:
@@ -153,8 +153,8 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
         slowness: [K, R] seconds of a server per second of work.
     """
     # A direction without attention takes the longest other work. For the others the shortest time by itself is tried
-    # first. If these times are too short together, forward's time is searched. It lies between its shortest and the one
-    # with which backward can have its shortest.
+    # first. If no fractions fit these times, forward's time is searched. It lies between its shortest and the one with
+    # which backward can have its shortest.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
     # For each direction with attention: when each server begins, and the fraction of all attention that it does in a

@@ -1,9 +1,9 @@
 """Scheduling over servers that are not equally fast.
 
 A *server* is a rank that computes attention. Where speeds differ, much work moves from slow servers to fast ones.
-``scheduler.py`` hands such nano-batches to :func:`schedule_unlike`. Each cut of a range adds work, so under a tight
-limit some servers stay above it, without a receiver for their work. To begin again with a higher limit would take as
-long as all moves before. So here the limit rises, and moving goes on from where it ended.
+``scheduler.py`` calls :func:`schedule_unlike` then. Each cut of a range of queries adds work, so under a tight limit
+some servers stay above it, without a receiver for their work. To begin again with a higher limit would take as long as
+all moves before. So here the limit rises, and moving goes on from where it ended.
 
 Array legend: K directions (forward, backward, or both).
 """
@@ -44,7 +44,7 @@ def schedule_unlike(
     links: Links,
     growth: Growth,
 ) -> Tasks:
-    """Returns the tasks of one nano-batch: ranges of queries, each with the server that computes it.
+    """Returns the tasks of one nano-batch, a part of a micro-batch: ranges of queries, each with its server.
 
     Args:
         home: the plan that computes everything at home.
@@ -53,9 +53,9 @@ def schedule_unlike(
         tolerance: how far above its target a server may be, as a part of the mean load.
         moved_bytes: bytes of a query row and of a key/value row that is computed away from home.
         links: which ranks share a node, and prices of bytes between ranks.
-        growth: the growth of work in the plan before; that of this plan takes its place. The nano-batches of a
-            micro-batch grow alike. With room for this growth from the start, no small rests of room are left on
-            servers.
+        growth: the growth of work in the plan before; that of this plan takes its place. All nano-batches of a step
+            grow alike. Limits include this growth from the start. Else servers would be filled too early, and get room
+            later that is too little for a range.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)
