@@ -40,6 +40,18 @@ _PRIOR = {
     "step_s": (1e-2, 0.5, "host time around a step"),
     "phase_s": (2e-3, 0.5, "host time around a micro-batch's forward or backward"),
 }
+_ALONE = {
+    "head_s": (
+        float(f"{0.319 / (65_536 * 4096 * 128_256):.4g}"),
+        "319 ms for 65,536 rows, 4,096 wide, vocabulary 128,256 (benchmarks/results/home_compute.json)",
+    ),
+    "expert_weight_s": (
+        7.15e-5,
+        "a layer with 128 weights of experts leaves two GPUs idle for 9.1 and 9.2 ms per nano-batch: DistCA and "
+        "context parallelism of benchmarks/results/experts_a3b_cut_2_gpus.json, ProLong",
+    ),
+}
+"""Constants that are not fitted, and where they were measured."""
 _RUN_ERROR = 0.015  # two runs of one kind on other GPUs differ by about as much
 _APART = 0.03  # modes that measured differ by less have no order
 
@@ -82,19 +94,14 @@ def fit(runs: list[Run], rounds: int = 3) -> Rates:
 
 def _rates(names: list[str], logarithms: np.ndarray) -> Rates:
     values = {name: float(f"{math.exp(value):.4g}") for name, value in zip(names, logarithms, strict=True)}
-    return Rates(head_s=_head_s(), **values)
-
-
-def _head_s() -> float:
-    """Seconds of the output layer with its loss, for a row and a weight, measured alone (results/home_compute.json)."""
-    return float(f"{0.319 / (65_536 * 4096 * 128_256):.4g}")
+    return Rates(**{name: value for name, (value, _) in _ALONE.items()}, **values)
 
 
 def write_rates(rates: Rates, runs: list[Run]) -> None:
     """Write the constants with their sources, fitted to these runs."""
     fitted = sorted({run.file for run in runs})
     sources = {name: f"fitted, from {start:g}: {why}" for name, (start, _, why) in _PRIOR.items()}
-    sources["head_s"] = "319 ms for 65,536 rows, 4,096 wide, vocabulary 128,256 (benchmarks/results/home_compute.json)"
+    sources |= {name: source for name, (_, source) in _ALONE.items()}
     content = {
         "device": "NVIDIA H200",
         "command": "python -m benchmarks.calibration",

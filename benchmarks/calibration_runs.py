@@ -184,6 +184,7 @@ def run_of(
         tokens_per_rank=content["tokens_per_rank"],
         micro_batches=content["micro_batches"],
         recompute=recompute,
+        keep_outputs=figures.get("keep_outputs") == "all",
         backward=figures.get("backward", "keep"),
         fp8=content.get("fp8") or "none",
         gradients=content.get("gradients", "float32"),

@@ -74,7 +74,7 @@ def simulate(
         ep: expert-parallel GPUs, which share the experts of every layer; rows count as if every expert got equally
             many.
         hide_experts: with distca, rows of one nano-batch travel to experts and back beside the other nano-batch's
-            computation, which training does not do yet.
+            computation, as training does.
         tokens_per_rank: tokens of a micro-batch on a data-parallel rank.
         micro_batches: of a step; by default 1, with stages 4 for each.
         recompute: what backward computes again: none, mlp or all.

@@ -102,8 +102,8 @@ class ExpertLayers:
         times = self._times(direction)
         self._streams.compute(times * self._copies(what, rows), f"rows {what}", layer, nano, direction)
         most = np.repeat(rows.reshape(-1, self._group).max(axis=1), self._group)
-        seconds, size = exchange_of_experts(self._job, most)
-        return self._streams.all_to_all(times * seconds, times * size, self._group, f"rows {what}", layer, nano)
+        seconds, _ = exchange_of_experts(self._job, most)
+        return self._streams.all_to_all(times * seconds, self._group, f"rows {what}", layer, nano)
 
     def _compute(self, rows: np.ndarray, nano: int, layer: int, direction: str) -> None:
         each = self._job.rows[layer]
@@ -112,6 +112,8 @@ class ExpertLayers:
         seconds = mean * (each.experts_forward if direction == "forward" else each.experts_backward)
         copies = self._times(direction) * self._copies("experts", mean)
         self._streams.compute(seconds + copies, "experts", layer, nano, direction)
+        weights = 2 * self._job.model.experts.count / self._job.ep
+        self._streams.stall(np.where(rows > 0, weights * self._job.rates.expert_weight_s / 2, 0.0))
 
     def _times(self, direction: str) -> int:
         return 2 if direction == "backward" and self._job.recompute != "none" else 1

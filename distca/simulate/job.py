@@ -48,6 +48,7 @@ class Job:
         tokens_per_rank: rows of a micro-batch on a data-parallel rank at most.
         micro_batches: of a step.
         recompute: what is computed again in backward.
+        keep_outputs: whether outputs of norms and SwiGLU are kept for backward; without recomputation alone.
         backward: whether servers keep rows for DistCA's backward, or home ranks send them again; these with stages.
         fp8: how linear layers scale tensors to FP8, or "none" for bfloat16. The output layer stays in bfloat16.
         gradients: their type, which memory depends on.
@@ -84,6 +85,7 @@ class Job:
     tokens_per_rank: int = 131_072
     micro_batches: int = 1
     recompute: Recompute = "none"
+    keep_outputs: bool = False
     backward: Backward = "keep"
     fp8: Fp8 = "none"
     gradients: Narrow = "float32"
@@ -111,6 +113,10 @@ class Job:
         for name, known in ((name, get_args(kind)) for name, kind in kinds.items()):
             if getattr(self, name) not in known:
                 raise SimulationError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
+        if self.keep_outputs and (self.recompute, self.fp8) != ("none", "none"):
+            raise SimulationError(
+                f"`keep_outputs` is True, but `recompute` is {self.recompute} and `fp8` {self.fp8}; both must be none."
+            )
         wanted = heads_of_rank(self.model, self.tp)
         self._check_parallelism()
         self._check_experts()
@@ -315,7 +321,8 @@ class Job:
     @cached_property
     def _seconds(self) -> LayerSeconds:
         rates = self.linear, self.output, self.rates
-        return LayerSeconds(self.model, self.layers, self.tp, self.recompute, *rates, self._gathered)
+        sizes = self.model, self.layers, self.tp
+        return LayerSeconds(*sizes, self.recompute, self.keep_outputs, *rates, self._gathered)
 
     @cached_property
     def rows(self) -> tuple[RowSeconds, ...]:

@@ -14,6 +14,9 @@ from distca.simulate.rates import Rates
 
 _FORWARD, _BACKWARD = 0.4, 0.6
 """Shares of elementwise kernels' time: backward takes about half as long again as forward."""
+_KEPT = 0.21
+"""The share of elementwise kernels' time that backward is spared where outputs of norms and SwiGLU are kept: 13.4 ms
+of 65,536 rows in four layers of the 8B shape (other kernels in benchmarks/results/dense_beside_d1a4203.json)."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class LayerSeconds:
         layers: of a stage, each with its MLP.
         tp: tensor-parallel ranks.
         recompute: what is computed again in backward.
+        keep_outputs: whether outputs of norms and SwiGLU are kept for backward.
         linear: rate of the layers' matrix products.
         output: rate of products in bfloat16.
         rates: of the GPU.
@@ -82,6 +86,7 @@ class LayerSeconds:
     layers: int
     tp: int
     recompute: Recompute
+    keep_outputs: bool
     linear: LinearRate
     output: LinearRate
     rates: Rates
@@ -120,16 +125,20 @@ class LayerSeconds:
         again_pre = forward * first if self.recompute == "all" else 0.0
         again_post = forward * {"none": 0, "mlp": mlp, "all": second + mlp}[self.recompute]
         small = rates.elementwise_s * (2 * model.hidden + width) / self.tp
-        of_experts = 0.7 * rates.elementwise_s * model.experts.topk * model.experts.ffn / self.tp
+        # Choosing experts, sorting rows and scores, and sums take about as long as a pass over the experts' inputs
+        # (traces of benchmarks/results/experts_a3b_cut_2_gpus.json).
+        wide = model.hidden + 0.7 * model.experts.ffn
+        of_experts = rates.elementwise_s * model.experts.topk * wide * (routed > 0) / self.tp
         around, inside = 0.3 * small, 0.7 * small
-        gathered = self.gathered
+        elementwise_backward = _BACKWARD - _KEPT * self.keep_outputs
+        gathered, of_forward = self.gathered, forward * routed + _FORWARD * of_experts
         return RowSeconds(
             pre_forward=forward * first + _FORWARD * around + gathered,
             post_forward=forward * (second + mlp) + _FORWARD * inside + 3 * gathered,
-            pre_backward=backward * first + _BACKWARD * around + again_pre + gathered,
-            post_backward=backward * (second + mlp) + _BACKWARD * inside + again_post + 3 * gathered,
-            experts_forward=forward * routed + _FORWARD * of_experts,
-            experts_backward=backward * routed + _BACKWARD * of_experts + (self.recompute != "none") * forward * routed,
+            pre_backward=backward * first + elementwise_backward * around + again_pre + gathered,
+            post_backward=backward * (second + mlp) + elementwise_backward * inside + again_post + 3 * gathered,
+            experts_forward=of_forward,
+            experts_backward=backward * routed + _BACKWARD * of_experts + (self.recompute != "none") * of_forward,
         )
 
     def core(self, what: Recurrence) -> CoreSeconds:

@@ -53,6 +53,7 @@ def _layers(job: Job, *, disaggregated: bool) -> list[LayerBytes]:
             recompute=job.recompute,
             disaggregated=disaggregated,
             keep=not job.resend,
+            keep_outputs=job.keep_outputs,
         )
         for kind in job.model.layer_kinds[: job.layers]
     ]

@@ -30,6 +30,8 @@ class Rates:
         parameter_s: seconds per parameter of the rank, for clearing, scaling and measuring its gradient.
         step_s: seconds of a step that depend on nothing: the host's, before the first kernel and after the last.
         phase_s: the same of a pipeline's forward or backward of one micro-batch.
+        expert_weight_s: seconds per weight of the GPU's experts in which it waits for the host, which launches their
+            products and gradients one by one; of each layer and nano-batch, forward and backward.
     """
 
     linear_factor: float
@@ -42,6 +44,7 @@ class Rates:
     parameter_s: float
     step_s: float
     phase_s: float
+    expert_weight_s: float
 
 
 def load_rates(path: str | Path = RATES) -> Rates:

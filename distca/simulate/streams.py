@@ -56,7 +56,7 @@ class Streams:
         exposed: [R] seconds in which they waited for bytes that were under way.
         waited: [R] seconds in which they waited for another rank to get so far.
         on_links: [R] seconds in which a rank's busier direction carried rows.
-        sent: [R] bytes.
+        sent: [R] bytes, without those of rows to experts.
         order: names of what rank 0 queued, in order.
         spans: of the watched ranks.
     """
@@ -80,6 +80,10 @@ class Streams:
                 )
         self.now = self.now + seconds
         self.busy += seconds
+
+    def stall(self, seconds: np.ndarray) -> None:
+        """Let the compute streams wait ``seconds`` [R] for the host."""
+        self.now = self.now + seconds
 
     def launch(
         self,
@@ -155,11 +159,9 @@ class Streams:
             self.spans.append(Span(rank, "transfers", f"{what} {layer}", float(begun[rank]), float(seconds[rank])))
         return Arrival(at, begun, what)
 
-    def all_to_all(
-        self, seconds: np.ndarray, size: np.ndarray, group: int, what: str, layer: int = 0, nano: int = 0
-    ) -> Arrival:
-        """All ranks of every ``group`` consecutive ones exchange ``size`` [R] bytes in ``seconds`` [R], once each has
-        come so far; a group without rows does nothing."""
+    def all_to_all(self, seconds: np.ndarray, group: int, what: str, layer: int = 0, nano: int = 0) -> Arrival:
+        """All ranks of every ``group`` consecutive ones exchange rows of experts in ``seconds`` [R], once each has come
+        so far; a group without rows does nothing."""
         self._note(f"launch {what} {layer} {NANO_NAMES[nano]}")
 
         def most(of: np.ndarray) -> np.ndarray:
@@ -173,7 +175,6 @@ class Streams:
         self._out_free, self._in_free = np.where(busy, at, self._out_free), np.where(busy, at, self._in_free)
         self._out_ready = np.where(busy, ready, self._out_ready)
         self.on_links += seconds
-        self.sent += size
         for rank in self._watched:
             if busy[rank]:
                 self.spans.append(Span(rank, "transfers", f"{what} {layer}", float(begun[rank]), float(seconds[rank])))

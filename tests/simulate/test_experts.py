@@ -1,10 +1,12 @@
 """Rows that travel to experts and back, counted by hand."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from benchmarks.calibration_runs import RESULTS, batches_of, run_of
 from distca.baselines import parse_mode
 from distca.models.experts import Experts
 from distca.simulate import Cluster, Job, dense, simulate
@@ -109,3 +111,25 @@ def test_memory_is_what_the_trainer_predicts(name: str, recompute: str) -> None:
     assert static_bytes(job) == pytest.approx(stage.model.held, rel=1e-3)
     rows = np.array([tokens])
     assert at_home(job, rows, rows, np.zeros(1), 1)[0] == pytest.approx(stage.total, rel=0.03)
+
+
+@pytest.mark.parametrize("mode, nano_batches", [("packed", 1), ("distca", 2)])
+def test_the_host_is_waited_for_by_weights_of_a_gpu_in_each_layer_and_nano_batch(mode: str, nano_batches: int) -> None:
+    slow = replace(NOTHING_ELSE, expert_weight_s=1.0)
+    for ep in (1, 4):
+        jobs = (job_of(ep=ep, rates=rates) for rates in (slow, NOTHING_ELSE))
+        found, without = (simulate(job, parse_mode(mode), BATCH) for job in jobs)
+        assert found.step_s - without.step_s == pytest.approx(2 * nano_batches * 2 * 8 / ep, rel=0.01)
+        assert found.busy_s == pytest.approx(without.busy_s)
+
+
+def test_rows_of_experts_take_what_was_measured() -> None:
+    """Two H200, and the seconds in which each computed: kernels of all kinds but communication."""
+    content = json.loads((RESULTS / "experts_a3b_cut_2_gpus.json").read_text())
+    for cell in content["cells"].values():
+        drawn = batches_of(content, cell)
+        for mode in ("cp2-keep", "distca"):
+            run = run_of("", content, cell, mode, drawn)
+            found = simulate(run.job, run.mode, run.batches[0])
+            measured = [each["busy_s"] for each in cell["modes"][mode]["traced"]]
+            assert found.busy_s == pytest.approx(measured, rel=0.04)

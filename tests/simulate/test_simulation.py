@@ -11,10 +11,11 @@ from distca.plan import server_seconds, traffic
 from distca.plan.cost.linear import LinearRate
 from distca.simulate import Cluster, Job, Workload, dense, simulate
 from distca.simulate.cad import planned
+from distca.simulate.errors import SimulationError
 from distca.simulate.job import VALUE
 from distca.simulate.simulation import Prediction
 from distca.sizes.fp8_shapes import Fp8, rows_multiple
-from tests.simulate.cases import documents, pair_cost, small_job
+from tests.simulate.cases import NOTHING_ELSE, documents, pair_cost, small_job
 
 RANDOM = np.random.default_rng(3).integers(1, 700, size=24)
 MODES = ("distca", "packed", "packed-dealt", "variable", "cp2", "cp2-keep", "cp4", "ring4", "ulysses2")
@@ -204,3 +205,18 @@ def test_a_timeline_covers_what_a_rank_did():
     computed = sum(span.seconds for span in found.spans if span.track.startswith("compute"))
     assert computed == pytest.approx(found.busy_s[2])
     assert max(span.start + span.seconds for span in found.spans) <= found.step_s
+
+
+def test_outputs_that_are_kept_spare_backward_a_part_of_its_elementwise_kernels() -> None:
+    workload = random_workload()
+
+    def step(elementwise_s: float, **options: object) -> Prediction:
+        rates = replace(NOTHING_ELSE, elementwise_s=elementwise_s)
+        job = small_job(4, tokens_per_rank=2000, gpus_per_node=4, rates=rates, **options)
+        return simulate(job, parse_mode("packed"), workload)
+
+    kept, again, bare = step(1e-9, keep_outputs=True), step(1e-9), step(0.0)
+    assert again.step_s - kept.step_s == pytest.approx(0.21 * (again.step_s - bare.step_s))
+    assert kept.memory_bytes.max() > again.memory_bytes.max()
+    with pytest.raises(SimulationError, match="both must be none"):
+        step(1e-9, keep_outputs=True, recompute="mlp")
