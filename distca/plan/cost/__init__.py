@@ -1,1 +1,2 @@
-"""The seconds that attention and linear layers take: analytic models and measured tables."""
+"""Cost models, by which the planner knows the seconds of attention and of linear layers: formulas and measured
+tables."""

@@ -1,6 +1,13 @@
-"""Analytic cost models: a fit to measured rates, and plain FLOP counting.
+"""Cost models by formula: one fitted to measured rates, and one that counts FLOPs only.
 
-Array legend: K directions, N tasks.
+A cost model tells the planner the seconds of attention tasks (model.py). A *task* is the query range
+[kv_rows - q_rows, kv_rows) of a document; each query sees all keys up to itself, or with a *window* the last few of
+them. A *pair* is a query with a key that it sees. A kernel computes *tiles* of ``block`` query rows.
+
+The planner uses these models if there is no measured table for the GPU and heads, and for windows. Measured tables
+(table.py) interpolate between their points with them.
+
+Array legend: K directions (forward, backward), N tasks.
 """
 
 from __future__ import annotations
@@ -18,28 +25,28 @@ from distca.plan.geometry import causal_pairs, keys_seen, pairs
 from distca.plan.kinds import AttentionKind
 
 _LONG = 32768
-"""Tokens of the document at which the analytic model of a window is made to agree with a measured table: long enough to
-fill a GPU, and measured in every table of one."""
+"""Tokens of the document for which a scaled formula takes the same time as a measured table without a window. So long a
+document fills a GPU, and every table of a GPU has it."""
 
 _WAYS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class AnalyticCost(CostModel):
-    """seconds = pairs / rate + q rows x tile overhead + k,v rows x load overhead.
+    """Seconds of a task = pairs x a + query rows x b + k,v rows x c, with other a, b, c in forward and backward.
 
-    The q term is what every tile costs at its start, its end and the diagonal. The k,v term is what every task costs
-    for its keys. It is small in forward. In backward every block of keys is loaded and its dK and dV stored, however
-    few queries read it.
+    The term of query rows is the overhead of each tile: its start, its end and its half-empty part at the diagonal. The
+    term of k,v rows is the time in which keys and values are loaded. It is small in forward. Backward also stores dK
+    and dV of each block of keys, however few queries read it.
 
     Attributes:
-        shape: the attention layer.
+        shape: heads of the attention layer.
         block: query rows of one kernel tile.
-        forward_terms: seconds per (pair, q row, k,v row) in forward.
-        backward_terms: the same in backward.
-        linear: seconds of matrix products on the same device.
-        window: most keys that a query sees; 0 for all. Kernels compute whole tiles at both ends of a window, so one
-            tile of keys is added.
+        forward_terms: a, b and c in forward, in seconds.
+        backward_terms: a, b and c in backward, in seconds.
+        linear: seconds of matrix products on the same device; None if unknown.
+        window: the number of keys that a query sees; 0 for all. Kernels compute whole tiles at both ends of a window,
+            so the model counts ``block`` - 1 more keys.
     """
 
     shape: AttentionShape
@@ -50,7 +57,7 @@ class AnalyticCost(CostModel):
     window: int = 0
 
     def times(self, forward: float, backward: float) -> AnalyticCost:
-        """The same model with all seconds multiplied by a factor for ``forward`` and one for ``backward``."""
+        """The same model with all seconds multiplied by ``forward`` and ``backward`` in these directions."""
         a, b, c = self.forward_terms
         d, e, f = self.backward_terms
         return replace(
@@ -61,7 +68,7 @@ class AnalyticCost(CostModel):
 
     @cached_property
     def _terms(self) -> dict[Direction, np.ndarray]:
-        """The [K, 3] terms of a pair, a q row and a k,v row, by direction."""
+        """The terms a, b and c, [K, 3] for each direction."""
         both = np.array((self.forward_terms, self.backward_terms))
         return {"both": both, "forward": both[:1], "backward": both[1:]}
 
@@ -73,7 +80,7 @@ class AnalyticCost(CostModel):
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         terms, q = self._terms[direction], np.asarray(q_rows, np.float64)
-        # A range without queries costs nothing, whatever its keys.
+        # A task without queries costs nothing, so its keys are not counted.
         kv = kv_rows * (q > 0)
         if self.window:
             seen = self.window + self.block - 1
@@ -92,11 +99,20 @@ class AnalyticCost(CostModel):
 def analytic_cost(
     heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128, value_dim: int = 0
 ) -> AnalyticCost:
-    """The cost model where there is no measured table: a least-squares fit to flash-attn-4's times on one H200.
+    """The cost model for GPUs without a measured table: a least-squares fit to flash-attn-4's times on one H200.
 
-    The fit reproduces the ten measured rates (32 heads, 8 k,v heads, d 128, causal) within 9 % forward, 6.5 % backward
-    (benchmarks/results/planner.md). For other shapes every term is scaled with heads x head_dim; only ratios matter to
-    a plan. Narrower values count in one of two products forward, and in two of five backward.
+    The fit is within 9 % of ten measured rates in forward, and within 6.5 % in backward (32 query heads, 8 k,v heads of
+    128, causal; benchmarks/results/planner.md). For other heads every term is scaled with heads x head_dim, since only
+    ratios of seconds matter to a plan.
+
+    Args:
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: numbers of a query or key head.
+        value_bytes: bytes of one number.
+        block: query rows of one kernel tile.
+        value_dim: numbers of a value head, if these are narrower; 0 for ``head_dim``. Forward has two matrix products
+            per pair, of which one has this width. Backward has five, of which two have it.
     """
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     values = value_dim or head_dim
@@ -114,17 +130,18 @@ def analytic_cost(
 def area_cost(
     heads: int = 1, kv_heads: int = 1, head_dim: int = 1, *, value_bytes: int = 2, block: int = 1, value_dim: int = 0
 ) -> AnalyticCost:
-    """The cost model that counts FLOPs alone: seconds are query-key pairs. It is for tests, tiny models and CPU runs,
-    which have no tiles."""
+    """The cost model that only counts FLOPs: a pair takes 1 second in forward and 2.5 seconds in backward.
+
+    It is for tests, tiny models and CPU runs, whose kernels have no tiles. Arguments as in :func:`analytic_cost`."""
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     return AnalyticCost(shape, block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))
 
 
 def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
-    """Seconds per CA-task of a kind, from the ``cost`` of layers without a window.
+    """The cost model for a kind of attention layer, made from the ``cost`` of layers without a window.
 
-    Windows are always counted by the analytic model. Where the cost is a measured table, the model is scaled so that
-    both agree on a long document."""
+    For a kind with a window this is the formula. If ``cost`` is a measured table, the formula is first scaled such that
+    both agree on a document of 32,768 tokens without a window."""
     if not kind.window:
         return cost
     if isinstance(cost, PoolCost):

@@ -1,4 +1,9 @@
-"""Seconds of linear layers: per token and weight, and of all that a rank computes between two attention layers."""
+"""Seconds of linear layers: per token and weight, and of all that a rank computes between two attention layers.
+
+The planner can level all work of a phase, and not attention alone. It then needs to know how long a *home*, a rank that
+holds rows, is busy with the linear layers of its rows: :func:`between_attentions`. The time of a matrix product grows
+with its weights and rows, so one measured rate serves all layers.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,13 @@ from distca.plan.cost.recurrent import NO_CORE, CoreWeights
 
 @dataclass(frozen=True)
 class LinearRate:
-    """Seconds of a layer's matrix products per token and weight, measured on the same device as attention.
+    """Seconds of matrix products per token and weight, measured on the same device as attention.
 
     Attributes:
-        forward: seconds of the one product with a weight.
-        backward: seconds of the two products.
-        fp8: by scaling ("current", "delayed", "blockwise"), the time of products in FP8 over that in bfloat16, with the
-            time of quantising. It has those that were measured.
+        forward: seconds in forward, which has one product with each weight.
+        backward: seconds in backward, which has two: for the input's gradient and for the weight's.
+        fp8: by scaling ("current", "delayed", "blockwise"), the seconds of a product in FP8, quantising included, over
+            those in bfloat16. Scalings that were not measured are missing.
     """
 
     forward: float
@@ -27,16 +32,16 @@ class LinearRate:
     fp8: Mapping[str, float] = field(default_factory=dict)
 
     def in_fp8(self, scaling: str) -> LinearRate | None:
-        """The rate with a ``scaling`` to FP8; "none" is bfloat16. None where this scaling was not measured."""
+        """The rate with a ``scaling`` to FP8; "none" is bfloat16. None if this scaling was not measured."""
         factor = 1.0 if scaling == "none" else self.fp8.get(scaling)
         return None if factor is None else LinearRate(factor * self.forward, factor * self.backward)
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> LinearRate | None:
-        """The rate in a table file's content; None where it has none.
+        """The rate in the content of a cost table's file; None if it has none.
 
         Raises:
-            PlanError: the file has a rate that is not usable.
+            PlanError: the rate in the file is not usable.
         """
         found = content.get("linear")
         if found is None:
@@ -60,18 +65,19 @@ class LinearRate:
 
 
 def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, gated: bool = True) -> int:
-    """Weights of a layer's four matrix products: q,k,v; output; gate, if ``gated``, and up; down."""
+    """Number of weights of a layer's four matrix products: q,k,v; attention's output; up, and if ``gated`` gate;
+    down."""
     return hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 + gated) * hidden * ffn
 
 
 @dataclass(frozen=True)
 class NonAttention:
-    """Seconds per row that a rank with a micro-batch computes between two attention layers of its stage.
+    """Seconds per row that a rank computes between two attention layers of its pipeline stage.
 
     Attributes:
-        forward: seconds in a forward phase.
-        backward: seconds in a backward phase.
-        factors: [H] how many times as long each home rank takes; empty where all are alike.
+        forward: seconds in forward.
+        backward: seconds in backward.
+        factors: [H] by home rank, its seconds over these; empty if all GPUs are alike.
     """
 
     forward: float
@@ -81,13 +87,13 @@ class NonAttention:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of a layer beside core attention, counted in weights that a row is multiplied with.
+    """The work of a layer without its core attention, as a number of weights that each row is multiplied with.
 
     Attributes:
         attends: whether the layer has core attention.
         weights: weights of its matrix products.
-        recomputed: weights that backward multiplies with once more, to recompute forward.
-        core: the work of a recurrent layer's core; none for attention layers.
+        recomputed: weights of the products that backward computes once more, because their outputs were not kept.
+        core: the work of a recurrent layer's core, as weights; zero for attention layers.
     """
 
     attends: bool
@@ -97,17 +103,20 @@ class LayerWork:
 
 
 def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
-    """Seconds per row that a rank computes between two attention layers, in the mean over the stage's attention layers.
+    """Returns a rank's seconds per row beside core attention, divided by the number of its stage's attention layers.
 
-    A stage with n attention layers computes linear layers n − 1 times between two of them, and all recurrent layers
-    that lie there. Work before the first and after the last one is not counted, as no attention is left to serve then.
-    Nor are norms, rotation and activation. So an idle stage gets too little attention rather than too much.
+    A stage with n attention layers has n − 1 stretches between them, with linear layers and whole recurrent layers.
+    Their sum is divided by n. Work before the first and after the last attention layer does not count, because no
+    attention can be served then. Norms, rotation and activations do not count either. So the planner thinks homes less
+    busy than they are, and gives idle stages too little attention rather than too much.
 
     Args:
         rate: seconds of matrix products.
-        layers: the stage's layers; some have attention.
-        tp: tensor-parallel ranks, which share the weights.
+        layers: the stage's layers, in order; at least one has attention.
+        tp: number of tensor-parallel ranks, which share the weights.
     """
+    # An attention layer's weights lie on both sides of its core: q,k,v before, the others after. Between two cores, the
+    # weights behind the first and before the second make one layer's, so the last attention layer is left out.
     attending = [number for number, layer in enumerate(layers) if layer.attends]
     between = layers[attending[0] : attending[-1]]
     forward = sum(rate.forward * (each.weights + each.core.forward) for each in between)

@@ -1,9 +1,13 @@
-"""Seconds of a CA-task in the attention kernel over (query rows, key rows), forward and backward.
+"""The interface of cost models, which tell the planner how long core attention takes, and the shape of heads.
 
-A task with ``q_rows`` queries and ``kv_rows`` keys is the causal query range [kv_rows - q_rows, kv_rows) of a document.
-Its seconds are those that it adds to a *full* fused batch, so a batch costs the sum over its tasks. One small task
-alone cannot fill the GPU, but a plan never runs one alone. ``analytic.py`` computes seconds by a formula, ``table.py``
-from measurements. Array legend: N tasks; rows are int64, seconds float64.
+A *CA-task* is a range of a document's queries with all keys up to them. With ``q_rows`` queries and ``kv_rows`` keys it
+is the causal query range [kv_rows - q_rows, kv_rows). A kernel runs many tasks as one fused batch. A task's seconds are
+the time that it adds to a batch which fills the GPU, so a batch takes the sum over its tasks.
+
+``analytic.py`` computes seconds by a formula, ``table.py`` from measurements. Other files wrap such a model:
+``scaled.py`` by factors, ``pool.py`` for unlike servers, ``travelling.py`` with the time in which rows travel.
+
+Array legend: N tasks, K directions (forward, backward); rows are int64, seconds float64.
 """
 
 from __future__ import annotations
@@ -23,14 +27,14 @@ Direction = Literal["forward", "backward", "both"]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of one attention layer on one rank (after tensor parallelism) and the bytes of one number.
+    """Heads of one attention layer on one rank, after tensor parallelism has split them, and the bytes of one number.
 
     Attributes:
         heads: query heads.
         kv_heads: key/value heads.
         head_dim: numbers of a query or key head.
         value_bytes: bytes of one number.
-        value_dim: numbers of a value head, where these are narrower; 0 for ``head_dim``.
+        value_dim: numbers of a value head, if these are narrower; 0 for ``head_dim``.
     """
 
     heads: int
@@ -64,7 +68,10 @@ class AttentionShape:
         return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim)) * self.value_bytes
 
     def moved_bytes(self, direction: Direction, resend: bool = False, sinks: bool = False) -> tuple[int, int]:
-        """Bytes that travel for one query row and for one key/value row computed away from home.
+        """Bytes that travel for one query row, and for one key/value row.
+
+        A *server* computes attention with rows of another rank, their *home*. Such a row travels out and its results
+        travel back:
 
         | | out | back |
         |---|---|---|
@@ -72,7 +79,11 @@ class AttentionShape:
         | backward, keep | dO; with sinks also lse | dQ, dK, dV |
         | backward, resend | q, k, v, o, dO, lse | dQ, dK, dV |
 
-        Sinks are added at home, which needs lse, the log-sum-exp of a row's scores.
+        Args:
+            direction: the direction that is counted; "both" adds them.
+            resend: whether homes keep rows for backward and send them again; otherwise servers keep them.
+            sinks: whether heads have sinks, learned scores in the softmax. Homes apply them, and need lse, the
+                log-sum-exp of a row's scores, for that.
         """
         lse = 4 * self.heads if resend or sinks else 0
         both = self.q_bytes + self.o_bytes
@@ -84,12 +95,12 @@ class AttentionShape:
 
 
 class CostModel(ABC):
-    """Seconds of CA-tasks inside a full batch.
+    """Seconds of CA-tasks in a batch that fills the GPU.
 
     Attributes:
-        shape: the attention layer.
-        block: query rows of one kernel tile; cuts fall on multiples of it.
-        linear: seconds of matrix products on the same device; None where they were not measured.
+        shape: heads of the attention layer.
+        block: query rows of one kernel tile; the planner cuts documents at multiples of it.
+        linear: seconds of matrix products on the same device; None if they were not measured.
     """
 
     shape: AttentionShape
@@ -98,18 +109,20 @@ class CostModel(ABC):
 
     @abstractmethod
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[N] seconds of the forward kernel for query ranges [kv_rows - q_rows, kv_rows); 0 where q_rows is 0."""
+        """[N] seconds of the forward kernel for tasks of [N] ``q_rows`` and [N] ``kv_rows``; 0 for 0 query rows."""
 
     @abstractmethod
     def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[N] seconds of the backward kernel."""
+        """[N] seconds of the backward kernel, as in :meth:`forward`."""
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[K, N] least seconds of the ranges, however they are cut. By default these are those of uncut ranges."""
+        """[K, N] seconds that each task takes at least, into however many tasks it is cut.
+
+        By default these are the seconds of the uncut task."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[K, N] seconds; K is 2 (forward, backward) for "both", else 1."""
+        """[K, N] seconds; K is 2 (forward, then backward) for "both", else 1."""
         if direction == "both":
             return np.stack((self.forward(q_rows, kv_rows), self.backward(q_rows, kv_rows)))
         return np.asarray(getattr(self, direction)(q_rows, kv_rows))[None]
@@ -117,13 +130,13 @@ class CostModel(ABC):
     def on_servers(
         self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray, server: np.ndarray
     ) -> np.ndarray:
-        """[K, N] seconds of ranges on the [N] ``server`` that computes each; by default all servers are alike."""
+        """[K, N] seconds of each task on its server; [N] ``server`` has their ranks. By default all are alike."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
-        """[K][N] seconds of a handful of ranges, which the scheduler asks for most.
+        """[K][N] seconds of a few tasks, as lists. Most calls of the scheduler are of this kind.
 
-        For these, plain Python takes less time than numpy's calls do."""
+        Models may compute them in plain Python, which is faster than numpy for a few numbers."""
         q, kv = np.array(q_rows, np.float64), np.array(kv_rows, np.float64)
         seconds: list[list[float]] = self.per_direction(direction, q, kv).tolist()
         return seconds

@@ -1,6 +1,11 @@
-"""Costs of CA-tasks in a pool of unlike servers: each server has the table of its GPU and kernel.
+"""Cost models for a pool of unlike servers: each server has the cost model (the *table*) of its GPU and kernel.
 
-Array legend: K directions, N tasks, R servers, C tables.
+A *CA-task* is a range of a document's queries with all keys up to them; a *server* is a rank that computes such tasks.
+The planner levels servers by *work*. That is a task's seconds on a server of mean speed, so that fast and slow servers
+can be compared: :meth:`PoolCost.work` makes a :class:`ServerWork`.
+
+Array legend: K directions (forward, backward), N tasks with ``q_rows`` queries and ``kv_rows`` keys, R servers, C
+tables.
 """
 
 from __future__ import annotations
@@ -18,11 +23,12 @@ from distca.plan.cost.scaled import scaled
 
 @dataclass(frozen=True)
 class PoolCost(CostModel):
-    """Seconds of CA-tasks by server. Methods that take no server give those of the first table.
+    """Seconds of CA-tasks by server. Methods without a server use the first table.
 
     Attributes:
-        tables: one table for each kind of server, all for the same heads; the first is that of home ranks.
-        of_server: [R] number of every server's table.
+        tables: one table for each sort of server, all for the same heads. The first is that of homes, the ranks that
+            train; other servers may only compute attention.
+        of_server: [R] index of each server's table.
         shape, block, linear: those of the first table.
 
     Raises:
@@ -47,11 +53,11 @@ class PoolCost(CostModel):
 
     @property
     def window(self) -> int:
-        """The most keys that a query sees; 0 for all."""
+        """The number of keys that a query sees; 0 for all."""
         return int(getattr(self.tables[0], "window", 0))
 
     def changed(self, change: Callable[[CostModel], CostModel]) -> PoolCost:
-        """The same pool with every table replaced by ``change`` of it."""
+        """The same pool with each table replaced by ``change(table)``."""
         return PoolCost(tuple(change(table) for table in self.tables), self.of_server)
 
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -79,28 +85,29 @@ class PoolCost(CostModel):
         return np.array(self.of_server, np.int64)
 
     def work(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """The work of ranges on every server, where these are all ranges to be computed.
+        """Returns the unit of work for these tasks, which must be all tasks that are to be computed.
 
-        Work is counted in seconds of a server of mean speed. A server's *slowness* in a direction is its own seconds
-        per second of work. It is found from all ranges together, so that its harmonic mean over servers is 1. Servers
-        that share the ranges by speed then all take the same time, the mean of the ranges' work.
+        A server's *slowness* is its seconds for all tasks, over those of a server of mean speed. The mean speed is
+        chosen such that 1 / slowness is 1 in the mean over servers. If servers then share all tasks in proportion to
+        their speed, each takes the same time: the whole work over the number of servers.
 
-        Example: of two servers, one takes 1 second for all ranges and the other 3. Their slowness is 2/3 and 2. Shared
-        3 to 1, the ranges take 0.75 seconds on each.
+        Example: of two servers, one takes 1 second for all tasks and the other 3. Their slowness is 2/3 and 2, and the
+        whole work is 1.5 seconds. Shared 3 to 1, each server takes 0.75 seconds.
         """
-        # [C, K] seconds of all ranges by each table, and their ratio to the first table's. ``both`` has the factors
-        # that turn a table's seconds into work, for forward and backward.
+        # seconds [C, K]: of all tasks by each table; ratio [C, K]: these over the first table's; speeds [R, K]: a
+        # server's speed over the first table's; of_table [C, K]: the slowness of servers with each table. "both" [C, 2]
+        # has the factors that turn a table's seconds into work, for forward and for backward.
         seconds = np.stack([table.per_direction(direction, q_rows, kv_rows).sum(axis=1) for table in self.tables])
         ratio = np.divide(seconds, seconds[:1], out=np.ones_like(seconds), where=seconds[:1] > 0)
         speeds = 1.0 / ratio[self._table]
-        of_table = ratio * speeds.mean(axis=0)  # [C, K]
+        of_table = ratio * speeds.mean(axis=0)
         both = (1.0 / np.repeat(of_table, 3 - of_table.shape[1], axis=1)).tolist()
         costs = tuple(scaled(table, *factors) for table, factors in zip(self.tables, both, strict=True))
         return ServerWork(direction, costs, self._table, of_table[self._table].T.copy())
 
 
 def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
-    """Costs of a pool whose servers are [R] ``speeds`` times as fast as ``cost`` says, in both directions."""
+    """Costs of a pool in which server r is speeds[r] times as fast as ``cost`` says, in both directions."""
     unlike = list(dict.fromkeys((1.0, *map(float, speeds))))
     tables = tuple(scaled(cost, 1.0 / speed, 1.0 / speed) for speed in unlike)
     return PoolCost(tables, tuple(unlike.index(float(speed)) for speed in speeds))
@@ -108,13 +115,13 @@ def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
 
 @dataclass(frozen=True)
 class ServerWork:
-    """The work of ranges on every server, in seconds of a server of mean speed.
+    """The work of tasks on every server, in seconds of a server of mean speed.
 
     Attributes:
         direction: the directions that are counted.
-        costs: by table, the work of a range.
-        of_server: [R] number of every server's table; None where all are alike.
-        slowness: [K, R] a server's own seconds per second of work; None where all are alike.
+        costs: by table, a cost model that gives work in place of seconds.
+        of_server: [R] index of each server's table; None if all servers are alike.
+        slowness: [K, R] a server's own seconds per second of work; None if all servers are alike.
     """
 
     direction: Direction
@@ -124,7 +131,7 @@ class ServerWork:
 
     @staticmethod
     def of(cost: CostModel, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """The work by ``cost``, where these ranges [N] are all that is to be computed."""
+        """The work by ``cost``; these [N] tasks must be all that are to be computed."""
         if isinstance(cost, PoolCost):
             return cost.work(direction, q_rows, kv_rows)
         return ServerWork(direction, (cost,))
@@ -134,7 +141,7 @@ class ServerWork:
         return self.of_server is None or bool(self.of_server[server] == self.of_server[other])
 
     def on(self, server: int | np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[K, N] work of ranges on one server, or on the [N] given."""
+        """[K, N] work of tasks, all on one ``server`` or each on its own of [N] servers."""
         if self.of_server is None:
             return self.costs[0].per_direction(self.direction, q_rows, kv_rows)
         if isinstance(server, np.ndarray):
@@ -142,7 +149,7 @@ class ServerWork:
         return self.costs[self.of_server[server]].per_direction(self.direction, q_rows, kv_rows)
 
     def of_few(self, start: Sequence[float], stop: Sequence[float], servers: int | Sequence[int]) -> list[list[float]]:
-        """[K][N] work of a handful of ranges [start, stop) on one server, or each on its own."""
+        """[K][N] work of a few query ranges [start, stop), all on one server or each on its own, as lists."""
         rows = [b - a for a, b in zip(start, stop, strict=True)]
         if self.of_server is None:
             return self.costs[0].of_few(self.direction, rows, stop)
@@ -164,7 +171,7 @@ class ServerWork:
 def seconds_on(
     tables: Sequence[CostModel], number: np.ndarray, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray
 ) -> np.ndarray:
-    """[K, N] seconds of ranges, each by the table with its [N] ``number``."""
+    """[K, N] seconds of tasks; task n has the table with the index number[n]."""
     found = np.zeros((2 if direction == "both" else 1, len(q_rows)))
     for each in np.unique(number).tolist():
         some = number == each

@@ -1,4 +1,7 @@
-"""Costs of a kernel that is faster or slower than another one by the same factor at all lengths."""
+"""A cost model whose seconds are another model's times a factor, the same at all lengths.
+
+``at_speeds`` (pool.py) makes it for servers that are faster or slower than the measured GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from distca.plan.cost.model import CostModel, Direction
 
 @dataclass(frozen=True)
 class ScaledCost(CostModel):
-    """Another model's seconds, times a factor for each direction; linear layers stay as they are.
+    """Another model's seconds of attention, times one factor in forward and one in backward.
 
     Attributes:
         measured: the other model.
         forward_factor, backward_factor: the factors, above 0.
-        shape, block, linear: the other model's.
+        shape, block, linear: those of the other model; the factors do not apply to linear layers.
 
     Raises:
         PlanError: a factor is not above 0.
@@ -39,11 +42,11 @@ class ScaledCost(CostModel):
 
     @property
     def window(self) -> int:
-        """The most keys that a query sees; 0 for all."""
+        """The number of keys that a query sees; 0 for all."""
         return int(getattr(self.measured, "window", 0))
 
     def factors(self, direction: Direction) -> list[float]:
-        """[K] factors of a direction."""
+        """The factor of a direction in a list, or both, forward first."""
         both = [self.forward_factor, self.backward_factor]
         return {"both": both, "forward": both[:1], "backward": both[1:]}[direction]
 
@@ -66,11 +69,12 @@ class ScaledCost(CostModel):
         return [[factor * own for own in each] for factor, each in zip(self.factors(direction), seconds, strict=True)]
 
     def _column(self, direction: Direction, dimensions: int) -> np.ndarray:
+        """The factors along the first of several dimensions, to multiply an array of seconds with."""
         return np.array(self.factors(direction)).reshape(-1, *[1] * (dimensions - 1))
 
 
 def scaled(cost: CostModel, forward: float, backward: float) -> CostModel:
-    """``cost`` with seconds multiplied by a factor for each direction; itself where both are 1."""
+    """``cost`` with its seconds multiplied by ``forward`` and ``backward``; ``cost`` itself if both are 1."""
     if forward == backward == 1.0:
         return cost
     if isinstance(cost, ScaledCost):

@@ -1,7 +1,14 @@
-"""Seconds of CA-tasks from a measured table; the same on all ranks that read the same file.
+"""A cost model that interpolates measured seconds of attention tasks; ``distca profile`` measures them.
 
-Planning asks for the seconds of thousands of tasks many times. So the table is interpolated once, onto a fine grid
-whose cells are found without a search. Array legend: N tasks, K directions, C grid cells.
+A *task* is a range of a document's queries with all keys up to them: ``q_rows`` queries and ``kv_rows`` keys. A table
+has the seconds of tasks on one GPU, kernel and shape of heads, at some values of both. The planner asks for the seconds
+of thousands of tasks many times. So :class:`TableCost` interpolates the table once, onto a finer grid. There the cell
+of a task follows from the bits of its row counts (:class:`_Lines`), without a search.
+
+All ranks that read one table compute the same seconds to the last bit, as equal plans need.
+
+Array legend: Q and V measured values of query rows and of k,v rows, K directions (forward, backward), N tasks, C grid
+cells.
 """
 
 from __future__ import annotations
@@ -20,21 +27,22 @@ from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.geometry import causal_pairs
 
 _STEPS = 8
-"""Grid lines between a power of two and the next, evenly spaced. Points that were measured on such lines are met
-exactly."""
+"""The number of equal steps of the fine grid between a power of two and the next. Measured points that lie on grid
+lines keep their exact seconds."""
 _FEW = 8
-"""Ranges up to which plain Python is faster than numpy: 2 µs against 15 for one range, 12 against 19 for eight. Most
-calls of the scheduler are of that kind; with numpy alone a plan takes 10 to 20 % longer."""
+"""The largest number of tasks that are computed in plain Python, which is faster for a few: 2 µs against numpy's 15 for
+one task, 12 against 19 for eight. Most calls of the scheduler have so few; with numpy alone a plan takes 10 to 20 %
+longer."""
 _PER_LINE = _STEPS / 2.0**52
-"""Grid lines per unit of the integer that has the bits of a float64: its exponent begins at bit 52."""
+"""Grid lines per unit of a float64's bits read as an integer. The exponent begins at bit 52, so a power of two is 2^52
+of these units, and ``_STEPS`` grid lines."""
 
 
 @dataclass(frozen=True)
 class LoadFactors:
-    """Factors on the seconds of tasks in mixed batches under sustained load.
+    """Factors that correct a table, which was measured on batches of equal tasks, for mixed batches on a hot GPU.
 
-    They correct the table, which was measured on batches of equal tasks. Between lengths, factors are linear in log2 of
-    k,v rows; beyond them they are constant. Array legend: L lengths.
+    Between lengths, factors are linear in log2 of k,v rows; beyond them they are constant. Array legend: L lengths.
 
     Attributes:
         kv_rows: [L] increasing lengths.
@@ -61,7 +69,7 @@ class LoadFactors:
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> LoadFactors | None:
-        """The factors in a table file's content; None where it has none."""
+        """The factors in the content of a table's file; None if it has none."""
         found = content.get("load_factors")
         if found is None:
             return None
@@ -74,32 +82,36 @@ class LoadFactors:
 
 
 class TableCost(CostModel):
-    """Measured seconds, interpolated.
+    """Seconds of tasks, interpolated between measured ones.
 
-    The table is used as a factor on the analytic model. The factor is bilinear in (log2 q rows, log2 k,v rows) between
-    measured points and constant beyond them. So seconds are exact at every measured point, and sensible outside the
-    table. Between the lines of the fine grid the factor is bilinear in the rows themselves.
+    Seconds are those of the formula of ``analytic.py`` times a *factor*: measured over analytic seconds. Between
+    measured points the factor is bilinear in (log2 q rows, log2 k,v rows); beyond them it is constant. So seconds are
+    exact at measured points, and follow the formula outside the table. That factor is computed at the lines of the fine
+    grid; inside its cells it is bilinear in the rows themselves.
 
     Args:
-        shape: the attention layer that was measured.
-        q_rows: [Q] increasing query rows measured.
-        kv_rows: [V] increasing k,v rows measured.
-        forward_seconds: [Q, V] seconds per task inside a full batch; nan where q_rows > kv_rows or not measured.
+        shape: heads of the attention layer that was measured.
+        q_rows: [Q] query rows, increasing.
+        kv_rows: [V] k,v rows, increasing.
+        forward_seconds: [Q, V] seconds that a task adds to a batch which fills the GPU; nan if q_rows > kv_rows, or if
+            the point was not measured.
         backward_seconds: [Q, V] the same for backward.
         block: query rows of one kernel tile.
         load: factors on all seconds, by k,v rows; None for none.
-        linear: seconds of matrix products on the same device.
-        window: most keys that a query sees in the layers that were measured; 0 for all.
+        linear: seconds of matrix products on the same device; None if they were not measured.
+        window: the number of keys that a query sees in the measured layers; 0 for all.
 
     Raises:
         PlanError: an axis does not increase, or some column has no measured point.
 
     Attributes:
-        measured: the arrays that it was made from, by :attr:`COLUMNS`.
-        load: the factors that it was made from.
+        measured: the arrays from which it was made, by the names in :attr:`COLUMNS`.
+        load: the argument.
+        window: the argument.
     """
 
     COLUMNS = ("q_rows", "kv_rows", "forward_seconds", "backward_seconds")
+    """The names of the measured arrays, as the files of tables have them."""
 
     def __init__(
         self,
@@ -132,15 +144,18 @@ class TableCost(CostModel):
                 _factors("backward", backward_seconds, self._base.backward(*grid)),
             )
         )
+        # "nodes" [K, q lines, kv lines]: the factor at each crossing of grid lines; "_best" [K]: the smallest of them.
         self._q, self._kv = _Lines.over(q_axis), _Lines.over(kv_axis)
         nodes = _interpolated(factors, q_axis, kv_axis, self._q.rows, self._kv.rows)
         if load is not None:
             nodes = nodes * load.at(self._kv.rows)[:, None]
         self._best = nodes.min(axis=(1, 2))
+        # [2, 1] each, for q and k,v rows: number of the first line as in _number, and the largest place and cell.
         lines = (self._q, self._kv)
         self._zero = np.array([[_STEPS * 1023.0 + x.first] for x in lines])
         self._most = np.array([[float(x.cells)] for x in lines])
         self._last = np.array([[x.cells - 1] for x in lines])
+        # The terms of each cell: as arrays for many tasks, and as lists for a few.
         cells = _cells(nodes)
         self._cells = {"both": cells, "forward": cells[:, :1], "backward": cells[:, 1:]}
         terms = [self._base.forward_terms, self._base.backward_terms]
@@ -156,9 +171,9 @@ class TableCost(CostModel):
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         if q_rows.ndim == 1 and len(q_rows) <= _FEW and not self.window:
             return np.array(self.of_few(direction, q_rows.tolist(), kv_rows.tolist()))
-        # A float's bits give its grid line and its place between two lines (:class:`_Lines`). The factor of a cell is
-        # constant + by_q · dq + by_kv · dkv + by_both · dq · dkv, with dq and dkv the place in it. All is done in
-        # place.
+        # "at" [2, N]: place of each task's q and k,v rows on the grid, in lines from the first one, limited to the
+        # grid. Its whole part is the "cell", the rest are dq and dkv, from 0 to 1. In a cell the factor is
+        # constant + by_q · dq + by_kv · dkv + by_both · dq · dkv. It is computed in place, without further arrays.
         seconds = self._base.per_direction(direction, q_rows, kv_rows)
         at = np.array((q_rows, kv_rows), np.float64).reshape(2, -1)
         at = np.multiply(at.view(np.int64), _PER_LINE)
@@ -196,21 +211,23 @@ class TableCost(CostModel):
         return seconds
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[K, N] seconds by the analytic model, which cutting never makes cheaper, times the smallest measured
-        factor."""
+        """[K, N] seconds by the formula, times the table's smallest factor.
+
+        By the formula, cutting a task never makes it cheaper."""
         best = {"forward": self._best[:1], "backward": self._best[1:]}.get(direction, self._best)
         return self._base.per_direction(direction, q_rows, kv_rows) * best[:, None]
 
 
 class _Lines:
-    """Grid lines at (1 + i / _STEPS) times every power of two.
+    """The lines of the fine grid along one axis, at (1 + i / _STEPS) times each power of two, i from 0 to _STEPS - 1.
 
-    The number of a line is read off a float's bits: the exponent, then the first bits of the fraction. Example: with 8
-    steps, lines 24 and 25 are at 8 and 9 rows, and 8.5 rows are at 24.5.
+    Line number _STEPS · e + i is at 2^e · (1 + i / _STEPS) rows. These are the exponent of a float64 and the first bits
+    of its fraction, so the number of a line is read off the bits of its rows. Example with 8 steps: line 24 is at 8
+    rows and line 25 at 9 rows; 8.5 rows are at 24.5.
 
     Attributes:
         first: number of the first line.
-        cells: number of cells between the lines.
+        cells: number of cells between the first line and the last.
     """
 
     def __init__(self, first: int, cells: int) -> None:
@@ -218,7 +235,7 @@ class _Lines:
 
     @staticmethod
     def over(axis: np.ndarray) -> _Lines:
-        """The lines that enclose ``axis``, with at least one cell."""
+        """The lines from the one at or below the axis' first value to the one at or above its last; at least two."""
         low, high = (_number(axis[[0, -1]])).tolist()
         first = int(np.floor(low))
         return _Lines(first, max(int(np.ceil(high)) - first, 1))
@@ -230,7 +247,8 @@ class _Lines:
         return np.exp2(line // _STEPS) * (1 + line % _STEPS / _STEPS)
 
     def place(self, rows: float) -> tuple[int, float]:
-        """Returns the cell that holds ``rows``, or the nearest one, and the place in it, from 0 to 1."""
+        """Returns the cell that holds ``rows``, or the nearest one, and the place in the cell, from 0 to 1."""
+        # frexp gives rows = fraction · 2^exponent with a fraction of at least 1/2, so e is exponent - 1.
         fraction, exponent = math.frexp(rows)
         at = (exponent - 2 + 2 * fraction) * _STEPS - self.first
         if at <= 0.0:
@@ -245,15 +263,18 @@ def _check_axis(name: str, axis: np.ndarray) -> None:
 
 
 def _number(rows: np.ndarray) -> np.ndarray:
-    """[N] number of the line at each value, with a fraction between lines; about _STEPS x log2."""
+    """[N] line number of each value, with a fraction between lines.
+
+    The exponent in a float64's bits is e + 1023, so ``_STEPS`` · 1023 is subtracted."""
     return rows.view(np.int64) * _PER_LINE - _STEPS * 1023.0
 
 
 def _interpolated(
     factors: np.ndarray, q_axis: np.ndarray, kv_axis: np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray
 ) -> np.ndarray:
-    """[K, q_rows, kv_rows] factors at other rows than the [K, Q, V] ``factors`` of the axes: bilinear in the logarithms
-    of rows, constant outside."""
+    """[K, q_rows, kv_rows] factors at the given rows, from the [K, Q, V] factors at the axes' values.
+
+    They are bilinear in the logarithms of rows, and constant outside the axes."""
     q, dq = _cell(np.log2(q_axis), q_rows)
     kv, dkv = _cell(np.log2(kv_axis), kv_rows)
     q1, kv1 = np.minimum(q + 1, len(q_axis) - 1), np.minimum(kv + 1, len(kv_axis) - 1)
@@ -262,7 +283,9 @@ def _interpolated(
 
 
 def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[N] index of the cell of a logarithmic axis that holds each value, and [N] the place in it, from 0 to 1."""
+    """[N] index of the interval of the ``axis`` that holds log2 of each value, and [N] the place in it, from 0 to 1.
+
+    Values outside the axis are at its ends."""
     at = np.clip(np.log2(rows), axis[0], axis[-1])
     low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, max(len(axis) - 2, 0))
     width = axis[np.minimum(low + 1, len(axis) - 1)] - axis[low]
@@ -270,14 +293,17 @@ def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells(nodes: np.ndarray) -> np.ndarray:
-    """[4, K, C] terms of every cell: the factor at its low corner, and how it rises with q, with k,v, and with both."""
+    """[4, K, C] terms of each cell's factor, from the [K, q lines, kv lines] factors at crossings of grid lines.
+
+    They are the factor at the cell's first corner, and its rises along q, along k,v, and along both."""
     low, right = nodes[:, :-1, :-1], nodes[:, :-1, 1:]
     above, corner = nodes[:, 1:, :-1], nodes[:, 1:, 1:]
     return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(nodes), -1)
 
 
 def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """[Q, V] measured over analytic seconds; a hole takes the factor of the nearest measured q rows of its column."""
+    """[Q, V] measured over analytic seconds. A point that was not measured takes the factor of the nearest one in its
+    column, which has the same k,v rows."""
     table = np.asarray(seconds, np.float64)
     if table.shape != base.shape:
         raise PlanError(f"The cost table's {name} seconds have shape {table.shape}; its axes ask for {base.shape}.")

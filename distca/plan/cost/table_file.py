@@ -1,6 +1,8 @@
-"""Cost tables as files, which are named after device, kernel and heads, and are found by these.
+"""Cost tables as JSON files: written, found by GPU, kernel and heads, and read.
 
-Tables of this package lie in the folder ``tables`` beside this file. Training finds a file of `distca profile` there.
+A *cost table* has the measured seconds of attention tasks, from which the planner interpolates (table.py). Tables that
+come with the package lie in the folder ``tables`` beside this file, and :func:`find_table` finds them there. Users can
+measure another one with `distca profile`. They put its file into that folder, or name it (:func:`open_table`).
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from distca.plan.cost.table import LoadFactors, TableCost
 logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
+"""The folder of tables."""
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
+"""Keys that every file must have."""
 _SIZES = ("heads", "kv_heads", "head_dim", "value_dim", "value_bytes", "block", "window")
-"""Sizes in a table file; the last four may be left out."""
+"""Keys whose value must be a whole number of 1 to ``_LARGEST``; the last four keys may be left out."""
 _LARGEST = 1 << 20
-"""The largest size that a table may name. No model has more heads, or larger ones, so more is a mistake."""
+"""The largest value of a key in ``_SIZES``; a larger one is refused as a mistake, since models have far smaller
+ones."""
 _SIDES = ("forward", "backward")
 
 
@@ -42,7 +47,7 @@ def table_name(
 
 
 def write_table(path: Path, content: dict[str, Any]) -> None:
-    """Writes a table; nan becomes null, and a list of numbers takes one line."""
+    """Writes a table as JSON, with null for nan and each list of numbers in one line."""
     text = json.dumps(_plain(content), indent=1, allow_nan=False)
     flat = re.sub(r"\[\s+[^\[\]{}]*?\s+\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,10 +65,11 @@ def find_table(
     value_dim: int = 0,
     folder: Path = TABLES,
 ) -> TableCost | None:
-    """The measured costs of a device and kernel, or None if there is no table of them.
+    """The measured costs of a device and kernel, or None if no table fits.
 
-    A table fits if its head sizes and its query heads per key/value head are the same. Heads are independent of each
-    other, so seconds are scaled by their number; of several fitting tables the one with the nearest number is taken.
+    A table fits if it has the same device, kernel, window and head sizes, and as many query heads per key/value head.
+    It may have another number of heads: attention's time grows with it, so seconds are scaled. Of several fitting
+    tables the one with the nearest number of heads is taken.
 
     Args:
         device: the device's name, as torch.cuda.get_device_name() returns it: "NVIDIA H200".
@@ -71,8 +77,8 @@ def find_table(
         heads: query heads on one rank.
         kv_heads: key/value heads on one rank.
         head_dim: size of a head.
-        window: most keys that a query sees; 0 for all. A table is for one window.
-        value_dim: size of a head of values, where it is smaller; 0 for ``head_dim``.
+        window: the number of keys that a query sees; 0 for all.
+        value_dim: size of a head of values, if it is smaller; 0 for ``head_dim``.
         folder: the folder with the tables.
 
     Raises:
@@ -95,12 +101,12 @@ def find_table(
 
 
 def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value_dim: int = 0) -> TableCost:
-    """The measured costs of a file, scaled to so many heads.
+    """The measured costs in a file that the user names, scaled to the given number of heads.
 
-    The file's head sizes, and its query heads per key/value head, must be the same.
+    The file must have the same head sizes, as many query heads per key/value head, and no window.
 
     Raises:
-        PlanError: the file is not a usable table, or is one for other heads.
+        PlanError: the file is not a usable table, or was measured for other heads or with a window.
     """
     content = _read(Path(path))
     if window := content.get("window", 0):
@@ -119,21 +125,23 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value
 
 
 def _size(head_dim: int, value_dim: int) -> str:
+    """The sizes of heads in words, for messages."""
     return f"{head_dim} with values of {value_dim}" if value_dim else str(head_dim)
 
 
 def load_table(path: str | Path) -> TableCost:
-    """Reads a cost table, a JSON file that `distca profile` writes.
+    """Reads a cost table with the heads that it was measured for. `distca profile` writes such a JSON file:
 
-    - It has heads, kv_heads, head_dim, block, q_rows [Q] and kv_rows [V].
-    - forward_seconds and backward_seconds [Q][V] are per task inside a full batch, null where q_rows > kv_rows.
-    - load_factors (kv_rows, forward, backward: [L] each) may say how many times as long mixed batches take.
-    - linear (hidden, ffn, forward_s_per_token, backward_s_per_token) may give the seconds of a layer's matrix products,
-      and in fp8 the factors on them in FP8.
-    - Other keys describe the node.
+    - heads, kv_heads, head_dim, q_rows [Q] and kv_rows [V] must be there; block is 128 by default.
+    - forward_seconds and backward_seconds [Q][V] are the seconds that a task adds to a batch which fills the GPU. They
+      are null if q_rows > kv_rows.
+    - load_factors, if there, has [L] kv_rows and [L] factors forward and backward for mixed batches.
+    - linear, if there, has hidden, ffn, forward_s_per_token and backward_s_per_token of a layer's matrix products. Its
+      fp8, if there, has the factor of each scaling to FP8.
+    - Other keys describe the machine.
 
     Raises:
-        PlanError: when there is no such file, it lacks a key, or its table is not usable.
+        PlanError: there is no such file, it lacks a key, or its table is not usable.
     """
     content = _read(Path(path))
     return _table(Path(path), content, content["heads"], content["kv_heads"])
@@ -141,11 +149,12 @@ def load_table(path: str | Path) -> TableCost:
 
 @cache
 def _read_once(path: Path) -> dict[str, Any]:
-    """Reads a table of this package once; it stays as it is while a process runs."""
+    """Reads a table of the package's folder, once per process."""
     return _read(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Reads a file and checks its keys; raises PlanError."""
     try:
         content = read_object(path)
     except OSError as error:
@@ -165,7 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> TableCost:
-    """The table for so many heads: seconds grow with their number, since heads are independent of each other."""
+    """The table, with seconds scaled to the given number of heads: they grow with it, as heads are independent."""
     try:
         q_rows, kv_rows = (np.asarray(content[key], np.float64) for key in ("q_rows", "kv_rows"))
         scale = heads / content["heads"]
@@ -173,7 +182,7 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
         sizes = content["head_dim"], content.get("value_bytes", 2), content.get("value_dim", 0)
         shape = AttentionShape(heads, kv_heads, *sizes)
         block, load = content.get("block", 128), LoadFactors.of(content)
-        # Seconds of matrix products are per weight, and so are the same for any number of heads.
+        # The rate of matrix products is per weight, so it is not scaled.
         return TableCost(
             shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content), content.get("window", 0)
         )
@@ -187,7 +196,7 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
 
 
 def _plain(value: Any) -> Any:
-    """JSON values: arrays become lists, nan becomes None, floats keep six digits."""
+    """The same value for JSON: arrays become lists, nan becomes None, floats are rounded to six digits."""
     if isinstance(value, np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, dict):

@@ -1,9 +1,11 @@
-"""Costs of a CA-task on a server without rows of its own, with the time in which the task's rows travel.
+"""Cost models that also count the time in which a task's rows travel, for servers without rows of their own.
 
-A home computes linear layers while rows travel. A server without rows has nothing to do until they arrive: exchanges go
-in one order, so its next rows are not sent before its last ones are home. So that time counts as the server's work.
+A *CA-task* is a range of a document's queries with all keys up to them, computed by a *server*: a rank that gets the
+rows from their *home*, the rank that holds them. Most servers are homes, too, and compute linear layers while rows
+travel. A server without rows waits instead. All ranks take part in all exchanges in one order, so the next rows do not
+leave before its last results are home. So the planner counts a part of the travel time as work of this server.
 
-Array legend: R servers.
+Array legend: R servers, K directions (forward, backward), N tasks.
 """
 
 from __future__ import annotations
@@ -17,19 +19,21 @@ from distca.plan.cost.model import CostModel, Direction
 from distca.plan.cost.pool import PoolCost
 
 WAITED_FOR = 0.4
-"""The part of the travel time, both ways, that a server waits. It waits once a layer for two nano-batches. The part is
-less than a half: keys count for each task, also where the server's node has them already. It was chosen from
-benchmarks/results/simulated.md."""
+"""The part of its rows' travel time, there and back, that a server is taken to wait without computing. It waits once a
+layer, and a layer has two plans, for ping and pong; so it cannot be much more than a half. It is less, because a plan
+counts the keys of each task, though a server may have them from another task. It was chosen by simulated speeds
+(benchmarks/results/simulated.md)."""
 
 
 @dataclass(frozen=True)
 class TravellingCost(CostModel):
-    """Another model's seconds, and further seconds for each query row and each key/value row that travels.
+    """Another model's seconds, plus seconds for each query row and each key/value row of the task.
 
     Attributes:
         kernel: the other model.
-        forward_rows, backward_rows: further seconds for a query row and for a key/value row.
-        shape, block, linear: the other model's.
+        forward_rows: seconds for one query row and for one key/value row, in forward.
+        backward_rows: the same in backward.
+        shape, block, linear: those of the other model.
     """
 
     kernel: CostModel
@@ -63,20 +67,23 @@ class TravellingCost(CostModel):
 
 
 def _travel(seconds: tuple[float, float], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+    """[N] seconds for the rows of tasks; 0 for tasks without queries."""
     return np.where(np.asarray(q_rows) > 0, seconds[0] * np.asarray(q_rows) + seconds[1] * np.asarray(kv_rows), 0.0)
 
 
 def with_travel(
     cost: PoolCost, has_rows: np.ndarray, bytes_per_s: np.ndarray, *, resend: bool, sinks: bool
 ) -> PoolCost:
-    """Costs of a pool whose servers without rows wait for those that they compute with.
+    """Returns ``cost`` with another table for each server without rows, which counts a part of the rows' travel time.
 
     Args:
-        cost: the cost of the pool's kernels.
-        has_rows: [R] bool, whether a server is home to some rows.
-        bytes_per_s: [R] bytes per second that reach a server, and leave it at the same time.
+        cost: the seconds of the pool's kernels.
+        has_rows: [R] bool, whether a server has rows of its own.
+        bytes_per_s: [R] bytes per second that a server can receive, and send at the same time.
         resend, sinks: as in :meth:`distca.plan.cost.model.AttentionShape.moved_bytes`.
     """
+    # "ways" has the bytes of a query row and of a key/value row, in forward and in backward. Servers with the same
+    # kernel and link share a table: "made" has its index.
     ways = [cost.shape.moved_bytes(direction, resend, sinks) for direction in ("forward", "backward")]
     tables, of_server = list(cost.tables), list(cost.of_server)
     made: dict[tuple[int, float], int] = {}
