@@ -1,1 +1,1 @@
-"""Recurrent layers: where the pieces of documents lie, and which rows and states travel between them."""
+"""Plans of recurrent layers (linear attention, SSM): the rows and states that travel between a document's pieces."""

@@ -1,12 +1,14 @@
-"""The states that travel, and how each rank strings them together.
+"""The states of recurrent layers that travel between ranks, and the *chain* in which each rank puts them together.
 
-A piece turns the state S before it into A·S + B: its *transition* A and its *own state* B are its summary. A rank that
-holds a piece gets the summaries of all pieces before it and folds them in their order. In backward, gradients of states
-come from the pieces behind a piece, so the same is planned with the pieces in reverse order.
+A *piece* is a run of a document's rows on one rank in one *nano-batch*, ping or pong (pieces.py). It turns the state S
+before it into A·S + B. Its *transition* A and its *own state* B are its *summary*, which it can send before it knows S.
+A rank with a piece gets the summaries of all earlier pieces of the document. It applies them in order, and so finds the
+state before its piece. In backward the gradients of states go from a document's last piece to its first. So backward is
+planned in the same way, with the pieces in reverse order.
 
-The first piece of a document sends no transition, since there is no state before it. The last one sends no summary at
-all. Example: a document has pieces on ranks 0, 1 and 2. Rank 0 sends B0 to ranks 1 and 2, and rank 1 sends A1 and B1 to
-rank 2. The state before piece 1 is B0, and the state before piece 2 is A1·B0 + B1.
+The first piece of a document sends no transition, since there is no state before it. The last one sends no summary.
+Example: a document has pieces on ranks 0, 1 and 2. Rank 0 sends B0 to ranks 1 and 2, and rank 1 sends A1 and B1 to rank
+2. The state before piece 1 is B0, and the state before piece 2 is A1·B0 + B1.
 
 Array legend: P pieces in the direction's order, Q pairs of a piece and a rank that reads its summary, R ranks.
 """
@@ -24,13 +26,17 @@ from distca.plan.sorting import expand
 
 @dataclass(frozen=True)
 class Link:
-    """One piece of a document on a rank's way through it.
+    """One piece of a document in the chain of a rank.
+
+    The rank goes over the links in order. At a piece of its own it notes the state reached so far, which is the state
+    before that piece. Then it applies the piece's summary.
 
     Attributes:
-        piece: number of an own piece, among the rank's pieces of the nano-batch, that needs the state reached so far;
-            -1 for pieces of other ranks and for the first piece.
-        state: where B lies among the states that arrived; -1 for the last piece that the rank reads.
-        transition: where A lies among the transitions that arrived; -1 for the first piece of a document.
+        piece: the piece's number among the rank's pieces of the nano-batch; -1 if it is on another rank. It is also -1
+            for the document's first piece, which needs no state.
+        state: row of B among the own states that arrived here; -1 if the rank needs no state behind this piece.
+        transition: row of A among the transitions that arrived here; -1 for the document's first piece, and if the rank
+            needs no state behind this piece.
     """
 
     piece: int
@@ -43,13 +49,12 @@ class ChainRoute:
     """One rank's part of the states of one nano-batch, in one direction.
 
     Attributes:
-        sends_state: [S] numbers of this rank's pieces of the nano-batch whose own state is sent, in the order in which
-            the exchange has them.
-        sends_transition: [T] numbers of those whose transition is sent.
+        sends_state: numbers of this rank's pieces whose own state is sent, in the order of the exchange's source rows.
+        sends_transition: the same for transitions.
         states: the exchange of own states, one row each.
         transitions: the exchange of transitions, one row each.
-        chains: (document, its links in this nano-batch) for each document that this rank has to read. A chain goes on
-            where the nano-batch before left off.
+        chains: for each document whose summaries this rank reads, its number and its links in this nano-batch. Links of
+            the second nano-batch of the direction go on with the state that the first one reached.
     """
 
     sends_state: np.ndarray
@@ -61,15 +66,17 @@ class ChainRoute:
 
 @dataclass(frozen=True)
 class ChainReads:
-    """The reads of summaries in one direction.
+    """The summaries that each rank reads in one direction.
+
+    In backward all pieces are in reverse order, and a document's last piece counts as its first.
 
     Attributes:
-        order: [P] index of each piece in the order of documents; reversed for backward.
+        order: [P] index of each piece among the pieces by document and start.
         document: [P] document of each piece.
         home: [P] rank of each piece.
-        first: [P] bool, whether it is the first of its document in this direction.
-        last: [P] bool, whether it is the last of its document in this direction.
-        piece: [Q] a piece whose summary is read, once by each rank.
+        first: [P] bool, whether the piece is the first of its document.
+        last: [P] bool, whether the piece is the last of its document.
+        piece: [Q] a piece whose summary is read; once for each rank that reads it.
         reader: [Q] the rank that reads it, which may be the piece's own.
     """
 
@@ -83,7 +90,7 @@ class ChainReads:
 
     @staticmethod
     def of(pieces: DocumentPieces, backward: bool) -> ChainReads:
-        """All reads of a micro-batch."""
+        """All reads of a micro-batch, of summaries or in ``backward`` of gradients."""
         order = np.arange(len(pieces))[:: -1 if backward else 1]
         first = (pieces.closes if backward else pieces.opens)[order]
         last = (pieces.opens if backward else pieces.closes)[order]
@@ -91,8 +98,8 @@ class ChainReads:
         return ChainReads(order, pieces.shards.document[order], home, first, last, *_readers(first, home, pieces.ranks))
 
     def sent(self, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns which of ``some`` [P] bool pieces send their own state, and which of them send their transition
-        too."""
+        """Returns the pieces among ``some`` [P] bool that send their own state, and those that also send their
+        transition, as indices."""
         return np.flatnonzero(some & ~self.last), np.flatnonzero(some & ~self.last & ~self.first)
 
 
@@ -105,6 +112,8 @@ def chain_routes(pieces: DocumentPieces, nano_batches: int, rank: int, backward:
         rank: the rank whose part is wanted.
         backward: whether gradients of states travel, from a document's last piece to its first.
     """
+    # Per nano-batch: "own" are this rank's pieces that need a state; "state_at" and "transition_at" tell, by piece, the
+    # row in which its summary arrives here. A piece in any of them gets a link, in the order of pieces.
     reads = ChainReads.of(pieces, backward)
     order, document, home, first = reads.order, reads.document, reads.home, reads.first
     nano, number = pieces.nano[order], pieces.number[order]
@@ -131,11 +140,12 @@ def chain_routes(pieces: DocumentPieces, nano_batches: int, rank: int, backward:
 
 
 def _readers(first: np.ndarray, home: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs of a piece and a rank that reads its summary: [Q] each, the pieces of each rank in their order.
+    """All pairs of a piece and a rank that reads its summary: [Q] pieces and [Q] ranks, by document and rank.
 
-    A rank reads all pieces of a document before the last one that it has. Example: pieces lie on ranks 0, 1, 0 and 2.
-    Rank 0 reads the first two, rank 1 the first one, and rank 2 the first three."""
-    # "which" numbers documents; a rank's last piece of one is the last of its equal keys, as pieces stand in order.
+    A rank reads all pieces of a document before the last piece that it has itself. Example: a document's pieces lie on
+    ranks 0, 1, 0 and 2. Rank 0 reads the first two, rank 1 the first one, and rank 2 the first three."""
+    # Each pair of a document ("which") and a rank is one number, its "key". Pieces are sorted by key, and keep their
+    # order. So the last one of a key is the rank's last piece of the document ("ends"), and it reads [begin, ends).
     begins = np.flatnonzero(first)
     which = np.cumsum(first) - 1
     key = which * ranks + home
@@ -148,8 +158,21 @@ def _readers(first: np.ndarray, home: np.ndarray, ranks: int) -> tuple[np.ndarra
 def _exchange(
     sent: np.ndarray, piece: np.ndarray, reader: np.ndarray, home: np.ndarray, ranks: int, rank: int
 ) -> tuple[RowExchange, dict[int, int]]:
-    """The exchange of one row for each of the ``sent`` pieces, and by piece where its row arrives on ``rank``."""
-    # Senders have the rows of their sent pieces in order; each reader gets the rows that it reads in order.
+    """Plans an exchange with one row for each of the ``sent`` pieces.
+
+    Args:
+        sent: indices of pieces that send a row.
+        piece: [Q] as in :class:`ChainReads`.
+        reader: [Q] as in :class:`ChainReads`.
+        home: [P] rank of each piece.
+        ranks: number of ranks.
+        rank: the rank whose part is wanted.
+
+    Returns:
+        The rank's part; and by piece the row in which its summary arrives on the rank.
+    """
+    # "source" [P]: row of each sent piece in its home's tensor, in the order of pieces; -1 for other pieces. Each
+    # reader gets its rows in the order of pieces, too.
     source = np.full(len(home), -1)
     source[sent] = numbered(home[sent])
     pairs = np.flatnonzero(source[piece] >= 0)

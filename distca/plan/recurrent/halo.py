@@ -1,10 +1,15 @@
-"""The rows that a causal convolution reads before the first row of a piece: the piece's *halo*.
+"""The halo of pieces: the rows before a piece that its causal convolution reads, and the ways on which they travel.
 
-A halo of three rows may lie on one rank, or, where pieces are shorter than it, on three, and in both nano-batches. The
-exchange of a nano-batch carries its rows to pieces of the same nano-batch and of the next. A rank gets every row once,
-in one buffer for each nano-batch, and picks the halo of each piece from these buffers.
+A *piece* is a run of a document's rows on one rank in one *nano-batch*, ping or pong (pieces.py). Before the recurrence
+of a layer comes a convolution, which reads for each row the ``width`` rows before it. For a piece's first rows some of
+these belong to earlier pieces: the piece's *halo*. With a width of three the halo may lie on one rank. If pieces are
+short it may lie on three, and in both nano-batches.
 
-Array legend: P pieces, H halo rows of all pieces. All arrays are int64.
+Each nano-batch has one exchange. It brings its own rows to pieces of the same nano-batch; ping's also to pieces of
+pong. A rank gets each row once, even if several of its pieces read it. The rows that arrive lie one after the other,
+ping's before pong's, and each piece picks its halo from them.
+
+Array legend: P pieces, H halo rows of all pieces, once for each piece. All arrays are int64.
 """
 
 from __future__ import annotations
@@ -24,12 +29,12 @@ class HaloRoute:
     """One rank's part of the halo of one nano-batch.
 
     Attributes:
-        given: [G] rows of this rank and nano-batch that some piece reads, ascending; the exchange's source tensor has
-            these rows alone.
-        exchange: brings given rows to the ranks whose pieces read them; each arrives once.
-        picked: [pieces that continue a document, width] for each position before a piece of this nano-batch: its row
-            among those that arrived, with ping's before pong's; -1 before a document's start. Pieces stand in the order
-            of their rows.
+        given: [G] rows of this rank and nano-batch that some piece, on any rank, has in its halo; ascending. They are
+            the exchange's source tensor.
+        exchange: moves of given rows to the ranks whose pieces read them.
+        picked: [pieces that continue a document, width]. For each such piece of this rank and nano-batch, in the order
+            of rows, and each of the ``width`` positions before it: the number of that row among the rows that arrived
+            here. -1 stands for a position before the document's start.
     """
 
     given: np.ndarray
@@ -43,9 +48,11 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
     Args:
         pieces: the pieces of the micro-batch.
         nano_batches: number of its nano-batches.
-        width: rows that the convolution reads before a row; its kernel's size less one.
+        width: number of rows that the convolution reads before a row; its kernel's size less one.
         rank: the rank whose part is wanted.
     """
+    # For each halo row of each piece, [H] each: the rank that sends it and its row there, the nano-batch in which it is
+    # sent, and the rank that reads it. (rank, row) is one number for np.unique, rank · span + row.
     reader, source, position, slot = _reads(pieces, width)
     shards, ranks = pieces.shards, pieces.ranks
     sender, nano, server = shards.rank[source], pieces.nano[source], shards.rank[reader]
@@ -55,8 +62,8 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
     picked = [np.full((int((~pieces.opens[pieces.of_rank(rank, n)]).sum()), width), -1) for n in range(nano_batches)]
     for number in range(nano_batches):
         now = np.flatnonzero(nano == number)
-        # Each (sender, row) is given once, as one number of ``given``, and each (server, given row) travels once. Rows
-        # arrive on a server in the order of these numbers. Then every halo position that reads one notes where it is.
+        # "given": the different (sender, row) of this nano-batch; "at": the number of each halo row among them. Each
+        # pair of a server and a given row travels once ("travels"), and rows arrive on a server in this order.
         given, at = np.unique(sender[now] * span + row[now], return_inverse=True)
         place = numbered(given // span)
         travels, arrives = np.unique(server[now] * len(given) + at, return_inverse=True)
@@ -69,6 +76,7 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
         )
         arriving = int((to == rank).sum())
         routes.append((given[given // span == rank] % span, exchange.of(rank, arriving, *[Segments.none()] * 2)))
+        # The rank's own pieces, of this nano-batch and of the next, note where each of their halo rows has arrived.
         mine = np.flatnonzero(server[now] == rank)
         for later in range(number, nano_batches):
             some = mine[pieces.nano[reader[now[mine]]] == later]
@@ -79,8 +87,9 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
 
 
 def halo_rows(pieces: DocumentPieces, nano_batches: int, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Returns by nano-batch the home rank and the reading rank of each row that is read, once for each reader; [H]
-    each."""
+    """Returns by nano-batch the home rank and the reading rank of each row that is sent in it, [N] each.
+
+    A row counts once for each rank that reads it, even if the reader is its home. ``traffic.py`` counts with it."""
     reader, source, position, _ = _reads(pieces, width)
     shards, ranks = pieces.shards, pieces.ranks
     row = shards.row[source] + position - shards.start[source]
@@ -91,10 +100,13 @@ def halo_rows(pieces: DocumentPieces, nano_batches: int, width: int) -> tuple[tu
 
 
 def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns for every halo row of every piece, [H] each: the piece that reads it, the piece that has it, its position
-    in the document, and its place among the ``width`` rows before the reader.
+    """Returns four arrays over the halo rows of all pieces, [H] each.
 
-    Example: a width of 3 before a piece that starts at row 5 gives positions 2, 3 and 4 with places 0, 1 and 2."""
+    They are the piece that reads the row, the piece that has it, its position in the document, and its place among the
+    ``width`` rows before the reader. Example: the width is 3 and a piece starts at position 5. It reads the positions
+    2, 3 and 4, with the places 0, 1 and 2."""
+    # "readers" are the pieces that continue a document, and [first, start) the range of their halo. Each overlap of
+    # such a range with a piece is then written out row by row.
     shards = pieces.shards
     readers = np.flatnonzero(~pieces.opens)
     start = shards.start[readers]
@@ -107,6 +119,8 @@ def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _among_continuing(pieces: DocumentPieces, rank: int, nano: int) -> np.ndarray:
-    """[N] for the pieces of a rank and nano-batch, the number of each among those that continue a document."""
+    """[N] for each piece of a rank and nano-batch, the number of pieces before it that continue a document.
+
+    So a piece that continues a document has its number among such pieces."""
     continues = ~pieces.opens[pieces.of_rank(rank, nano)]
     return np.cumsum(continues) - continues

@@ -1,10 +1,13 @@
-"""Pieces of documents: the runs of rows over which a recurrent layer goes from one state to another.
+"""The pieces of documents over which a recurrent layer (linear attention, SSM) goes from one state to another.
 
-A recurrent layer reads a document from its first row to its last. Where a document lies on several ranks, or in both
-nano-batches, each run of rows that lies together is a *piece*. Ping has the first rows of every document, so all pieces
-of ping come before those of pong.
+A recurrent layer reads a document from its first row to its last. A *home* is a rank that holds rows of documents. A
+micro-batch is processed as two *nano-batches*, ping and pong, with other rows each. A document may be cut over homes
+and over both. Each run of its rows that lies together, in one tensor, is a *piece*. Ping has the first rows of every
+document, so in each document all pieces of ping come before those of pong.
 
-Array legend: P pieces, R ranks. All arrays are int64 unless they say otherwise.
+The other files of this folder plan what travels between pieces: ``halo.py`` rows, ``chains.py`` states.
+
+Array legend: P pieces. All arrays are int64 unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class DocumentPieces:
     Attributes:
         ranks: number of home ranks.
         nano: [P] nano-batch of each piece: 0 for ping, 1 for pong.
-        shards: [P] where each piece lies: its document, its positions in it, its rank and its first row there.
+        shards: [P] document of each piece, first position and one past the last, home rank, and first row there.
     """
 
     ranks: int
@@ -35,9 +38,12 @@ class DocumentPieces:
 
     @staticmethod
     def of(layouts: Sequence[Layout]) -> DocumentPieces:
-        """The pieces of a micro-batch's one or two nano-batches.
+        """The pieces of a micro-batch; ``layouts`` has the shards (cuts of documents) of its one or two nano-batches.
 
-        Shards whose rows follow each other in the document and in the tensor are one piece."""
+        Shards whose rows follow each other in the document and in the home's tensor are joined to one piece."""
+        # All shards are sorted by document and position. "joins" [S - 1] says whether a shard continues the one before
+        # it, in the same nano-batch, on the same rank, in the next row. "heads" are the first shards of pieces, "tails"
+        # the last ones.
         nano = np.concatenate([np.full(len(each.q), number) for number, each in enumerate(layouts)])
         columns = [np.concatenate(parts) for parts in zip(*(each.q.columns() for each in layouts), strict=True)]
         order = order_by(columns[0], columns[1])
@@ -60,31 +66,38 @@ class DocumentPieces:
 
     @cached_property
     def opens(self) -> np.ndarray:
-        """[P] bool: the first piece of its document, which begins without a state."""
+        """[P] bool: whether the piece is the first of its document; it begins without a state."""
         document = self.shards.document
         return np.append(True, document[1:] != document[:-1])[: len(self)]
 
     @cached_property
     def closes(self) -> np.ndarray:
-        """[P] bool: the last piece of its document, whose state is not read."""
+        """[P] bool: whether the piece is the last of its document; its last state is not needed."""
         document = self.shards.document
         return np.append(document[1:] != document[:-1], True)[: len(self)]
 
     @cached_property
     def number(self) -> np.ndarray:
-        """[P] number of each piece among those of its rank and nano-batch, in the order of their rows."""
+        """[P] number of each piece among the pieces of its rank and nano-batch, in the order of rows."""
         return numbered(self.shards.rank * 2 + self.nano, self.shards.row)
 
     def of_rank(self, rank: int, nano: int) -> np.ndarray:
-        """Indices of a rank's pieces of a nano-batch, in the order of their rows."""
+        """Indices of the pieces of a rank and nano-batch, in the order of rows."""
         mine = np.flatnonzero((self.shards.rank == rank) & (self.nano == nano))
         return mine[np.argsort(self.shards.row[mine], kind="stable")]
 
 
 def numbered(group: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """[N] the place of each element among those of its [N] group, in the order of the keys, equal ones as they stand.
+    """[N] number of each element within its group, counted in the order of the keys.
 
-    Example: the groups 7, 4, 7, 4 and 7 without keys give 0, 0, 1, 1, 2."""
+    Elements with equal keys, and all elements without keys, keep their order. Example: the groups 7, 4, 7, 4 and 7 give
+    0, 0, 1, 1 and 2.
+
+    Args:
+        group: [N] group of each element.
+        keys: [N] each, sort keys within a group.
+    """
+    # Elements are sorted by group and keys. An element's number is its place there less the place of its group.
     order = order_by(group, *keys)
     ordered = group[order]
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])

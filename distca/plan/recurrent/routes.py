@@ -1,6 +1,9 @@
-"""One rank's part of a micro-batch in a recurrent layer: its pieces, their halo and their states.
+"""One rank's part of a micro-batch in a recurrent layer (linear attention, SSM): its pieces, their halo and states.
 
-All of it follows from the layouts. Nothing is scheduled: each piece is computed where it lies.
+A *piece* is a run of a document's rows on one rank in one *nano-batch*, ping or pong. Its convolution reads a few rows
+before it, the *halo*. Its recurrence begins with the state that the pieces before it reach. Halo rows and states travel
+between ranks. Nothing is scheduled, since each piece is computed where it lies; so all of it follows from the layouts.
+``runtime/recurrent_routes.py`` brings these routes to the device.
 """
 
 from __future__ import annotations
@@ -19,18 +22,19 @@ from distca.plan.recurrent.pieces import DocumentPieces
 
 @dataclass(frozen=True)
 class PieceRoute:
-    """One rank's part of one nano-batch. Array legend: P pieces of this rank and nano-batch, in the order of their
-    rows.
+    """One rank's part of one nano-batch.
+
+    Array legend: P pieces of this rank and nano-batch, in the order of their rows.
 
     Attributes:
-        ranks: number of home ranks.
+        ranks: number of ranks that hold rows.
         begin: [P] int64 first row of each piece.
-        end: [P] int64 one past its last row.
-        opens: [P] bool, the first piece of its document.
-        closes: [P] bool, the last piece of its document.
-        halo: the way of the rows before these pieces.
-        forward: the way of the states before these pieces.
-        backward: the way of the gradients of the states behind these pieces.
+        end: [P] int64 one past the last row of each piece.
+        opens: [P] bool, whether the piece is the first of its document.
+        closes: [P] bool, whether the piece is the last of its document.
+        halo: moves of halo rows that this nano-batch sends, and the halo of its pieces.
+        forward: moves of summaries, which give the states before these pieces.
+        backward: the same for the gradients of the states behind these pieces.
     """
 
     ranks: int
@@ -52,9 +56,9 @@ def piece_routes(layouts: Sequence[Layout], rank: int, halo_rows: int) -> tuple[
     """The parts of ``rank`` in a micro-batch, one for each nano-batch.
 
     Args:
-        layouts: the layouts of the micro-batch's nano-batches.
+        layouts: for each nano-batch, the ranks and rows on which documents lie.
         rank: the rank whose part is wanted.
-        halo_rows: rows that a layer's convolution reads before a row; its kernel's size less one.
+        halo_rows: number of rows that a layer's convolution reads before a row; its kernel's size less one.
     """
     pieces = DocumentPieces.of(layouts)
     nano_batches = len(layouts)

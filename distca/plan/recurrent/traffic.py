@@ -1,4 +1,9 @@
-"""The rows and summaries that recurrent layers compute and move on all ranks, counted from the layouts.
+"""Counts of the rows and summaries that recurrent layers (linear attention, SSM) compute and move, for all ranks.
+
+A *piece* is a run of a document's rows on one rank in one *nano-batch*, ping or pong (pieces.py). A document's pieces
+depend on each other: a convolution reads a few rows before a piece, its *halo*. A recurrence turns the state S before a
+piece into A·S + B, with the *transition* A and the *own state* B, its *summary*. The simulator and the records of steps
+ask for these counts, which follow from the layouts of documents alone.
 
 Array legend: R ranks.
 """
@@ -20,13 +25,13 @@ from distca.plan.recurrent.pieces import DocumentPieces
 
 @dataclass(frozen=True)
 class Summaries:
-    """The summaries of one nano-batch in one direction.
+    """The summaries of one nano-batch, forward; or in backward, the gradients of states with the transitions.
 
     Attributes:
-        states: own states of pieces that travel, one row each.
-        transitions: transitions that travel, one row each.
-        read: [R] int64 own states of pieces that each rank folds, those of its pieces among them.
-        read_transitions: [R] int64 transitions that each rank folds.
+        states: own states that travel between ranks, by pair of ranks, one row each.
+        transitions: transitions that travel between ranks, by pair of ranks, one row each.
+        read: [R] int64 number of own states that each rank applies to find its states, also those of its own pieces.
+        read_transitions: [R] int64 number of transitions that each rank applies.
     """
 
     states: PairRows
@@ -39,7 +44,7 @@ class Summaries:
         return self.states.total * what.state_bytes + self.transitions.total * what.transition_bytes
 
     def read_bytes(self, what: Recurrence) -> np.ndarray:
-        """[R] bytes of all summaries that each rank folds in one layer."""
+        """[R] bytes of all summaries that each rank applies in one layer."""
         return np.asarray(self.read * what.state_bytes + self.read_transitions * what.transition_bytes)
 
 
@@ -49,12 +54,12 @@ class RecurrentNano:
 
     Attributes:
         only: [R] int64 rows of documents that are one piece.
-        first: [R] int64 rows of the first pieces of other documents.
-        inner: [R] int64 rows of pieces that are neither first nor last.
-        last: [R] int64 rows of the last pieces of other documents.
-        continuing: [R] int64 pieces that begin with a state.
-        between: [R] int64 pieces that are neither first nor last.
-        halo: rows that travel before the convolution.
+        first: [R] int64 rows in first pieces of documents with several pieces.
+        inner: [R] int64 rows in pieces that are neither first nor last.
+        last: [R] int64 rows in last pieces of documents with several pieces.
+        continuing: [R] int64 number of pieces that are not the first of their document.
+        between: [R] int64 number of pieces that are neither first nor last.
+        halo: halo rows that travel between ranks, by pair of ranks.
         forward: the summaries.
         backward: the gradients of states, with transitions.
     """
@@ -70,7 +75,7 @@ class RecurrentNano:
     backward: Summaries
 
     def travelling_bytes(self, what: Recurrence, value_bytes: int = 2) -> int:
-        """Bytes that travel between ranks in one layer, forward and backward."""
+        """Bytes that travel between ranks in one layer, forward and backward; ``value_bytes`` are those of a number."""
         states = self.forward.travelling_bytes(what) + self.backward.travelling_bytes(what)
         return states + 2 * self.halo.total * what.channels * value_bytes
 
@@ -79,8 +84,8 @@ def recurrent_nanos(layouts: Sequence[Layout], width: int) -> tuple[RecurrentNan
     """The rows and summaries of a micro-batch, one entry for each nano-batch.
 
     Args:
-        layouts: the layouts of the micro-batch's nano-batches.
-        width: rows that the convolution reads before a row.
+        layouts: for each nano-batch, the ranks and rows on which documents lie.
+        width: number of rows that the convolution reads before a row.
     """
     pieces, nano_batches = DocumentPieces.of(layouts), len(layouts)
     ranks, shards = pieces.ranks, pieces.shards
@@ -116,6 +121,7 @@ def recurrent_nanos(layouts: Sequence[Layout], width: int) -> tuple[RecurrentNan
 
 
 def _summaries(pieces: DocumentPieces, nano_batches: int, backward: bool) -> list[Summaries]:
+    """The summaries of each nano-batch in one direction."""
     reads = ChainReads.of(pieces, backward)
     nano, ranks = pieces.nano[reads.order], pieces.ranks
     home, reader = reads.home[reads.piece], reads.reader
