@@ -1,2 +1,1 @@
-"""The parts of a model beside its modules: its configuration, its kinds of layers, and options that Megatron has no
-field for."""
+"""Descriptions of a Megatron model: its configuration, its kinds of layers, and options without a Megatron field."""

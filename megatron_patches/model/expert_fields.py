@@ -1,4 +1,7 @@
-"""The fields of Megatron's configuration for the experts of a model's layers."""
+"""The fields of Megatron's TransformerConfig for layers with experts, from this project's description of a model.
+
+``model/gpt.py`` joins them with the other fields.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from distca.models.shape import ModelShape
 
 
 def expert_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig that the model's experts set; empty for dense models."""
+    """Returns the fields of TransformerConfig for a model's experts; empty for a model without experts.
+
+    Args:
+        shape: sizes and settings of the model.
+    """
     experts = shape.experts
     if not experts.count:
         return {}
@@ -43,7 +50,10 @@ def expert_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def _clamped(limit: float) -> dict[str, Any]:
-    """The fields of gpt-oss's activation. Megatron's fused one adds biases behind its limit, and is not taken."""
+    """Returns the fields of gpt-oss's activation, whose gate and up projection are clamped to ``limit``.
+
+    Megatron's fused activation adds the biases after clamping, and gpt-oss before, so fusion is off.
+    """
     return {
         "activation_func": sigmoid_gelu,
         "activation_func_clamp_value": limit,
@@ -53,5 +63,5 @@ def _clamped(limit: float) -> dict[str, Any]:
 
 
 def sigmoid_gelu(gate: torch.Tensor) -> torch.Tensor:
-    """gate · sigmoid(1.702 · gate), the approximation of GELU (Hendrycks & Gimpel 2016)."""
+    """Returns gate · sigmoid(1.702 · gate), an approximation of GELU (Hendrycks & Gimpel 2016)."""
     return gate * torch.sigmoid(1.702 * gate)

@@ -1,4 +1,8 @@
-"""Megatron-Core's GPTModel or HybridModel of a model's shape, and its configuration."""
+"""Makes Megatron's TransformerConfig, GPTModel and HybridModel from this project's description of a model.
+
+The description is a :class:`distca.models.shape.ModelShape`: sizes, and differences from LLaMA. The trainer and the
+parity commands build their models here. A user's own script may build its model in any other way.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +37,19 @@ def transformer_config(
     fp8_weights: bool = False,
     init_std: float = 0.02,
 ) -> TransformerConfig:
-    """Returns megatron's configuration of the model.
+    """Returns Megatron's configuration of a model.
 
     Args:
-        shape: the model's sizes, and its differences from LLaMA's. CAD takes the options that the configuration has no
-            fields for, from :func:`~megatron_patches.model.model_variant.model_options`.
-        dtype: dtype of parameters and activations.
-        sequence_parallel: whether activations between tensor-parallel blocks are sharded by tokens.
-        recompute_mlp: whether backward recomputes every layer's MLP or experts, in unmodified and in disaggregated
-            blocks.
-        cpu_initialization: whether weights are drawn on the CPU, the same for every tensor-parallel size.
-        fp8: how Transformer Engine's linear layers scale their products' tensors to FP8.
-        fp8_weights: whether their weights are held as FP8 numbers alone.
-        init_std: standard deviation of the weights at the start.
+        shape: sizes and settings of the model. Some settings have no field in the configuration;
+            :func:`~megatron_patches.model.model_variant.model_options` returns them for ``CAD``.
+        dtype: type of parameters and activations.
+        sequence_parallel: whether tensor-parallel ranks divide the rows outside of attention and MLPs among them. It is
+            off with one rank.
+        recompute_mlp: whether backward computes every layer's MLP or experts again, in Megatron's own blocks too.
+        cpu_initialization: whether weights are drawn on the CPU. Then all tensor-parallel sizes draw the same model.
+        fp8: how Transformer Engine's linear layers scale tensors to FP8, or "none".
+        fp8_weights: whether weights of these layers are held as FP8 numbers alone.
+        init_std: standard deviation of the initial weights.
     """
     tp, latent = parallel_state.get_tensor_model_parallel_world_size(), latent_fields(shape)
     made = MLATransformerConfig if latent else TransformerConfig
@@ -69,7 +73,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         # The loss is summed over tokens, and divided once by the tokens of the whole global batch.
         calculate_per_token_loss=True,
-        # megatron's own attention needs it for masked documents. Ours does not read it.
+        # Megatron's own core attention needs it with a mask of documents. This project's does not read it.
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -80,7 +84,7 @@ def transformer_config(
         sequence_parallel=sequence_parallel and tp > 1,
         use_cpu_initialization=cpu_initialization,
         recompute_granularity="selective" if recompute_mlp else None,
-        # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
+        # Norms are not listed: without Transformer Engine, Megatron-Core 0.16.1 cannot compute them again.
         recompute_modules=(["mlp", "moe"] if shape.experts.count else ["mlp"]) if recompute_mlp else None,
         **{"add_bias_linear": False, "qk_layernorm": shape.qk_norm, **fields},
         **config_fields(fp8, fp8_weights),
@@ -94,19 +98,19 @@ def build_gpt(
     spec: ModuleSpec | TransformerBlockSubmodules,
     rotary_percent: float = 1.0,
 ) -> GPTModel:
-    """Builds this stage's part of Megatron's GPTModel, on the current device.
+    """Builds this pipeline stage's part of Megatron's GPTModel, on the current device.
 
     Args:
-        shape: the model's sizes.
-        vocabulary: number of token ids. The embedding and the output layer get further rows, up to a multiple of the
-            tensor-parallel size; the loss leaves these out.
+        shape: sizes and settings of the model.
+        vocabulary: number of token ids. The embedding and the output layer are padded to a multiple of the
+            tensor-parallel size. The loss leaves the padding out.
         config: from :func:`transformer_config`.
-        spec: the spec of its layers, such as CAD.block_spec gives.
-        rotary_percent: the part of each head that is rotated, 1 for all of it.
+        spec: the spec of the layers, such as ``CAD.block_spec`` returns.
+        rotary_percent: the part of each head's dimensions that RoPE rotates, from 0 to 1.
 
     Raises:
-        SupportError: a part of each head is rotated, and the scaling has an attention factor. ``softmax_scale`` can
-            hold that factor for whole heads only.
+        SupportError: ``rotary_percent`` is below 1, and the shape's RoPE scaling has an attention factor. That factor
+            is part of ``softmax_scale``, which applies to whole heads.
     """
     if rotary_percent < 1.0 and shape.rope_scaling.resolved_attention_factor != 1.0:
         raise SupportError(
@@ -124,7 +128,7 @@ def build_gpt(
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_percent=rotary_percent,
-        # Any number works where layers rotate by different bases, which are in ModelOptions.
+        # Layers with different bases take them from ModelOptions, and do not read this one.
         rotary_base=shape.rope_base if alike else 10000,  # type: ignore[arg-type]
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
@@ -140,10 +144,10 @@ def build_gpt(
 
 
 def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
-    """Builds Megatron's GPTModel, or the HybridModel of a hybrid stack, with CAD's spec.
+    """Builds Megatron's GPTModel, or a HybridModel if the shape has a pattern of layers, with the spec of a ``CAD``.
 
     Args:
-        shape: the model's sizes.
+        shape: sizes and settings of the model.
         vocabulary: number of token ids, padded as in :func:`build_gpt`.
         cad: :class:`megatron_patches.api.CAD`, made with
             :func:`~megatron_patches.model.model_variant.cad_keywords` of the shape.
@@ -154,8 +158,7 @@ def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
 
 
 def build_hybrid_of(shape: ModelShape, vocabulary: int, config: TransformerConfig, spec: ModuleSpec) -> Any:
-    """Builds Megatron's HybridModel of a shape; arguments as in :func:`build_hybrid`. Where layers rotate by different
-    bases, these are in ModelOptions."""
+    """Builds Megatron's HybridModel of a shape; the other arguments are as in :func:`build_hybrid`."""
     model = build_hybrid(
         vocabulary,
         config,
@@ -181,16 +184,16 @@ def build_hybrid(
     positions: Literal["rope", "none"] = "rope",
     tied: bool = False,
 ) -> Any:
-    """Builds Megatron's HybridModel on the current device.
+    """Builds this pipeline stage's part of Megatron's HybridModel, on the current device.
 
     Args:
         vocabulary: number of token ids, padded as in :func:`build_gpt`.
         config: from :func:`transformer_config`.
-        spec: the spec of its stack, such as CAD.hybrid_stack_spec gives.
-        pattern: the pattern of its layers.
-        rotary_base: base of the frequencies.
-        rotary_percent: the part of each head that is rotated, 1 for all of it.
-        positions: whether queries and keys are rotated at all.
+        spec: the spec of the stack of layers, such as ``CAD.hybrid_stack_spec`` returns.
+        pattern: Megatron's ``hybrid_layer_pattern``, one symbol for each layer.
+        rotary_base: base of RoPE's frequencies.
+        rotary_percent: the part of each head's dimensions that RoPE rotates, from 0 to 1.
+        positions: "rope", or "none" for attention without positions.
         tied: whether the output layer's weights are the embedding's.
     """
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -217,8 +220,10 @@ def build_hybrid(
 
 
 def _windows(shape: ModelShape) -> dict[str, Any]:
-    """Returns Megatron's fields for layers with windows, which are all of one size. Megatron does not count a query's
-    own key."""
+    """Returns Megatron's fields for layers with windows; all windows of a model have one size.
+
+    Megatron's ``window_size`` counts the keys before a query's own, and this project's windows count its own too.
+    """
     sizes = {window for window in shape.windows if window}
     if not sizes:
         return {}

@@ -1,4 +1,7 @@
-"""The fields of Megatron-Core's configuration for recurrent layers, from a model's shape."""
+"""The fields of Megatron's TransformerConfig for recurrent layers, from this project's description of a model.
+
+Recurrent layers are gated delta nets and Mamba-2. ``model/gpt.py`` joins the fields with all others.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
 def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields; empty without recurrent layers.
+    """Returns the fields; empty for a model without a pattern of layers.
 
     Raises:
-        SupportError: this Megatron-Core has no such layers.
+        SupportError: the installed Megatron-Core has no recurrent layers.
     """
     hybrid = shape.hybrid
     if not hybrid.pattern:

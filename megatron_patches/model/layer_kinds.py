@@ -1,8 +1,12 @@
-"""The kind of core attention of every layer, from a Megatron-Core configuration.
+"""Reads from Megatron's configuration of which *kind* each layer's core is.
 
-A ``window_size`` of (w - 1, 0) is a window of w keys, as Megatron does not count a query's own. With the number N,
-``window_attn_skip_freq`` leaves every N-th layer without a window; as a list it has a 1 for each layer with one.
-``softmax_type`` "learnable" adds a learned sink to each head.
+The core of a layer is its softmax attention or its recurrence, without projections. A kind of attention says how many
+keys a query sees, how scores are scaled and limited, and whether heads have sinks. Planning makes one plan for each
+kind. A sink is a learned score in a head's softmax that has no value.
+
+In Megatron's configuration ``window_size`` (w - 1, 0) is a window of w keys, as a query's own key is not counted. With
+``window_attn_skip_freq`` N every N-th layer has no window; a list has a 1 for each layer with one. ``softmax_type``
+"learnable" adds a sink to each head.
 """
 
 from __future__ import annotations
@@ -23,14 +27,15 @@ _RECURRENCES = {DELTA_NET: recurrence_of, MAMBA: mamba_recurrence}
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The kinds of a model's layers.
+    """The kinds of the units of a whole model.
+
+    A unit is a layer of a GPTModel. In a HybridModel it is a layer with attention or a recurrence, together with the
+    MLPs behind it.
 
     Attributes:
-        kinds: the different kinds, those that see most keys first.
-        of_layer: for each unit of the whole model that has attention, the index of its kind in ``kinds``. A GPTModel's
-            layers are its units.
-        recurrences: for each unit of the whole model, the recurrence of its core, or None if it has attention. Empty
-            where all have attention.
+        kinds: the different kinds of attention; kinds whose queries see most keys come first.
+        of_layer: for each unit with attention, the index of its kind in ``kinds``.
+        recurrences: for each unit its recurrence, or None for a unit with attention. Empty if all have attention.
     """
 
     kinds: tuple[AttentionKind, ...]
@@ -43,7 +48,7 @@ class LayerKinds:
 
         Args:
             config: Megatron's configuration.
-            softcap: limit of the scores in all layers, which Megatron does not know; 0 for none.
+            softcap: limit of the scores in all layers, for which Megatron has no field; 0 for none.
             pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
 
         Raises:
@@ -55,7 +60,7 @@ class LayerKinds:
         return LayerKinds(*numbered(kinds), recurrences if any(recurrences) else ())
 
     def of_stages(self, stages: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the number of each layer's kind, one tuple for each pipeline stage."""
+        """Returns ``of_layer`` as one tuple for each pipeline stage."""
         return by_stage(self.of_layer, stages)
 
 
@@ -90,6 +95,7 @@ def _window(config: TransformerConfig) -> int:
 
 
 def _has_window(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether ``window_attn_skip_freq`` gives a layer a window; Megatron's layer numbers begin with 1."""
     every = config.window_attn_skip_freq
     if config.window_size is None:
         return False

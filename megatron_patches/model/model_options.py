@@ -1,4 +1,8 @@
-"""Options of a model that Megatron-Core's configuration has no field for."""
+"""Settings of a model for which Megatron-Core's configuration has no field, such as a limit of attention scores.
+
+Users give them to ``CAD`` beside the configuration, as ``CAD(model_options=ModelOptions(...))``. For models from
+Hugging Face folders, ``model_variant.py`` makes them.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ QueryKeyNorm = Literal["head", "width"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """The rotary positions of a layer.
+    """RoPE of one layer.
 
     Attributes:
         base: base of the frequencies.
-        scaling: scaling for contexts longer than the model was first trained on. Its attention factor multiplies the
-            cosines and sines, since layers may have different factors.
-        percent: the part of each head that is rotated, from its first dimension on; 1 is all of it.
+        scaling: scaling for contexts longer than those of the first training. Its attention factor multiplies cosines
+            and sines here. In models whose layers all rotate alike it is part of ``softmax_scale``.
+        percent: the part of each head's dimensions that is rotated, from the first one on; 1 for all.
     """
 
     base: float
@@ -29,12 +33,13 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScaling:
-    """Queries grow with their position p in the document, by 1 + beta ln(1 + floor(p / original_length)), as those of
-    Ministral 3 do.
+    """A factor on each query by its position p in the document: 1 + beta ln(1 + floor(p / original_length)).
+
+    Ministral 3 has it.
 
     Attributes:
-        beta: how fast they grow.
-        original_length: tokens of the context at first, within which queries stay as they are.
+        beta: how fast the factor grows.
+        original_length: number of first positions whose factor is 1.
     """
 
     beta: float
@@ -43,32 +48,36 @@ class QueryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of a model that Megatron-Core's configuration has no field for. The defaults are what Megatron does.
+    """Settings of a model for which Megatron-Core's configuration has no field. The defaults are what Megatron does.
+
+    Parentheses name models that have a setting.
 
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: the rotary positions of each layer of the whole model. A layer with None has GPTModel's, or no
-            positions where Megatron's ``no_rope_freq`` says so. Empty where all layers have GPTModel's.
-        query_scaling: how queries grow with their position; None where they do not.
-        norms: where a layer's norms are. "pre": before attention and before the MLP. "post": behind each, before the
-            residual is added (OLMo 2). "both": before and behind (Gemma 2).
-        query_key_norm: the elements over which a norm of ``qk_layernorm`` goes. "head": each head by itself. "width":
-            all query heads together, and all key heads (OLMo 2).
-        norm_after_rotation: whether these norms come behind the rotation (Hunyuan), not before it.
+        rotations: RoPE of each layer of the whole model. None stands for the model's own rotary embedding, or for no
+            positions if Megatron's ``no_rope_freq`` says so. Empty if all layers have the model's own.
+        query_scaling: a factor on queries that grows with their position; None for none.
+        norms: the places of a layer's norms. "pre": before attention and before the MLP. "post": behind each, before
+            the residual is added (OLMo 2). "both": before and behind (Gemma 2).
+        query_key_norm: the elements that a norm of ``qk_layernorm`` normalises together. "head": those of one head.
+            "width": those of all query heads, or of all key heads (OLMo 2).
+        norm_after_rotation: whether these norms come after RoPE (Hunyuan), not before it.
         attention_output_bias: whether the output projection of attention has a bias while ``add_bias_linear`` is off.
         mlp_bias: whether both linear layers of the MLP have a bias while ``add_bias_linear`` is off.
         norm_bias: whether LayerNorms have biases (Cohere's do not).
-        parallel_mlp: whether the MLP reads the input of attention, and both are added to the residual at once (Cohere).
-        embedding_scale: factor on embeddings; the factor is rounded to their type (Gemma, Granite).
+        parallel_mlp: whether the MLP reads the same input as attention, and both outputs are added to the residual
+            (Cohere).
+        embedding_scale: factor on embeddings, which is rounded to the embeddings' type (Gemma, Granite).
         residual_multiplier: factor on the outputs of attention and the MLP before they are added to the residual
             (Granite).
-        logit_multiplier: factor on the logits (Cohere; one over Granite's ``logits_scaling``).
-        final_softcap: limit c of the logits l, which become c tanh(l / c), after their factor; 0 for none (Gemma 2:
-            30).
-        plain_recurrent_norm: whether the norm of a gated delta net's heads multiplies by its weight, also with
-            ``layernorm_zero_centered_gamma`` (Qwen3.5).
-        step_min: smallest step size of Mamba-2 (Nemotron-H).
-        latent_norm_epsilon: epsilon of the norms of latent rows; 0 for that of all norms (DeepSeek-V3's is 1e-6).
+        logit_multiplier: factor on the logits (Cohere). For Granite it is 1 / ``logits_scaling``.
+        final_softcap: limit c of the logits l, which become c tanh(l / c) after ``logit_multiplier``; 0 for none
+            (Gemma 2: 30).
+        plain_recurrent_norm: whether the norm of a gated delta net's heads multiplies by its weight, not by one plus
+            its weight, although ``layernorm_zero_centered_gamma`` is on (Qwen3.5).
+        step_min: smallest step size of Mamba-2; 0 for no limit (Nemotron-H).
+        latent_norm_epsilon: epsilon of the norms in latent attention, for the narrow rows of queries, keys and values;
+            0 for the epsilon of all norms (DeepSeek-V3: 1e-6).
     """
 
     score_softcap: float = 0.0
@@ -91,9 +100,10 @@ class ModelOptions:
 
     @property
     def own_layers(self) -> bool:
-        """Whether Megatron's own layers cannot compute these options. Then ours also run where attention is at home."""
+        """Whether Megatron's own layers cannot compute these options. Then this project's layers run also in models
+        whose attention is not disaggregated."""
         layer = ModelOptions(
-            # Layers need not know these: they work before or behind all layers, or in core attention.
+            # These act outside of layers, or in core attention, which this project computes in any case.
             score_softcap=self.score_softcap,
             embedding_scale=self.embedding_scale,
             logit_multiplier=self.logit_multiplier,

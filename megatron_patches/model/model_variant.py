@@ -1,4 +1,8 @@
-"""The fields of Megatron's configuration, and our options, for the differences of a model's layers from LLaMA's."""
+"""Megatron's settings for the differences of a model's layers from LLaMA's, from this project's description of a model.
+
+Some differences have a field in Megatron's TransformerConfig: :func:`variant_fields`. The others are
+:class:`ModelOptions`, which ``CAD`` takes beside the configuration: :func:`model_options`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rot
 
 
 def variant_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig that the model's variant sets."""
+    """Returns the fields of TransformerConfig that the variant in a model's shape sets."""
     variant = shape.variant
     activation, fused = {
-        "silu": (torch.nn.functional.silu, variant.gated),  # Megatron fuses no other
+        "silu": (torch.nn.functional.silu, variant.gated),  # of these Megatron fuses the gated SiLU alone
         "gelu": (partial(torch.nn.functional.gelu, approximate="tanh"), False),
         "relu2": (squared_relu, False),
     }[variant.activation]
@@ -29,14 +33,14 @@ def variant_fields(shape: ModelShape) -> dict[str, Any]:
         "activation_func": activation,
         "bias_activation_fusion": fused,
         "gated_linear_unit": variant.gated,
-        # In Megatron None is the usual scale.
+        # None is 1 / √head_dim in Megatron.
         "softmax_scale": None if shape.softmax_scale == usual_scale(shape.resolved_head_dim) else shape.softmax_scale,
         "rotary_interleaved": variant.rotary_interleaved,
     } | ({"no_rope_freq": skipped} if any(skipped) else {})
 
 
 def model_options(shape: ModelShape) -> ModelOptions:
-    """Returns the options that CAD takes beside Megatron's configuration."""
+    """Returns the settings that have no field in Megatron's configuration."""
     variant, hybrid = shape.variant, shape.hybrid
     scaling = QueryScaling(beta=variant.query_beta, original_length=variant.query_length)
     return ModelOptions(
@@ -46,10 +50,10 @@ def model_options(shape: ModelShape) -> ModelOptions:
         norms=variant.norms,
         query_key_norm=variant.query_key_norm,
         norm_after_rotation=variant.norm_after_rotation,
-        # With biases of experts, Megatron's ``add_bias_linear`` gives all projections a bias.
+        # A model whose experts have biases sets Megatron's ``add_bias_linear``, which gives all projections a bias.
         attention_output_bias=variant.attention_output_bias and not shape.experts.biases,
         mlp_bias=variant.mlp_bias,
-        # LayerNorms of these models have no bias. RMSNorm has none anyway, and refuses the option.
+        # LayerNorms of the served models have no bias. With RMSNorm the option must keep its default.
         norm_bias=variant.normalization == "RMSNorm",
         parallel_mlp=variant.parallel_mlp,
         embedding_scale=variant.embedding_scale,
@@ -63,8 +67,8 @@ def model_options(shape: ModelShape) -> ModelOptions:
 
 
 def cad_keywords(shape: ModelShape) -> dict[str, Any]:
-    """Returns the keywords that CAD takes beside Megatron's configuration: the options, and a hybrid stack's
-    pattern."""
+    """Returns the keywords with which to make ``CAD`` for a model: its options, and a HybridModel's pattern of
+    layers."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return {
         "model_options": model_options(shape),
@@ -73,8 +77,7 @@ def cad_keywords(shape: ModelShape) -> dict[str, Any]:
 
 
 def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
-    """Returns the rotation of each layer; empty where all layers have the one that GPTModel was built with. None stands
-    for a layer without rotation."""
+    """Returns RoPE of each layer, None for a layer without it; empty if the model's own embedding serves all layers."""
     variant = shape.variant
     if variant.turns_alike or not shape.hybrid.rotate:
         return ()

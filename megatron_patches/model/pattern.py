@@ -1,9 +1,8 @@
-"""The units of a model, from the pattern of its layers. A unit is a mixer with the layers behind it up to the next
-mixer.
+"""The pattern of a HybridModel's layers: its units, and refusals of patterns that are not served.
 
-A GPTModel's layer is a unit. Megatron-Core's HybridModel has a pattern with one symbol for each layer, which is one
-mixer, one MLP or one layer with experts: Qwen3.5's is ``G-G-G-*-``, with four units. A ``|`` stands between pipeline
-stages.
+Megatron-Core's HybridModel has a pattern with one symbol for each layer. A layer is one mixer (attention, a gated delta
+net or Mamba), one MLP, or experts. A ``|`` stands between pipeline stages. A *unit* is a mixer with all layers behind
+it up to the next mixer. So Qwen3.5's pattern ``G-G-G-*-`` has four units. Each layer of a GPTModel is a unit.
 """
 
 from __future__ import annotations
@@ -20,20 +19,22 @@ RECURRENT = DELTA_NET + MAMBA
 STAGE = "|"
 _MIXERS = ATTENTION + RECURRENT
 _SERVED = _MIXERS + MLP + EXPERTS
+"""The symbols that are served, and those of mixers among them."""
 _REFUSED = {
     "/": "only the next token is predicted: leave it out with what follows",
     "D": "sparse attention is not served: take '*'",
     "+": "latent attention is not served: take '*'",
 }
+"""Megatron's other symbols, with the end of the sentence that refuses them."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The mixer of a unit.
+    """A unit, as the layer of its mixer.
 
     Attributes:
-        symbol: its symbol in the pattern.
-        layer_number: its number among Megatron's layers, from 1.
+        symbol: the mixer's symbol in the pattern.
+        layer_number: Megatron's number of the layer, from 1.
     """
 
     symbol: str
@@ -41,7 +42,7 @@ class Unit:
 
 
 def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
-    """Returns the mixers of a model's units in order.
+    """Returns the units of a whole model, in order.
 
     Args:
         config: Megatron's configuration.
@@ -59,10 +60,11 @@ def layers_of(pattern: str) -> str:
 
 
 def check_pattern(config: TransformerConfig, pattern: str) -> None:
-    """Refuses a pattern that means nothing, or has layers that are not served.
+    """Refuses a pattern that is not served or does not fit the configuration.
 
     Raises:
-        SupportError: the pattern is refused; it names the first wrong symbol.
+        SupportError: the pattern has a wrong symbol or no attention, stages have different layers, or the numbers of
+            layers, stages or experts differ from the configuration's.
     """
     layers, stages = layers_of(pattern), pattern.split(STAGE)
     for symbol in layers:
@@ -94,7 +96,7 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
 
 
 def _check_mamba(config: TransformerConfig) -> None:
-    """Refuses groups of Mamba-2 that tensor-parallel ranks cannot have as a whole, or that have unequal heads."""
+    """Refuses groups of Mamba-2's heads that cannot be divided over tensor-parallel ranks, or have unequal sizes."""
     tp, groups = config.tensor_model_parallel_size, config.mamba_num_groups
     if groups % tp:
         raise SupportError(

@@ -1,10 +1,11 @@
-"""The recurrent layers of a Megatron-Core configuration, and the formulas that these compute.
+"""Reads from Megatron's configuration which layers are recurrent, and the formula and sizes of their recurrence.
 
-A recurrence is the formula of a layer's core, which lies between its projections, with the sizes of its heads. Layers
-of a HybridModel, Mamba's too, are named by its pattern instead (``pattern.py``).
+A recurrent layer has a recurrence in place of softmax attention, such as the gated delta rule or Mamba-2's scan. A
+:class:`Recurrence` is the formula between the layer's projections, with the sizes of its heads.
 
-With ``experimental_attention_variant`` "gated_delta_net", every ``linear_attention_freq``-th layer has attention and
-all others are recurrent. As a list, ``linear_attention_freq`` has a 1 for each recurrent layer.
+A GPTModel has recurrent layers with ``experimental_attention_variant`` "gated_delta_net". Then every
+``linear_attention_freq``-th layer has attention and all others are recurrent. As a list, ``linear_attention_freq`` has
+a 1 for each recurrent layer. A HybridModel names its recurrent layers in a pattern instead (``pattern.py``).
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from distca.recurrent import Recurrence
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
-    """Whether the configuration itself makes some layers gated delta nets. Mamba's layers come from a pattern."""
+    """Whether the configuration makes some of a GPTModel's layers gated delta nets."""
     return getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
 
 
 def has_output_gate(config: TransformerConfig) -> bool:
-    """Whether attention's output is multiplied by a gate."""
+    """Whether the output of softmax attention is multiplied by a gate."""
     return bool(getattr(config, "attention_output_gate", False))
 
 
 def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether a layer is recurrent; Megatron's layer numbers begin with 1.
+    """Whether a GPTModel's layer is recurrent; Megatron's layer numbers begin with 1.
 
     Raises:
         SupportError: ``linear_attention_freq`` is neither a number from 2 on nor a list of a 1 or 0 for each layer.
@@ -64,6 +65,6 @@ def mamba_recurrence(config: TransformerConfig) -> Recurrence:
     """Returns the recurrence of a layer of Mamba-2, for the heads of one tensor-parallel rank."""
     tp, heads = parallel_state.get_tensor_model_parallel_world_size(), config.mamba_num_heads
     if heads is None:
-        heads = 2 * config.hidden_size // config.mamba_head_dim  # Megatron's mixer expands by 2
+        heads = 2 * config.hidden_size // config.mamba_head_dim  # Megatron's default: inner width is twice the hidden
     groups, state = config.mamba_num_groups, config.mamba_state_dim
     return Recurrence.mamba2(groups // tp, heads // tp, state, config.mamba_head_dim)

@@ -1,6 +1,7 @@
-"""Weights and gradients of the whole model, and the parts of them on tensor-parallel ranks and stages.
+"""Takes a rank's part of a whole model's weights, and puts a whole model's gradients together from all ranks' parts.
 
-The parts follow megatron's own layout of each parameter.
+The parity commands compare a model that is spread over ranks with the whole model on one rank. They load each rank's
+part of the same weights, and compare the gradients that all ranks have together. Parts are divided as Megatron does.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from megatron_patches.model.recurrences import mamba_recurrence, recurrence_of
 from megatron_patches.te.fp8_weights import set_values
 
 Divisions = Mapping[str, Sequence[int]]
-"""The relative sizes of the sections of a parameter's rows, by the end of its name; each rank has a part of every
-section. Example: the gate and up projection of an MLP are the sections (1, 1) of one weight."""
+"""The relative sizes of the sections of a parameter's rows, by the end of the parameter's name.
+
+Each tensor-parallel rank has an equal part of every section. For example, gate and up projection of an MLP are sections
+(1, 1) of one weight.
+"""
 
 _GATED: Divisions = {"linear_fc1.weight": (1, 1), "linear_fc1.bias": (1, 1)}
 
 
 def divisions_of(model: torch.nn.Module) -> Divisions:
-    """Returns the sections of a model's parameters that have several: gate and up projections of MLPs, and input
-    projections of recurrent layers."""
+    """Returns the sections of those parameters of a model that have several.
+
+    They are the joined gate and up projections of MLPs, and input projections and convolutions of recurrent layers.
+    """
     config: Any = model.config
     found = dict(_GATED) if config.gated_linear_unit else {}
     ends = {".".join(name.split(".")[-3:]) for name, _ in model.named_parameters()}
@@ -74,12 +80,14 @@ def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int)
 
 
 def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, str]:
-    """Returns every parameter's name in the model without pipeline stages, by its name in a stage's ``model``.
+    """Returns every parameter's name in the whole model, by its name in one stage's part on this rank.
+
+    The two differ in the numbers of layers and experts, which each part counts from 0.
 
     Args:
-        model: a stage, whose layers are counted from 0.
-        first_layer: number of its first layer in the whole model.
-        tied: whether its output layer holds a copy of the embedding's weights.
+        model: this rank's part of the model.
+        first_layer: number of the stage's first layer in the whole model, from 0.
+        tied: whether the output layer holds a copy of the embedding's weights.
     """
 
     def in_whole(name: str) -> str:
@@ -96,7 +104,9 @@ def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, s
 def gather_gradients(
     model: GPTModel, names: Mapping[str, str], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Returns every parameter's whole gradient by its name in the whole model, float64 on the CPU; all ranks call it.
+    """Returns every parameter's whole gradient by its name in the whole model, in float64 on the CPU.
+
+    All ranks call it together.
 
     Args:
         model: this rank's part, with gradients in ``main_grad``.
@@ -110,7 +120,9 @@ def gather_gradients(
 def gather_whole(
     parts: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], divisions: Divisions
 ) -> dict[str, torch.Tensor]:
-    """Returns whole parameters, or other tensors of their shapes, by name in the whole model; all ranks call it.
+    """Returns whole parameters, or other tensors of their shapes, by name in the whole model.
+
+    All ranks call it together.
 
     Args:
         parts: this rank's parts, by name in the whole model.
@@ -133,14 +145,21 @@ def first_expert(model: GPTModel) -> int:
 
 
 def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: Divisions = _GATED) -> torch.Tensor:
-    """Returns the whole gradient from every tensor-parallel rank's part, float64 on the CPU."""
+    """Returns a whole tensor from every tensor-parallel rank's part, in float64 on the CPU.
+
+    Args:
+        name: the parameter's name in the whole model.
+        share: this rank's part.
+        full: shape of the whole tensor.
+        divisions: sections of the model's parameters.
+    """
     if share.shape == full:
         return share.double().cpu()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     shares = [torch.empty_like(share) for _ in range(tp)]
     dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     whole = torch.empty(full, dtype=torch.float64)
-    # Element numbers are sharded in the same way, which tells where each element of the whole tensor is.
+    # Dividing the numbers of all elements in the same way shows for each part where its elements belong.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
         whole.view(-1)[share_of(name, numbers, share.shape, rank, divisions).flatten()] = part.double().cpu().flatten()

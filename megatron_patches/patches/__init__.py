@@ -1,1 +1,1 @@
-"""Replacements for parts of Megatron-Core: fused operations, and running it on CPUs."""
+"""Replacements for parts of Megatron-Core, such as its forward and its norms, and for torch functions on CPUs."""

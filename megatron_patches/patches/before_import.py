@@ -1,4 +1,7 @@
-"""Calls before megatron-core is imported: no compiler where there is no GPU, and no kernels where Triton is missing."""
+"""Prepares the import of Megatron-Core on machines without a GPU or without Triton.
+
+``megatron_patches/__init__.py`` calls both functions before anything imports ``megatron.core``.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,27 @@ from typing import Any
 
 
 def compile_on_gpus_only() -> None:
-    """Makes torch.compile leave megatron's functions as they are where there is no GPU.
+    """Makes torch.compile return Megatron's functions as they are if there is no GPU.
 
-    megatron decorates its fusions with torch.compile when it is imported. On CPUs that would need a C++ compiler at run
-    time, and importing torch's compiler takes as long as importing torch. It has no effect once megatron was imported.
+    Megatron decorates its fusions with torch.compile when it is imported. On CPUs the compiled functions need a C++
+    compiler at run time, and importing torch's compiler takes as long as importing torch. A call after Megatron was
+    imported has no effect.
     """
     if not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeMegatron())
 
 
 class _BeforeMegatron:
-    """A finder of modules that finds none. When a part of megatron is imported, torch will be needed anyway: then it
-    replaces torch.compile."""
+    """A hook of Python's import that replaces torch.compile when a part of Megatron-Core is first imported.
+
+    It finds no modules itself. Until that import torch may not be needed, so this module does not import it before.
+    """
 
     done = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        # Only its parts count: megatron.core itself is looked up for its version, which needs no torch.
+        """Python calls it for every import; None leaves the import to other finders."""
+        # megatron.core alone does not count: it is looked up for its version, which needs no torch.
         if self.done or not name.startswith("megatron.core."):
             return
         self.done = True
@@ -38,6 +45,8 @@ class _BeforeMegatron:
 
 
 def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns torch.compile without effect on functions of Megatron's modules."""
+
     @wraps(compile_)
     def compiled(model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -48,10 +57,10 @@ def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def do_without_triton() -> None:
-    """Puts a module without kernels in place of megatron's module of Triton kernels, where there is no Triton.
+    """Puts an empty module in place of Megatron's module of Triton kernels, if Triton is missing.
 
-    Newer versions import that one with every model, although only mixtures of experts on GPUs run its kernels. A module
-    named triton must not stand in, as torch would take it for the real one.
+    Newer versions of Megatron import that module with every model, although only experts on GPUs run its kernels. An
+    empty module named triton would not do, as torch would take it for the real one.
     """
     if find_spec("triton") is None:
         kernels: Any = ModuleType("megatron.core.transformer.moe.ops.paged_stash")

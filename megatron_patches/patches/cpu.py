@@ -1,7 +1,8 @@
-"""Replacements of torch functions that let megatron-core run on CPUs, where there is no GPU.
+"""Replaces torch functions that name CUDA, so that Megatron-Core runs on CPUs, for tests and small trials.
 
-megatron-core names CUDA in about fifteen places: devices of small tensors, random states, type names. A dense GPT does
-not need it. Here such calls get the CPU instead.
+Megatron-Core names CUDA in about fifteen places: as device of small tensors, for random states, and as type names.
+There the functions replaced here take the CPU instead. A process that is to run on CPUs calls :func:`use_cpu`
+(``ranks/world.py``).
 """
 
 from __future__ import annotations
@@ -34,38 +35,40 @@ def use_cpu() -> None:
     torch.cuda.Stream, torch.cuda.stream = HostStream, nullcontext  # type: ignore[assignment,misc]
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     for absent in (torch.cuda, torch.xpu, torch.mtia):
-        # torch keeps seeds for devices that are not there until they start, each with the whole stack as text.
+        # For a device that has not started, torch stores each seed with a text of the whole call stack. These devices
+        # never start.
         absent.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[attr-defined]
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[attr-defined]
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # On CPUs Megatron's two random states are one, and it would log that for every weight that it draws.
+    # Megatron logs for every weight that it draws that CPU and CUDA random states are equal, as they are the same here.
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "RNG state" not in record.getMessage())
-    # A mode of torch functions could do all of this in one place, but takes a fifth of the time of a small model's
-    # step.
+    # A TorchFunctionMode could do the rest in one place, but takes a fifth of the time of a small model's step.
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     torch.Tensor.type = _names_types_of_cuda(torch.Tensor.type)  # type: ignore[method-assign]
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    if "torch._dynamo" in sys.modules:  # megatron was imported before our before_import.py, and compiles its fusions
+    # If Megatron was imported before before_import.py could run, it has compiled fusions, which run as they are now.
+    if "torch._dynamo" in sys.modules:
         torch._dynamo.config.disable = True
 
 
 class HostStream(torch.cpu.Stream):
-    """Stands in for a stream and for its events: on a CPU work has one order, and there is nothing to wait for."""
+    """Stands in for a CUDA stream and its events. On a CPU work is done when a call returns, so waits do nothing."""
 
     def record_event(self) -> HostStream:  # type: ignore[override]
+        """Returns this object, which is its own event."""
         return self
 
     def synchronize(self) -> None:
-        pass
+        """Does nothing."""
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``function`` with "cuda" replaced by the CPU in its arguments and its ``device``."""
+    """Returns ``function`` with the CPU for a CUDA device, as the argument ``device`` or as the second argument."""
 
     @wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +82,8 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_types_of_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``Tensor.type`` with names of CUDA's tensors, which Megatron compares with."""
+    """Returns ``Tensor.type`` with names of CUDA's types, such as torch.cuda.FloatTensor. Megatron compares with
+    these."""
 
     @wraps(function)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +94,7 @@ def _names_types_of_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_cuda(device: Any) -> bool:
+    """Whether an argument is a CUDA device or its name."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, str) and device.startswith("cuda")

@@ -1,12 +1,13 @@
-"""Fused operations in Megatron-Core's own layers.
+"""Gives Megatron-Core's own modules fused operations of this project.
 
-- The rotation of q and k with the split of their projection, where attention stays at home. Megatron's layers take it
-  from Transformer Engine (``fused_single_qkv_rope``), which few have installed. Here they get the kernel of
-  disaggregated layers, so that all modes rotate alike.
-- SwiGLU in one pass.
-- Weight gradients that the matrix product itself adds up, in float32 or bfloat16. With
-  ``gradient_accumulation_fusion`` Megatron's linear layers call a CUDA extension of Apex for it. Here torch's own
-  product stands in.
+- The split of the QKV projection and RoPE in one pass. Megatron's layers would take this operation from Transformer
+  Engine (``fused_single_qkv_rope``). Here they get the kernel of disaggregated layers, so that all models rotate alike.
+- SwiGLU of MLPs in one pass, and less memory for other activations.
+- Weight gradients that a matrix product adds to ``main_grad``, in float32 or bfloat16. With
+  ``gradient_accumulation_fusion`` Megatron's linear layers call a CUDA extension of Apex for that. Here torch's own
+  product takes its place.
+
+``CAD`` calls the functions that fuse, before a model is built or when it is attached.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ from megatron_patches.model.expert_fields import sigmoid_gelu
 from megatron_patches.te.quantization import keeps_inputs
 
 _KEPT = "distca_rotation"
+"""The name of the attribute that keeps cosines and sines on the tensor of angles from which they were computed."""
 _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702}
-"""The factor in the sigmoid of activation functions that a gate computes."""
+"""For activation functions x · sigmoid(slope · x), the slope. The fused gate computes these."""
 
 
 def fuse_rotation(config: TransformerConfig) -> None:
-    """Makes layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
+    """Makes Megatron's layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
 
-    Three kinds of models keep Megatron's operations. Norms of query and key heads come between the split and the
-    rotation; layers without RoPE have no angles; and interleaved pairs have no kernel."""
+    Three kinds of models keep Megatron's operations. The first have norms of query and key heads, which come between
+    split and rotation. The second have layers without RoPE, and the third rotate interleaved pairs, without a kernel.
+    """
     if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
         return
     attention.apply_fused_qkv_rotary_pos_emb = _split_and_rotate
@@ -49,17 +52,17 @@ def fuse_rotation(config: TransformerConfig) -> None:
 def _split_and_rotate(
     mixed: torch.Tensor, angles: torch.Tensor, _: torch.Tensor, sizes: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns q, k and v of one layer, split and rotated.
+    """Returns q, k and v of one layer, split and rotated. Arguments are those of the function that it replaces.
 
     Args:
-        mixed: [rows, 1, groups, (heads / groups + 2) x head_dim].
-        angles: [rows, 1, 1, head_dim], the same for q and for k.
-        sizes: columns of q, k and v in a group.
+        mixed: [rows, 1, groups, (heads / groups + 2) x head_dim], the output of the QKV projection.
+        angles: [rows, 1, 1, head_dim] RoPE's angles; the next argument is the same tensor again, for keys.
+        sizes: number of columns of q, k and v in a group.
 
     Returns:
         [rows, 1, heads, head_dim] q, and [rows, 1, groups, head_dim] k and v.
     """
-    # All layers use the same cosines and sines, which are kept on the angles and live as long as these.
+    # All layers use the same cosines and sines. They are an attribute of the angles, and are freed with them.
     rotation = getattr(angles, _KEPT, None)
     if rotation is None:
         rotation = Rotation.of(angles, sizes[-1])
@@ -71,10 +74,13 @@ def _split_and_rotate(
 
 
 class SwigluMLP(MLP):
-    """megatron's MLP with SwiGLU in one pass. The output of its first layer is kept for backward, and SwiGLU is
-    computed from it again unless the MLP ``keeps_output``.
+    """Megatron's MLP with SwiGLU in one pass.
 
-    megatron warns of unknown classes when it builds a model, so :func:`fuse_swiglu` turns built MLPs into this one.
+    For backward it keeps the output of the first linear layer, and computes SwiGLU's output again from that. Megatron
+    warns of unknown classes when it builds a model, so :func:`fuse_swiglu` changes the class of built MLPs.
+
+    Attributes:
+        keeps_output: whether SwiGLU's output is kept too, and not computed again.
     """
 
     keeps_output = False
@@ -82,8 +88,8 @@ class SwigluMLP(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the MLP's output [rows, 1, hidden], and the last layer's bias, where it has one, to be added."""
-        assert per_token_scale is None  # only experts have it, and these stay megatron's
+        """Returns the MLP's output [rows, 1, hidden], and the last layer's bias for the caller to add, or None."""
+        assert per_token_scale is None  # experts alone are called with a scale, and keep Megatron's class
         gate_and_up, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             gate_and_up = gate_and_up + bias
@@ -95,15 +101,17 @@ class SwigluMLP(MLP):
 
     @staticmethod
     def _activated(gate_and_up: torch.Tensor) -> torch.Tensor:
+        """Returns the activation of the first layer's output."""
         return swiglu(gate_and_up)
 
     @staticmethod
     def _fill(gate_and_up: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the activation into ``out``, without autograd."""
         fill_swiglu(gate_and_up, out)
 
 
 class LeanMLP(SwigluMLP):
-    """megatron's MLP with any other activation, which is computed again in backward, without a kernel of its own."""
+    """Megatron's MLP with any other activation. It runs torch's operations, and computes them again in backward."""
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return recomputed(self._function, x)
@@ -112,7 +120,7 @@ class LeanMLP(SwigluMLP):
         out.copy_(self._function(x))
 
     def _function(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the result of the operations that megatron's MLP has between its linear layers."""
+        """Returns the result of the operations between the linear layers of Megatron's MLP."""
         config = self.config
         if not config.gated_linear_unit:
             return config.activation_func(x)
@@ -123,10 +131,12 @@ class LeanMLP(SwigluMLP):
 
 
 def fuse_swiglu(model: torch.nn.Module) -> None:
-    """Makes MLPs with a plain SwiGLU compute it in one pass, and other MLPs compute their activation again in backward.
-    MLPs whose activation megatron fuses itself stay megatron's."""
+    """Turns a built model's MLPs into :class:`SwigluMLP` or, with another activation, into :class:`LeanMLP`.
+
+    MLPs whose activation Megatron fuses itself stay as they are. So do experts, which ``experts/grouped.py`` computes.
+    """
     for module in model.modules():
-        if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):  # outputs of experts are scaled
+        if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):
             continue
         config: TransformerConfig = module.config
         if is_swiglu(config):
@@ -136,12 +146,15 @@ def fuse_swiglu(model: torch.nn.Module) -> None:
 
 
 def is_swiglu(config: TransformerConfig) -> bool:
-    """Whether an MLP's activation is SwiGLU and nothing else."""
+    """Whether an MLP's activation is SwiGLU, SiLU(gate) · up, without a limit or an offset."""
     return gate_of(config) == SWIGLU
 
 
 def gate_of(config: TransformerConfig) -> Gate | None:
-    """The gate of an MLP's activation, where it is one that is computed in one pass."""
+    """Returns the numbers of an MLP's gated activation; None if no fused operation computes the activation.
+
+    The activation is gate · sigmoid(slope · gate) · (up + offset), with gate and up clamped if there is a limit.
+    """
     slope, limit = _SLOPES.get(config.activation_func), config.activation_func_clamp_value
     plain = config.gated_linear_unit and not config.activation_func_fp8_input_store
     if slope is None or not plain or (limit is not None and limit <= 0):
@@ -150,19 +163,19 @@ def gate_of(config: TransformerConfig) -> Gate | None:
 
 
 class _Products:
-    """Stands in for the extension's module."""
+    """Takes the place of the module of Apex's CUDA extension."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(rows: torch.Tensor, d_out: torch.Tensor, main_grad: torch.Tensor) -> None:
-        """Does main_grad += d_outᵀ @ rows, with rows [N, in], d_out [N, out] and main_grad [out, in] float32."""
+        """Adds d_outᵀ @ rows to main_grad, for rows [N, in], d_out [N, out] and main_grad [out, in] float32."""
         add_product(main_grad, d_out.t(), rows)
 
-    # With main_grad in the type of rows and d_out, the sum is rounded once.
+    # Megatron calls this name if main_grad has the type of rows and d_out. The same product serves, and rounds once.
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def accumulate_weight_gradients_in_products() -> None:
-    """Makes ``gradient_accumulation_fusion`` work without Apex; it must be called before the model is built."""
+    """Makes Megatron's ``gradient_accumulation_fusion`` work without Apex. It is called before a model is built."""
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = _Products
         layers._grad_accum_fusion_available = True

@@ -1,6 +1,9 @@
-"""The forward of GPTModel and HybridModel with positions from the caller.
+"""The forward that ``CAD.attach`` gives to a GPTModel or HybridModel, and changes of its logits and embeddings.
 
-On request it returns the summed loss, computed together with the output layer, or the labels' log-probabilities."""
+The forward takes the micro-batch object of ``steps/batch_context.py`` in place of the attention mask, and each row's
+position in its document. On request it returns the sum of losses or the labels' log-probabilities. Then it computes the
+output layer and the softmax together, in pieces, so that the logits of all rows are never in memory at once.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,21 @@ from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, Packed
 
 
 class PatchedForward(LanguageModule):
-    """A class that :func:`patch_forward` mixes into a built model's own class, so that a subclass of GPTModel or
-    HybridModel stays one.
+    """The forward, as a class that :func:`patch_forward` mixes into a built model's own class.
 
-    It is called as these are; ``position_ids`` are the rows' positions in their documents, which set the rotary angles.
+    So a user's subclass of GPTModel or HybridModel stays an instance of its class. The forward is called as theirs;
+    ``position_ids`` are the rows' positions in their documents, from which RoPE's angles follow.
 
     - With labels it returns Megatron's loss of every token, [1, rows].
-    - With ``summed_loss=True`` it returns the sum of these over ``loss_mask``, one scalar, computed together with the
-      output layer, without all logits in memory at once.
-    - With ``log_probabilities=True`` it returns the logarithm of every label's probability, [1, rows], in the same way.
-      Its backward computes the output layer again.
+    - With ``summed_loss=True`` it returns one scalar: the sum of the tokens' losses, each times its ``loss_mask``.
+    - With ``log_probabilities=True`` it returns the logarithm of every label's probability, [1, rows]. Backward
+      computes the output layer again.
+
+    Attributes:
+        vocabulary: number of token ids, if the output layer has further rows as padding.
+        logit_transform: factor and limit of the logits.
+        takes: the class of micro-batches that the model's layers can compute.
+        expert_load: counts of the rows that experts got, for the log.
     """
 
     _returns: Literal["", "summed_loss", "log_probabilities"] = ""
@@ -48,11 +56,20 @@ class PatchedForward(LanguageModule):
         log_probabilities: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """See the class.
+        """Runs the model, as the class describes.
+
+        Args:
+            input_ids: [1, rows] token ids.
+            position_ids: [1, rows] positions in documents.
+            attention_mask: the ``attention`` of a batch, which its CAD planned.
+            args: further arguments of Megatron's forward.
+            summed_loss: whether to return the sum of losses; needs ``labels`` and ``loss_mask``.
+            log_probabilities: whether to return log-probabilities; needs ``labels``.
+            kwargs: further arguments of Megatron's forward.
 
         Raises:
-            SupportError: positions or a batch's attention are missing; a summed loss or log-probabilities are wanted
-                without labels or mask; or they are wanted of a model that computes losses in its own way.
+            SupportError: an argument is missing or has no place here; or the model has output layers or losses of its
+                own, which ``summed_loss`` and ``log_probabilities`` would pass over.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
@@ -83,7 +100,7 @@ class PatchedForward(LanguageModule):
         return output
 
     def _with_balance(self, micro_batch: Any) -> Any:
-        """Returns the micro-batch with counters for the routers of this stage's layers with experts."""
+        """Returns the micro-batch, with counts for this stage's routers if it has layers with experts."""
         layers = self.expert_load.layers
         if not layers:
             return micro_batch
@@ -91,17 +108,17 @@ class PatchedForward(LanguageModule):
         return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs Megatron's forward, which returns the requested result in place of its losses."""
+        """Runs Megatron's forward; in place of losses it returns what ``_returns`` asks for."""
         raise NotImplementedError
 
     def _output(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Returns the requested result: the summed loss or log-probabilities."""
+        """Returns the sum of losses, or log-probabilities, from the hidden states before the output layer."""
         layer = self.output_layer
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
         shards = VocabularyShards(layer.tp_group, layer.sequence_parallel, self.vocabulary)
         hidden, labels = hidden_states.squeeze(1), kwargs["labels"].flatten()
         transform = self.logit_transform
-        if getattr(self.config, "use_mup", False):  # then Megatron's forward multiplies logits by this factor
+        if getattr(self.config, "use_mup", False):  # Megatron's own output multiplies logits by this factor
             transform = replace(transform, multiplier=transform.multiplier * self.config.mup_output_mult)
         if self._returns == "log_probabilities":
             return log_probabilities(hidden, weight, labels, shards, transform=transform)[None]
@@ -109,9 +126,10 @@ class PatchedForward(LanguageModule):
 
 
 class PatchedGPT(PatchedForward, GPTModel):
-    """:class:`PatchedForward` of a GPTModel."""
+    """:class:`PatchedForward` of a GPTModel, whose forward calls two methods that are overridden here."""
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # super() begins behind PatchedForward, in the user's or Megatron's class.
         output: torch.Tensor = super(PatchedForward, self).forward(*args, **kwargs)
         return output
 
@@ -119,7 +137,7 @@ class PatchedGPT(PatchedForward, GPTModel):
         made = super()._preprocess(*args, **kwargs)
         if not self.config.multi_latent_attention:
             return made
-        # With latent attention Megatron computes rotations in its layers; here the model passes them on.
+        # The second result are rotations. With latent attention Megatron's layers make their own, and it is None.
         return made[0], self.rotary_pos_emb(), *made[2:]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -129,7 +147,7 @@ class PatchedGPT(PatchedForward, GPTModel):
 
 
 class PatchedHybrid(PatchedForward):
-    """:class:`PatchedForward` of a HybridModel."""
+    """:class:`PatchedForward` of a HybridModel, whose forward has no method of its own for the output layer."""
 
     post_process: bool
 
@@ -137,7 +155,7 @@ class PatchedHybrid(PatchedForward):
         ours = bool(self._returns) and self.post_process
         if not ours:
             return self._forward(*args, **kwargs)
-        self.post_process = False  # then Megatron returns what comes before the output layer
+        self.post_process = False  # so that Megatron's forward returns hidden states, without the output layer
         try:
             hidden_states = self._forward(*args, **kwargs)
         finally:
@@ -150,11 +168,11 @@ class PatchedHybrid(PatchedForward):
 
 
 def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
-    """Gives ``model`` this forward; its class keeps its name and everything else.
+    """Gives a built model the forward. Its new class derives from its own class and has the same name.
 
     Args:
         model: a built model.
-        takes: the class that its layers read in place of the attention mask.
+        takes: the class of micro-batches that its layers can compute.
     """
     own = type(model)
     patched = PatchedGPT if isinstance(model, GPTModel) else PatchedHybrid
@@ -163,10 +181,10 @@ def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | 
 
 
 def _own_output(model: PatchedForward) -> str:
-    """Returns, in words, the step that a user's model adds to GPTModel between hidden states and losses; empty if it
-    adds none."""
+    """Returns in words what a user's model computes in its own way between hidden states and losses; else ""."""
     classes = type(model).__mro__
-    base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]  # own is the user's class
+    # The class behind PatchedForward is the user's, or Megatron's if the user has none.
+    base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]
     for name in ("_postprocess", "compute_language_model_loss"):
         if getattr(own, name, None) is not getattr(base, name, None):
             return f"a {name} of its own"
@@ -177,9 +195,10 @@ def _own_output(model: PatchedForward) -> str:
 
 
 def megatrons_class(model: Any) -> type[LanguageModule]:
-    """Returns GPTModel or HybridModel, whichever the model's class derives from."""
+    """Returns GPTModel or HybridModel, from which the model's class derives."""
     names = ("GPTModel", "HybridModel")
-    classes = reversed(type(model).__mro__)  # Megatron's first: the patched class has the same name
+    # Base classes come first, as the patched class may have the same name and module.
+    classes = reversed(type(model).__mro__)
     return next(each for each in classes if each.__name__ in names and each.__module__.startswith("megatron.core"))
 
 
@@ -197,10 +216,10 @@ def check_attached(model: Any) -> None:
 
 
 def check_unwrapped(model: PatchedForward) -> None:
-    """Refuses a model whose gradients are reduced already.
+    """Refuses a model that is in a DistributedDataParallel already.
 
     Raises:
-        SupportError: the model is in a DistributedDataParallel.
+        SupportError: its parameters have a ``main_grad``.
     """
     if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
         raise SupportError(
@@ -209,10 +228,10 @@ def check_unwrapped(model: PatchedForward) -> None:
 
 
 def leave_out_padding(model: LanguageModule, vocabulary: int) -> None:
-    """Makes the output layer never predict its padding rows.
+    """Makes the softmax leave out the output layer's rows of padding.
 
     Args:
-        model: a built model with more rows than token ids.
+        model: a built model, whose output layer has more rows than there are token ids.
         vocabulary: number of token ids; further rows are padding.
     """
     model.vocabulary = vocabulary
@@ -221,16 +240,17 @@ def leave_out_padding(model: LanguageModule, vocabulary: int) -> None:
 
 
 def _mask_padding(vocabulary: int, layer: Any, _: Any, output: tuple[torch.Tensor, Any]) -> None:
+    """A hook of the output layer that masks the logits of padding in place."""
     logits = output[0]
     VocabularyShards(layer.tp_group, layer.sequence_parallel, vocabulary).mask_padding_(logits)
 
 
 def transform_logits(model: LanguageModule, transform: LogitTransform) -> None:
-    """Makes the model transform its logits before the softmax; padding rows are left out after that.
+    """Makes the model multiply and limit its logits before the softmax, and before padding is masked.
 
     Args:
         model: a model with this forward.
-        transform: the transformation.
+        transform: factor and limit.
     """
     model.logit_transform = transform
     if model.post_process and transform != AS_THEY_ARE:
@@ -240,14 +260,16 @@ def transform_logits(model: LanguageModule, transform: LogitTransform) -> None:
 def _transform_logits(
     transform: LogitTransform, _: Any, __: Any, output: tuple[torch.Tensor, Any]
 ) -> tuple[torch.Tensor, Any]:
+    """A hook of the output layer that returns transformed logits, and its bias."""
     return transform(output[0]), output[1]
 
 
 def scale_embeddings(model: LanguageModule, scale: float) -> None:
-    """Makes the model multiply its embeddings by ``scale``, rounded to their type."""
+    """Makes the model multiply its embeddings by ``scale``, which is rounded to the embeddings' type first."""
     if model.pre_process and scale != 1.0:
         model.embedding.register_forward_hook(partial(_scaled, scale))
 
 
 def _scaled(scale: float, _: Any, __: Any, embeddings: torch.Tensor) -> torch.Tensor:
+    """A hook of the embedding that returns scaled embeddings."""
     return embeddings * torch.tensor(scale, dtype=embeddings.dtype)

@@ -1,8 +1,8 @@
-"""The norm and clipping of gradients without a question to the device for each weight.
+"""Computes the norm of gradients, and scales them for clipping, without waiting for the GPU at each weight.
 
-Without Transformer Engine or Apex, and with a Transformer Engine that lacks one function of four, Megatron-Core takes
-functions of its own. They have one norm for each weight, and copy each to the host. A model with experts has hundreds
-of weights in a layer.
+Megatron-Core takes these functions from Transformer Engine or Apex. If neither has them all, it takes functions of its
+own, which copy one norm for each weight to the host. A model with experts has hundreds of weights in a layer. Here one
+operation computes all norms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.optimizer import clip_grads
 
 
 def norm_gradients_together() -> None:
-    """Replaces Megatron's own functions, in this process; those of Transformer Engine and Apex stay."""
+    """Replaces Megatron's own functions in this process. Those of Transformer Engine and Apex are not replaced."""
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _norm
     if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
@@ -24,13 +24,14 @@ def norm_gradients_together() -> None:
 
 
 def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
-    """Returns the [1] float32 norm of all tensors of one list; arguments are Megatron's."""
+    """Returns the [1] float32 norm of all tensors in a list of one list; the arguments are Megatron's."""
     (gradients,) = tensors
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)))[None], None
 
 
 def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
-    """Multiplies tensors by a factor, in place or into others; arguments are Megatron's."""
+    """Multiplies a list of tensors by a factor, into a second list that may be the same; the arguments are
+    Megatron's."""
     given, into = tensors
     if all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True)):
         torch._foreach_mul_(list(into), factor)

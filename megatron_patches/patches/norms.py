@@ -1,8 +1,9 @@
-"""Norms for megatron's spec without Transformer Engine, where megatron's own refuse sequence parallelism and
-zero-centred weights.
+"""The norms with which this project's specs build Megatron's layers.
 
-Under sequence parallelism each tensor-parallel rank normalises its own tokens. A mark on weights and biases makes
-megatron add up their gradients over these ranks.
+Without Transformer Engine, Megatron's own norms refuse sequence parallelism and zero-centred weights. These serve both.
+With sequence parallelism each tensor-parallel rank normalises its own rows. Then the mark ``sequence_parallel`` on
+weights and biases makes Megatron add up their gradients over these ranks. Zero-centred weights hold the factors of the
+norm minus one.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from distca.ops.triton import has_kernels
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """:func:`distca.ops.rms_norm.rms_norm` as a module that megatron can build.
+    """RMSNorm over the last dimension, by the operation :func:`distca.ops.rms_norm.rms_norm`.
 
-    With ``layernorm_zero_centered_gamma`` its factors are 1 + weight. On GPUs forward and backward have one kernel
-    each, which computes in float32 and rounds once."""
+    With ``layernorm_zero_centered_gamma`` the normalised numbers are multiplied by 1 + weight. On GPUs forward and
+    backward are one kernel each, which computes in float32 and rounds once.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.zero_centered = _centred(self, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] of the same type."""
+        """Returns the norm of ``x`` [..., hidden], in the type of ``x``."""
         assert self.eps is not None
         return rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
 
     def beside(self, x: torch.Tensor, branch: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x + branch, and :meth:`forward` of that; on GPUs in one pass, also in backward."""
+        """Returns x + branch and the norm of the sum. On GPUs that is one kernel, and so is its backward."""
         assert self.eps is not None
         if has_kernels(x, "RMSNorm"):
             return add_rms_norm(x, branch, _factors(self.weight, self.zero_centered), self.eps)
@@ -46,13 +48,13 @@ class RMSNorm(torch.nn.RMSNorm):
         return total, self(total)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes :meth:`forward` of ``x`` into ``out``, without autograd."""
+        """Writes the norm of ``x`` into ``out``, without autograd."""
         assert self.eps is not None
         fill_rms_norm(x, _factors(self.weight, self.zero_centered), self.eps, out)
 
 
 class PlainRMSNorm(RMSNorm):
-    """RMSNorm whose factors are its weight, also with ``layernorm_zero_centered_gamma``."""
+    """RMSNorm that multiplies by its weight, also with ``layernorm_zero_centered_gamma``."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **named: Any) -> None:
         super().__init__(config, hidden_size, eps, **named)
@@ -61,8 +63,10 @@ class PlainRMSNorm(RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """(x - mean) / √(variance + epsilon) × weight + bias over the last dimension (Ba et al. 2016), by torch; with
-    ``layernorm_zero_centered_gamma`` × (1 + weight)."""
+    """LayerNorm over the last dimension (Ba et al. 2016): (x - mean) / √(variance + epsilon) × weight + bias, by torch.
+
+    With ``layernorm_zero_centered_gamma`` it is × (1 + weight).
+    """
 
     has_bias = True
 
@@ -71,7 +75,7 @@ class LayerNorm(torch.nn.LayerNorm):
         self.zero_centered = _centred(self, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] of the same type."""
+        """Returns the norm of ``x`` [..., hidden], in the type of ``x``."""
         if not self.zero_centered:
             return super().forward(x)
         factors = _factors(self.weight, self.zero_centered)
@@ -79,7 +83,7 @@ class LayerNorm(torch.nn.LayerNorm):
         return torch.nn.functional.layer_norm(x.to(factors.dtype), x.shape[-1:], factors, bias, self.eps).to(x.dtype)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes :meth:`forward` of ``x`` into ``out``, without autograd."""
+        """Writes the norm of ``x`` into ``out``; callers disable autograd."""
         out.copy_(self.forward(x))
 
 
@@ -97,10 +101,10 @@ def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | 
 
 
 class _WidthNorm(torch.nn.Module):
-    """RMSNorm over all heads of queries, or all heads of keys, of all tensor-parallel ranks together, by torch.
+    """RMSNorm of a row's queries, or of its keys, over all heads of all tensor-parallel ranks together, by torch.
 
-    Every rank holds the whole weight and uses the part of its heads. megatron adds up gradients of q_layernorm and
-    k_layernorm over these ranks.
+    Every rank holds the whole weight, and multiplies its own heads by its part of that. Megatron adds up the gradients
+    of such norms, q_layernorm and k_layernorm, over these ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -110,14 +114,14 @@ class _WidthNorm(torch.nn.Module):
 
     @staticmethod
     def heads(config: TransformerConfig) -> int:
-        """Returns the number of heads of all ranks."""
+        """Returns the number of heads on all ranks together."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of ``x`` [rows, ...], this rank's heads of each row in their order; shape and type are
-        those of ``x``."""
+        """Returns the norm of ``x`` [rows, ...], which holds this rank's heads; shape and type are those of ``x``."""
         flat = x.flatten(1).to(wide(x.dtype))
-        # All ranks' heads depend on the sum of squares, so its gradient must be added up over ranks too.
+        # The sum over ranks affects the heads of all ranks. So backward adds up its gradient over ranks too, which the
+        # copy below does.
         squares = copy_to_tensor_model_parallel_region(flat.square().sum(1, keepdim=True))
         mean = reduce_from_tensor_model_parallel_region(squares) / len(self.weight)
         first = parallel_state.get_tensor_model_parallel_rank() * flat.shape[1]
@@ -144,7 +148,10 @@ class KeyWidthNorm(_WidthNorm):
 
 
 def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: TransformerConfig) -> bool:
-    """Marks a norm's parameters; returns whether its factors are one plus the weight."""
+    """Marks a norm's parameters for sequence parallelism; returns whether the norm multiplies by one plus its weight.
+
+    If it does, the weight is set to zero.
+    """
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     if config.layernorm_zero_centered_gamma:
@@ -153,5 +160,5 @@ def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: T
 
 
 def _factors(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    """Returns the factors of normalised numbers: the weight, or one plus the weight, in at least float32."""
+    """Returns the factors on normalised numbers: the weight, or one plus the weight in at least float32."""
     return weight.to(wide(weight.dtype)) + 1 if zero_centered else weight

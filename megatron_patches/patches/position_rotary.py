@@ -1,8 +1,8 @@
-"""Rotary angles by position in the document, computed once per micro-batch.
+"""Takes the place of Megatron's rotary embedding: RoPE's angles are computed from each row's position in its document.
 
-megatron's own way for packed documents slices a table for each document and layer, and reads document borders from the
-GPU each time. On this rank a document may also begin in its middle. So here the angles of all rows are computed from
-their positions.
+For packed documents Megatron slices a table of angles, for each document and layer, and reads the borders of documents
+from the GPU each time. Also, it takes every document to begin at position 0. Here a rank may hold a later part of a
+document. So each row comes with its position, and the angles of all rows are computed once per micro-batch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from distca.models.rope import RopeScaling
 
 
 class PositionRotary(torch.nn.Module):
-    """Stands in for a GPTModel's rotary embedding.
+    """A rotary embedding that returns the angles of rows whose positions were set.
+
+    RoPE rotates pairs of a head's numbers by an angle, which is the row's position times the pair's frequency.
 
     Args:
-        inv_freq: [head_dim / 2] angle per position of every pair of a head.
-        interpolation: number that positions are divided by; None leaves them.
-        by_length: function from [rows] lengths of the rows' documents to [rows, head_dim / 2] angles per position,
-            where these depend on lengths; then ``inv_freq`` is not read.
-        interleaved: whether the two numbers of a pair are neighbours, not in the two halves of a head.
+        inv_freq: [pairs] frequency of each pair of a head.
+        interpolation: number by which positions are divided; None for none.
+        by_length: function from [rows] lengths of the rows' documents to [rows, pairs] frequencies, for models whose
+            frequencies depend on lengths; then ``inv_freq`` is not read.
+        interleaved: whether the numbers of a pair are neighbours. Otherwise one is in the first half of a head, and
+            one in the second.
     """
 
     def __init__(
@@ -39,15 +42,22 @@ class PositionRotary(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        # It is no buffer, so that checkpoints keep unmodified megatron's keys, and a cast of the model leaves it alone.
+        # It is no buffer. So checkpoints have no key for it, as with Megatron's, and a cast of the model does not cast
+        # it.
         self._inv_freq, self._interpolation, self._by_length = inv_freq, interpolation, by_length
         self._interleaved = interleaved
         self._angles: torch.Tensor | None = None
 
     @staticmethod
     def of(dims: int, base: float, scaling: RopeScaling, *, interleaved: bool = False) -> PositionRotary:
-        """Returns the embedding for the first ``dims`` dimensions of a head, with any scaling, without its attention
-        factor."""
+        """Returns the embedding for the first ``dims`` dimensions of a head.
+
+        Args:
+            dims: number of dimensions that are rotated.
+            base: base of the frequencies.
+            scaling: scaling for long contexts; its attention factor is not applied here.
+            interleaved: as for the class.
+        """
         by_length = partial(frequencies_by_length, dims, base, scaling) if scaling.by_length else None
         return PositionRotary(inverse_frequencies(dims, base, scaling), by_length=by_length, interleaved=interleaved)
 
@@ -57,14 +67,14 @@ class PositionRotary(torch.nn.Module):
         return self._by_length is not None
 
     def set_positions(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
-        """Computes the angles of the next forward's rows.
+        """Computes the angles that the next call returns.
 
         Args:
-            positions: [rows] int64 position in the document of each row.
-            lengths: [rows] int64 tokens of each row's document, where :attr:`needs_lengths`.
+            positions: [rows] int64 position of each row in its document.
+            lengths: [rows] int64 number of tokens of each row's document; read only if :attr:`needs_lengths`.
 
         Raises:
-            SupportError: lengths are needed and not given.
+            SupportError: lengths are needed, but not given.
         """
         if self._by_length is not None:
             if lengths is None:
@@ -77,7 +87,7 @@ class PositionRotary(torch.nn.Module):
             self._inv_freq = self._inv_freq.to(positions.device)
             scaled = positions.to(self._inv_freq.dtype)
             if self._interpolation is not None:
-                scaled *= 1 / self._interpolation  # as megatron rounds it
+                scaled *= 1 / self._interpolation  # not a division, so that it rounds as Megatron does
             angles = torch.outer(scaled, self._inv_freq)
         both = angles.repeat_interleave(2, dim=-1) if self._interleaved else torch.cat((angles, angles), dim=-1)
         self._angles = both[:, None, None, :]
@@ -87,19 +97,21 @@ class PositionRotary(torch.nn.Module):
         return 0
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Returns [rows, 1, 1, dims] angles, as megatron's RotaryEmbedding does."""
+        """Returns [rows, 1, 1, dims] angles as Megatron's RotaryEmbedding does, each angle twice for the two numbers of
+        its pair."""
         assert self._angles is not None, "set_positions was not called for this micro-batch"
         return self._angles
 
 
 def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
-    """Replaces a model's rotary embedding by a :class:`PositionRotary`, unless it is one; returns it.
+    """Replaces a model's rotary embedding by a :class:`PositionRotary` with the same frequencies, and returns that.
 
-    A HybridModel may have none; then it returns None."""
+    An embedding that is one already is kept. A HybridModel may have no rotary embedding; then the result is None.
+    """
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
         return None
-    if isinstance(rotary, RotaryEmbedding):  # frequencies are scaled already where megatron scales RoPE
+    if isinstance(rotary, RotaryEmbedding):  # if Megatron scales RoPE, inv_freq is scaled already
         rotary = PositionRotary(
             rotary.inv_freq, rotary.seq_len_interpolation_factor, interleaved=rotary.rotary_interleaved
         )

@@ -1,4 +1,8 @@
-"""A stand-in for megatron's timers, which records when a pipeline stage computes, for the timeline of 1F1B."""
+"""Records when a pipeline stage computes, by taking the place of Megatron's timers.
+
+Megatron's own pipeline schedules (1F1B) start and stop timers around the forward and the backward of each micro-batch.
+The trainer puts :class:`StageTimers` into the configuration, so that a run's timeline shows these spans.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,13 @@ _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
 
 
 class StageTimers:
-    """The ``timers`` of a model's configuration, which record every forward and backward of a micro-batch.
+    """An object for the field ``timers`` of Megatron's configuration.
 
-    megatron's schedules start and stop timers around each of them, by name. Timers of other names do nothing. In the
-    same-phase schedule layers record finer spans themselves.
+    Called with a name, it returns the timer of that name. Two timers record spans, and all others do nothing. In the
+    schedule of disaggregated models, layers record finer spans themselves.
+
+    Args:
+        timeline: the timeline on which spans are recorded.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -26,11 +33,15 @@ class StageTimers:
 
 
 class _NoTimer:
+    """A timer that does nothing."""
+
     def start(self, barrier: bool = False) -> None: ...
     def stop(self, barrier: bool = False) -> None: ...
 
 
 class _StageTimer:
+    """A timer that records a span on the timeline from its start to its stop."""
+
     def __init__(self, timeline: Timeline, name: str) -> None:
         self._timeline, self._name = timeline, name
         self._span: AbstractContextManager[Any] | None = None
