@@ -29,8 +29,8 @@ OVERFULL = 0.012
 """The work that a rank may get above its goal so that an item stays whole; the mean rank's work is 1. An item that
 would exceed it is cut into shares. The scheduler tolerates about this difference anyway."""
 _OVERFULL_WITH_KEYS = 0.09
-"""``OVERFULL`` for the last share of a document with more keys than a rank has tokens. Without it a further rank would
-read all these keys for this little work (benchmarks/results/planner.md)."""
+"""The limit in place of ``OVERFULL`` for the last share of a document with more keys than a rank has tokens. With the
+smaller limit a further rank would read all these keys for this little work (benchmarks/results/planner.md)."""
 _LEVELLINGS = 3
 """Rounds in which :func:`levelled` resizes shares. A round that levels one rank disturbs the others with shares of the
 same document, a little less each time. Without any round plans move 1.2 % more bytes, with one 0.1 % more. More than
@@ -42,10 +42,11 @@ _FEW_SHARES = 1.1
 """A document with up to this many times a rank's tokens begins on the rank where the document before it ended. A longer
 document begins on the rank that lacks most surplus. Where it ends, the room goes to shorter documents, which have fewer
 keys."""
-LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
-"""The first is the least work of a share; the mean rank's work is 1. Where a bin's tokens limit a share, it may be
-smaller: the second is that limit, as a part of the first. Below these limits, reading the document's keys once more
-would cost more than the share levels."""
+LEAST_SHARE = 0.05
+"""The least work of a share; the mean rank's work is 1. A smaller share would level less than it costs to read the
+document's keys once more."""
+_LEAST_ROWS = 0.2
+"""The part of ``LEAST_SHARE`` that suffices where a bin has no tokens for a larger share."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def deal_to_bins(
     begin, most_rows = 0, _FEW_SHARES * max(room)
     # Items [begin, end) are one group of about the same size; for them all items from "end" on count as filler too.
     # Small items are put whole, in one quick loop. Any other item is put whole if a bin can take it. Else it is cut:
-    # each bin first gets as much of it as it lacks work. If something is left then, bins get as much as they have
+    # each bin first gets at most the work that it lacks. If something is left then, bins get as much as they have
     # tokens for.
     while begin < len(rows):
         end = begin + 1
@@ -225,8 +226,8 @@ class _Bins:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
         self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
-        # Shares may take up a part of a bin's rows ("most_rows"). The other rows will hold sparse documents, which
-        # bring a part of the work that the bin may have.
+        # Shares may take at most "most_rows" of a bin's rows. The other rows will hold sparse documents, whose work is
+        # taken off the work that shares may have.
         self._need_shares = [
             most_work * lacks - sparse * (1 - most_rows) * tokens
             for lacks, tokens in zip(self._need, self._space, strict=True)
@@ -323,7 +324,7 @@ class _Bins:
         return self._rate * self._space[at] - self._need[at]
 
     def put_parts(self, item: int, part: float, own: float, brings: float, extra: float, *, within_need: bool) -> float:
-        """Puts a fraction of an item into one bin after the other; returns the fraction that is left.
+        """Puts a fraction of an item into bins, one bin after the other; returns the fraction that is left.
 
         Args:
             item: index of the item.

@@ -36,8 +36,8 @@ _SHORT_DOCUMENTS = 0.03
 """The shortest documents, with this part of all work, are filler. With 0.01 or 0.1 the slowest server is 0.05 to 0.12 %
 slower."""
 _ENOUGH_OVER = 0.005
-"""A document is not cut if its surplus exceeds a rank's by at most this part of it. It also ends the search for the
-mean work, in :func:`_cut_long`: a smaller change of the mean does not count."""
+"""A document is not cut if its surplus exceeds a rank's by at most this part of a rank's surplus. In :func:`_cut_long`
+a change of the mean work below this ends the search for it."""
 _LEAST_PART = 0.05
 """No document is cut if each rank should get less surplus than this part of the mean work. Filler alone gives ranks
 nearly all their work then."""

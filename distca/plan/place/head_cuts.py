@@ -29,13 +29,17 @@ _CLOSE = 0.003
 document's keys are read twice. With 0.02 nothing changes by 1 %. The measurements of all constants here are in
 benchmarks/results/planner.md."""
 
-_HALVINGS, _NEARLY = 16, 0.02
+_HALVINGS = 16
 """Steps of the bisection for the row up to which documents are in ping: 16 steps find it to a 65,536th of the longest
-document. The second is how far ping may stay below the wanted work, as a part of it."""
+document."""
+_NEARLY = 0.02
+"""How far ping's work may stay below the wanted work to count as reached, as a part of the wanted work."""
 
-_LEVELLINGS, _FEW = 2, 0.1
-"""Rounds in which ping's part of the work is set, and the part of all ranks that may stay below it. If more ranks have
-no room for so much work in ping, all ranks get less in the second round. The few that stay below are left to the
+_LEVELLINGS = 2
+"""How often ping's part of the work is set. If some ranks have no room for so much work in ping, all ranks get less the
+second time."""
+_FEW = 0.1
+"""The part of all ranks that may stay below ping's part of the work without a second time. They are left to the
 scheduler."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -248,8 +252,8 @@ class _Documents(NamedTuple):
         Neither nano-batch gets more rows than its [R] room, ``ping`` or ``pong``. On each rank all heads end at the
         same position. No other heads with as many rows in all have less work. If they have too little work, the heads
         of the rank are the same fraction of each document instead."""
-        # Bisection, on all ranks at once, for the last position at which ping has room. It ends earlier if ping has the
-        # wanted work and pong has room for the rest.
+        # Bisection, on all ranks at once, for the last position at which ping has room. An earlier position is taken if
+        # ping has the wanted work there, and pong has room for the rest.
         at, own = self.rank, self.rows
         ranks, total = len(wanted), np.bincount(at, own, len(wanted))
         low, high = np.zeros(ranks), np.zeros(ranks)
@@ -261,7 +265,7 @@ class _Documents(NamedTuple):
             over = (tokens > ping) | ((found > wanted) & (tokens > total - pong))
             low, high = np.where(over, low, middle), np.where(over, middle, high)
         enough = self.surplus_of(np.minimum(own, low[at]), ranks) >= wanted * (1 - _NEARLY)
-        # Where pong's documents leave no choice, ping is full already, and no other heads are tried.
+        # If both nano-batches are full, there is no other choice.
         enough |= (total - pong >= ping) | (total == 0)
         heads = np.minimum(low[at].astype(np.int64), own)
         for rank in np.flatnonzero(~enough).tolist():

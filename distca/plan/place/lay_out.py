@@ -67,13 +67,14 @@ def lay_out(
         rank_of: [D] home rank of each document; documents then never span ranks, and each rank deals its own documents
             to the nano-batches.
         align: rows per rank are multiples of this where documents may span ranks.
-        dealing: which documents go into which of two nano-batches of equal tokens; ping may be up to 1/32 longer so as
-            not to leave a short tail. "in_order": ping gets the first ones. "even": documents are dealt by length, so
-            that both also have about equal attention work. With "spread" ping has less work if documents are too long
-            for that. "lean": with "spread", ping may have still less, where that moves fewer bytes; else as "even".
+        dealing: how documents are dealt to two nano-batches of equal tokens. Ping may get up to 1/32 more, so that no
+            short tail of a document is left for pong. "in_order": ping gets the first ones. "even": documents are dealt
+            by length, so that both also have about equal attention work. With "spread" ping has less work if documents
+            are too long for that. "lean": with "spread", ping may have still less, where that moves fewer bytes; else
+            as "even".
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other; where a
             rank is full, the document continues on the next one. "spread": every rank gets about equal attention work
-            with its equal tokens. Long documents are cut over several ranks, with rows in both nano-batches.
+            and equal tokens. Long documents are cut over several ranks, with rows in both nano-batches.
             "spread_by_nano_batch": the same for each nano-batch by itself; also "spread" does this where its cuts do
             not fit. With ``rank_of`` the placement is always "in_order".
         cost: seconds per task, which "spread" balances; None balances query-key pairs.
@@ -196,10 +197,10 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
 def _in_shares(
     length: np.ndarray, ranks: int, nano_batches: int, align: int, cost: CostModel, ranks_per_node: int, lean: bool
 ) -> list[tuple[Shards, np.ndarray]] | None:
-    """Places the documents of ping and pong together by work; returns None if rows of cut documents do not fit.
+    """Places the documents of ping and pong together by work.
 
-    Returns the shards and the [R] rows per rank of each nano-batch. With ``lean``, ping may have less work than pong.
-    If documents do not fit that way, they are placed without it."""
+    Returns the shards and the [R] rows per rank of each nano-batch; None if rows of cut documents do not fit. With
+    ``lean``, ping may have less work than pong. If documents do not fit that way, they are placed without it."""
     if not len(length):
         return None
     total = int(length.sum())
@@ -237,7 +238,8 @@ def _place_whole(
 ) -> list[tuple[Shards, np.ndarray]]:
     """Places whole documents on their [D] ranks ``rank_of``; each rank deals its own to the nano-batches.
 
-    Unless dealing is in order, a rank's longest document goes to the nano-batch with less work on the ranks before."""
+    Unless dealing is in order, a rank's longest document goes to the nano-batch with less work on the ranks dealt
+    before."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
     ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far

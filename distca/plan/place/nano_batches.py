@@ -75,8 +75,8 @@ def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, 
 def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit: int = 1) -> int:
     """Returns the token at which to cut the stream of ``documents``: usually ``cut`` itself.
 
-    The cut moves if only a short tail of a document would lie behind it. It then is the document's end, rounded up to a
-    multiple of ``unit``. The rank that computes a tail needs all keys and values of the document, even for a single
+    If only a short tail of a document would lie behind the cut, it is the document's end instead. That is rounded up to
+    a multiple of ``unit``. The rank that computes a tail needs all keys and values of the document, even for a single
     token. Contexts that are powers of two make such tails usual: ping is often a few tokens shorter than two full
     documents."""
     ends = np.cumsum(length[documents])

@@ -1,9 +1,9 @@
 """Dealing the documents of a micro-batch to ranks, so that most attention work is balanced before any row is moved.
 
 Each document gets *home ranks*, which hold its rows. A query row that its home rank computes never travels; only the
-keys and values before it in its document do. The order of documents in a micro-batch means nothing, so homes may be
-chosen freely. Each rank's number of tokens, its *budget*, is given. ``lay_out.py`` calls :func:`deal` first. Then
-``home_rows.py`` says which rows are in *ping* and which in *pong*, the two nano-batches of a micro-batch.
+keys and values before it do, if they lie on other ranks. The order of documents in a micro-batch means nothing, so
+homes may be chosen freely. Each rank's number of tokens, its *budget*, is given. ``lay_out.py`` calls :func:`deal`
+first. Then ``home_rows.py`` says which rows are in *ping* and which in *pong*, the two nano-batches of a micro-batch.
 
 Documents are dealt longest first, to nodes and then to the ranks of each node. A document with more work or tokens than
 a rank should have goes to several ranks in *shares*. A share is a part of the document's head, together with the part
@@ -46,13 +46,15 @@ _PING = 0.25
 With less, too little attention of ping would be left to hide pong's transfers. With 0.15 and 0.4 plans move more
 bytes."""
 _LITTLE_PING = 0.06
-"""The least part of the work for ping if documents in shares are wholly in pong. Below it these documents are cut, so
-that ping still has attention that hides transfers."""
-_FEW_SHARED, _SPARE, _MOST_ROWS_IN_PONG = 0.01, 1.05, 0.35
-"""Limits on documents in shares. With less than the first part of all work, they are left out of the choice of ping's
-part. The second is a reserve: pong should have room for their work times this. The third is the largest part of all
-rows that they may have if they are wholly in pong. Pong has half of all rows, and needs room for other documents
-too."""
+"""The least part of the work that ping must have if documents in shares are wholly in pong. Else these documents are
+cut, so that ping has attention to hide transfers."""
+_FEW_SHARED = 0.01
+"""Documents in shares with less than this part of all work are left out of the choice of ping's part."""
+_SPARE = 1.05
+"""Pong should have room for the work of documents in shares times this, as a reserve."""
+_MOST_ROWS_IN_PONG = 0.35
+"""The largest part of all rows that documents in shares may have if they are wholly in pong. Pong has half of all rows,
+and needs room for other documents too."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ class NanoSplit:
             # has room for has a quarter of the work. Ping's part of the work is what the longest whole document allows.
             ping = min(max((0.5 / max(longest, 0.5)) ** 2, _PING), 0.5)
             return NanoSplit(ping, ping**0.5, 1.0, 1.0)
-        # Pong has the work of shared documents, with a reserve, and its half of the tokens brings the work of filler
-        # in any case. The rest may be ping's.
+        # Pong has the work of shared documents, with a reserve. Its half of the tokens also brings at least the work of
+        # documents with little work per token. The rest may be ping's.
         ping = min(1.0 - filler / 2 - _SPARE * shared, _PING)
         if ping >= _LITTLE_PING and rows <= _MOST_ROWS_IN_PONG:
             return NanoSplit(ping, 0.0, 1.0 - ping, 0.5)
@@ -206,7 +208,7 @@ def deal(
         filled, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits, few_keys)
         dealt = levelled(items, filled, filler[0])
     else:
-        # A node's part of a document contains the work that its ranks' shares will add.
+        # A node's part of a document includes the work that its ranks' shares will add.
         of_nodes = replace(items, work=whole + extra, added=np.zeros(count))
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
         (by_node, *_), left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)

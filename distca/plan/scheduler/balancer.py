@@ -34,7 +34,7 @@ _FAILED = 64
 """The number of cuts that did not pay after which balancing ends, if all servers are within the tolerance. Hardly any
 room is left on receivers then, and filling the rest would take longer than all moves before."""
 _FAILED_UNLIKE = 2
-"""``_FAILED`` where servers are not equally fast. There ``unlike.py`` raises the limit next."""
+"""The same number where servers are not equally fast, without a condition: ``unlike.py`` then raises the limit."""
 _PARTNERS = 8
 """How many receivers are tried for an exchange of pieces: those with most room."""
 _CRUMB = 64
@@ -147,7 +147,7 @@ class Balancer:
             return _NO_DOCUMENT
         for best in _cheapest(price):
             if (_CRUMB * pieces.seconds[:, best] < need).all():
-                # Each crumb by itself would take as long as all of them together.
+                # Moving one crumb takes as long as moving all of them.
                 crumbs = (_CRUMB * pieces.seconds < need[:, None]).all(axis=0)
                 if self._move_whole(sender, pieces, np.where(crumbs, price, np.inf), need, room, free, wanted):
                     return _NO_DOCUMENT

@@ -39,9 +39,11 @@ DEFAULT_TOLERANCE = 0.02
 """How far above the mean load the slowest server may be, as a part of it. It was chosen from the curve of bytes over
 tolerance in benchmarks/results/planner.md; below 0.01 bytes rise steeply."""
 
-_FINEST_TOLERANCE, _SERVERS_OF_DEFAULT = 0.005, 128
-"""The first is the tolerance of small pools of servers. The second is the number of servers from which the default is
-used. Finer plans gained less than 0.2 % of attention's time (benchmarks/results/planner.md)."""
+_FINEST_TOLERANCE = 0.005
+"""The tolerance of small pools of servers. Finer plans gained less than 0.2 % of attention's time
+(benchmarks/results/planner.md)."""
+_SERVERS_OF_DEFAULT = 128
+"""The number of servers from which plans for training have the default tolerance; it is proportional below."""
 
 _AIM = 0.95
 """The part of the tolerance that the first try aims at. The rest is for time that ranges add when they are joined. With

@@ -19,10 +19,11 @@ from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
-_MOST_KEPT, _FEW_KEPT = 1.5, 6
-"""The number of k,v rows that a server should read at most, to limit its memory. It is the larger of two numbers: 1.5
-times the mean with everything at home, and 6 times the mean query rows. Servers above it get further work only if the
-others do not suffice."""
+_MOST_KEPT = 1.5
+"""The number of k,v rows that a server should read at most, over the mean with everything at home. It limits the
+server's memory: servers above it get further work only if the others do not suffice."""
+_FEW_KEPT = 6
+"""The same limit over a server's mean query rows; the larger of both limits counts."""
 
 
 class Pieces(NamedTuple):
@@ -41,7 +42,7 @@ class Pieces(NamedTuple):
 
     @property
     def rows(self) -> np.ndarray:
-        """[P] query rows."""
+        """Returns [P] query rows of each piece."""
         return np.asarray(self.place[2] - self.place[1])
 
     def shortest(self, most: int) -> np.ndarray:
