@@ -1,1 +1,1 @@
-"""The placement of tokens: the rank on which each lives, and whether it is computed in ping or in pong."""
+"""The placement of tokens: the rank that holds each token, and the part of its micro-batch in which it is computed."""

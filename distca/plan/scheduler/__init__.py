@@ -1,1 +1,1 @@
-"""Schedulers: they choose the server that computes each range of queries."""
+"""Scheduling: the choice of the rank that computes the attention of each range of queries."""
