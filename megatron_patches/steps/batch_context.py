@@ -100,7 +100,7 @@ class PackedMicroBatch:
             v_NGD: values of the same rows.
             kind: the layer's window, softmax scale and limit of scores.
             timer: returns the context in which the kernel's "forward" or "backward" is timed.
-            sink_H: the heads' sinks; None in a layer without sinks.
+            sink_H: a learned score of each head that joins its softmax; None in a layer without sinks.
         """
         if not self.rows:
             return q_NHD * 0
@@ -119,7 +119,7 @@ class PackedMicroBatch:
         """Returns o_NHV, the output of a recurrent layer's core for this rank's rows; it is zero in padding.
 
         Args:
-            pool: the model's server pool.
+            pool: this rank's transport and timeline.
             layer: the layer's number on this stage, for the timeline.
             what: the recurrence: its heads, dimensions and rule.
             parameters: the core's own weights, such as those of its convolution.
@@ -133,7 +133,7 @@ class PackedMicroBatch:
         if what.halo_rows not in self.recurrent:
             raise SupportError(
                 f"A {type(self).__name__} has no routes of recurrent layers, so this mode of the benchmark cannot "
-                "train them: take packed, cp2-keep or distca."
+                "train them: take the mode packed, cp2-keep or distca."
             )
         routes, kernel = self.recurrent[what.halo_rows], choose_recurrent_kernel(what, mixed_NC.device, mixed_NC.dtype)
         return recurrent_core(pool, routes, what, kernel, layer, parameters, mixed_NC, g, beta_NH)

@@ -1,8 +1,8 @@
 """Counts the weights by which each of a model's layers multiplies a row: its work beside core attention.
 
-The planner multiplies these counts by measured seconds per weight. So it can level linear layers and attention of all
-ranks together. A *unit* is an attention or recurrent layer with the MLP behind it: one layer of a GPTModel, one or two
-layers of a HybridModel.
+The planner multiplies these counts by measured seconds per weight. So it can give all ranks about equal time in linear
+layers and attention together. A *unit* is an attention or recurrent layer with the MLPs behind it. That is one layer of
+a GPTModel, where experts may take the MLP's place. In a HybridModel each MLP is a layer of its own.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def layer_works(
         recompute_segments: whether backward computes everything but core attention again. False leaves Megatron's own
             recomputation, which recomputes MLPs or nothing.
     """
-    units = units_of(config, pattern)
+    units, layers = units_of(config, pattern), layers_of(pattern)
     recurrences = layer_kinds.recurrences or (None,) * len(units)
+    ends = [unit.layer_number - 1 for unit in units[1:]] + [len(layers)]
     works = []
-    for unit, what in zip(units, recurrences, strict=True):
-        # In a HybridModel the MLP is a layer of its own, the next letter of the pattern.
-        mlp = _behind(config, layers_of(pattern)[unit.layer_number :][:1]) if pattern else mlp_weights(config)
+    for unit, end, what in zip(units, ends, recurrences, strict=True):
+        behind = layers[unit.layer_number : end]  # the letters of the MLPs up to the next unit
+        mlp = sum(_weights_of(config, letter) for letter in behind) if pattern else mlp_weights(config)
         weights = mlp + (_attention(config) if what is None else _recurrent(config, what, tp))
         recomputed = weights if recompute_segments else mlp if config.recompute_granularity else 0
         core = NO_CORE if what is None else core_weights(what)
@@ -46,9 +47,9 @@ def layer_works(
     return works
 
 
-def _behind(config: TransformerConfig, symbol: str) -> int:
-    """Returns the weights of an MLP or a layer of experts, by its letter; 0 for other layers and for none."""
-    return {MLP: weights_of_mlp, EXPERTS: expert_weights}[symbol](config) if symbol in (MLP, EXPERTS) else 0
+def _weights_of(config: TransformerConfig, letter: str) -> int:
+    """Returns the weights of an MLP or a layer of experts, by its letter."""
+    return {MLP: weights_of_mlp, EXPERTS: expert_weights}[letter](config)
 
 
 def _attention(config: TransformerConfig) -> int:

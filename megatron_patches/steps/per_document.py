@@ -48,14 +48,14 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
     Args:
         batch: a micro-batch of ``step.batches``.
         documents: for each document of the micro-batch [n], a figure for each of its n tokens, all on one device. The
-            documents are in the order of ``step.documents``, to which the plan may have moved the caller's.
+            documents are in the order of ``step.documents``, into which the plan may have brought the caller's.
 
     Raises:
         PlanError: the number of documents, or of a document's figures, is wrong.
     """
     try:
         figures = [torch.as_tensor(document) for document in documents]
-    except (TypeError, ValueError, RuntimeError):  # words, lists of several lengths
+    except (TypeError, ValueError, RuntimeError):  # texts, or lists of unequal lengths
         figures = []
     if len(figures) != len(documents) or any(each.ndim != 1 for each in figures):
         raise PlanError("rows_of takes a list with a row of figures for each document, one for each of its tokens.")

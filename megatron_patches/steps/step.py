@@ -6,7 +6,8 @@ run. It also divides core attention into tasks, and gives each task to a rank of
 has the ranks of all pipeline stages, and in some runs also servers without a model, which are further processes.
 
 A rank's routes are its part of the plan: the rows that it sends and receives, and the tasks that it computes. In one
-forward phase each stage runs the forward of one micro-batch, or has none and only serves; so in a backward phase.
+forward phase each stage runs the forward of one micro-batch, or has none and only serves. A backward phase is the same
+for backward.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def make_step(
 
     Raises:
         FailedPlanError: the planner failed with an unexpected error.
-        PlanError: documents do not fit, or one spans ranks while ``options.disaggregate`` is False; or a server planned
+        PlanError: documents do not fit, or one spans ranks while ``options.disaggregate`` is False; or a server made
             another plan.
         DataError: a document on this rank has token ids that are not whole numbers or that the model does not have.
     """
@@ -233,7 +234,7 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
     def own(micro_batch: int, attention: Sequence[LayerRoutes]) -> tuple[LayerRoutes, ...]:
         there = pieces(plan.forward[plan.forward_phase(micro_batch, stage)])
-        # With several stages a micro-batch meets others on the other stages in backward than in forward.
+        # In the phase of a micro-batch's backward, other stages run other micro-batches than in that of its forward.
         if options.stages > 1:
             back = pieces(plan.backward[plan.backward_phase(micro_batch, stage)])
             there = {
@@ -340,7 +341,7 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
             "`disaggregate` to True."
         )
     mine = everyone.on_rank(rank)
-    borders = np.concatenate(([0], np.cumsum(mine.stop)))
+    borders = np.concatenate(([0], np.cumsum(mine.stop)))  # of whole documents, so of queries as of keys
     return PackedMicroBatch(TaskBatch.of(borders, borders, upload), int(borders[-1]))
 
 

@@ -106,14 +106,15 @@ class StepsAhead:
     def close(self) -> None:
         """Ends the loop. A step that was begun is made to the end, as other ranks wait to compare it, and dropped."""
         self._closed, begun, self._next = True, self._next, None
-        if begun is not None and not _is_planning():  # Python may collect a left loop in the planning thread
+        # Garbage collection may call this in the planning thread, which cannot wait for itself.
+        if begun is not None and not _is_planning():
             wait([begun])
 
     def _take(self) -> Step | None:
         if _is_planning():
             raise PlanError(
-                "The documents of a step ask for a planned step themselves, in the one thread that plans: plan it "
-                "before, or in the loop of plan_ahead."
+                "The documents of a step ask for a planned step themselves: what was given to plan_ahead calls CAD, "
+                "in the one thread that plans. Plan that step before, or in the body of the loop."
             )
         self.start()
         assert self._next is not None

@@ -42,11 +42,11 @@ from megatron_patches.support.layer_spec import name_of
 from megatron_patches.support.limits import Limit, check_limit
 
 SERVED_ARGUMENTS_BY = {
-    "checks of their own": "config transformer_layer_spec pg_collection",
+    "further checks": "config transformer_layer_spec pg_collection",
     "megatron's modules": """
         vocab_size max_sequence_length pre_process post_process share_embeddings_and_output_weights""",
-    "the loss, which takes the ranks' shares of the logits in either case": "parallel_output",
-    "the angles of RoPE, from the frequencies and the interpolation of megatron's embedding": """
+    "the loss, which takes each rank's part of the logits with either value": "parallel_output",
+    "our RoPE, which takes frequencies and interpolation from megatron's embedding": """
         rotary_base rotary_percent rope_scaling rope_scaling_factor seq_len_interpolation_factor""",
 }
 """The arguments of GPTModel that are supported with all values; the key says which part of the code obeys them."""

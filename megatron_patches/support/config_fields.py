@@ -30,11 +30,11 @@ _SERVED_BY = {
     "our layers and the core-attention servers": """
         softmax_scale window_size window_attn_skip_freq qk_layernorm layernorm_epsilon layernorm_zero_centered_gamma
         no_rope_freq rotary_interleaved attention_output_gate""",
-    "megatron's latent attention, in which angles go by position, or nobody without it": """
+    "megatron's latent attention with positions of our own; in other models nothing": """
         multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base
         rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale
         mscale_all_dim""",
-    "the cores of recurrent layers, or nobody where there are none": """
+    "the cores of recurrent layers; in other models nothing": """
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads""",
     "megatron's embedding, initialization and configuration, and our loss": """
@@ -50,7 +50,7 @@ _SERVED_BY = {
         overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm batch_p2p_sync
         use_ring_exchange_p2p deallocate_pipeline_outputs timers barrier_with_L1_time finalize_model_grads_func
         grad_scale_func no_sync_func grad_sync_func param_sync_func use_te_rng_tracker""",
-    "nobody in training": """
+    "nothing that runs in training": """
         flash_decode inference_rng_tracker inference_sampling_seed mlp_chunks_for_prefill nccl_all_reduce_for_prefill
         inference_disable_triton_nvls_kernels inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
         inference_moe_token_dispatcher_type moe_pad_experts_for_cuda_graph_inference symmetric_ar_type""",
@@ -66,7 +66,7 @@ _SERVED_BY = {
 
 _OWN_EXPERTS = "rows go to experts and back by exchanges of our own"
 _NO_GRAPHS = "exchanges with the core-attention servers cannot be captured in CUDA graphs"
-_SENDS_TWICE = "tensors that are exchanged with the servers are not offloaded"
+_NOT_OFFLOADED = "tensors that are exchanged with attention servers are not offloaded"
 _EQUAL_STAGES = "all stages have equally many layers"
 _TRANSFORMER_ENGINE = "of Transformer Engine's modules only the linear layers are served"
 
@@ -77,11 +77,13 @@ LIMITS = {
     "apply_query_key_layer_scaling": Limit("scores are computed in float32 in any case", (False,)),
     "qk_l2_norm": Limit("the norms of query and key heads are RMSNorms (qk_layernorm)", (False,)),
     "qk_clip": Limit(
-        "the largest score is not known where it would be clipped", (False,), "qk_clip_alpha qk_clip_threshold"
+        "attention servers do not report the largest score, by which it clips",
+        (False,),
+        "qk_clip_alpha qk_clip_threshold",
     ),
-    "log_max_attention_logit": Limit("the largest score is not known outside of the servers", (False,)),
+    "log_max_attention_logit": Limit("attention servers do not report the largest score", (False,)),
     "mla_down_proj_fusion": Limit("latent attention has a projection of its own for queries", (False,)),
-    "cache_mla_latents": Limit("latent rows are kept for inference alone", (False,)),
+    "cache_mla_latents": Limit("it is for inference, and models are only trained here", (False,)),
     "experimental_attention_variant": Limit(
         "only softmax attention and gated delta nets are served",
         (None, "gated_delta_net"),
@@ -97,13 +99,13 @@ LIMITS = {
     ),
     "hybrid_context_parallel": Limit("core attention disaggregation itself spreads sequences over ranks", (False,)),
     # Positions
-    "mrope_section": Limit("a token has one position", (None,)),
+    "mrope_section": Limit("a token has a single position", (None,)),
     # Layer and block
     "normalization": Limit("norms are RMSNorms or LayerNorms", ("RMSNorm", "LayerNorm")),
     "hidden_dropout": Limit("layers have no dropout", (0.0,)),
     "fp32_residual_connection": Limit("the residual has the type of the layers' output", (False,)),
-    "apply_residual_connection_post_layernorm": Limit("the residual is what comes before the norm", (False,)),
-    "test_mode": Limit("megatron's own checks of query, key and value are not run", (False,)),
+    "apply_residual_connection_post_layernorm": Limit("the residual is taken before the norm", (False,)),
+    "test_mode": Limit("megatron's own checks of query, key and value do not run here", (False,)),
     "mlp_chunks_for_training": Limit("a layer's MLP takes all rows at once", (1,)),
     "heterogeneous_block_specs": Limit("all layers have the same configuration", (False,)),
     "mtp_num_layers": Limit(
@@ -123,7 +125,7 @@ LIMITS = {
     ),
     # Precision
     "params_dtype": Limit(
-        "no other types are trained with",
+        "training supports these types only",
         (torch.bfloat16, torch.float32, torch.float64),
     ),
     "fp16": Limit("losses are not scaled for float16", (False,)),
@@ -150,7 +152,7 @@ LIMITS = {
     "deterministic_mode": Limit(
         "it does not reach the core-attention kernel, which has a setting of its own", (False,)
     ),
-    "batch_invariant_mode": Limit("core-attention kernels do not know of it", (False,)),
+    "batch_invariant_mode": Limit("core-attention kernels do not have such a mode", (False,)),
     # Loss
     "calculate_per_token_loss": Limit(
         "ranks hold different numbers of tokens, whose losses are added up and divided once by all tokens", (True,)
@@ -158,22 +160,24 @@ LIMITS = {
     "defer_embedding_wgrad_compute": Limit(
         "the output layer is computed together with the loss", (False,), "wgrad_deferral_limit"
     ),
-    "config_logger_dir": Limit("the inputs and logits that it logs are not there", ("",)),
+    "config_logger_dir": Limit("the inputs and logits that it logs do not exist here", ("",)),
     # Memory
     "recompute_granularity": Limit(
         "core attention is never recomputed; CAD(recompute='all') recomputes everything else, with this unset",
         (None, "selective"),
         "recompute_method recompute_num_layers distribute_saved_activations",
     ),
-    "num_microbatches_with_partial_activation_checkpoints": Limit("all micro-batches recompute the same", (None,)),
+    "num_microbatches_with_partial_activation_checkpoints": Limit(
+        "all micro-batches recompute the same modules", (None,)
+    ),
     "cpu_offloading": Limit(
-        _SENDS_TWICE,
+        _NOT_OFFLOADED,
         (False,),
         """cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights
         cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers""",
     ),
     "fine_grained_activation_offloading": Limit(
-        _SENDS_TWICE,
+        _NOT_OFFLOADED,
         (False,),
         """offload_modules min_offloaded_tensor_size delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
         activation_offload_fraction fine_grained_offloading_max_inflight_offloads""",

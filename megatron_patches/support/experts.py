@@ -25,7 +25,7 @@ _SERVED_BY = {
         moe_shared_expert_glu_interleave_size use_grouped_gemm_for_shared_expert moe_mlp_glu_interleave_size
         moe_single_grouped_weight moe_single_grouped_bias use_fused_weighted_squared_relu
         overlap_dispatch_backward_with_experts_wgrad""",
-    "nobody, while the dispatcher is alltoall and no rows are dropped": """
+    "nothing, while the dispatcher is alltoall and no rows are dropped": """
         moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
         moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms
         moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing

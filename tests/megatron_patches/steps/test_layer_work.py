@@ -52,3 +52,24 @@ def test_between_attentions(name: str, recompute: str) -> None:
     wanted = seconds.non_attention()
     assert (found.forward, found.backward) == pytest.approx((wanted.forward, wanted.backward))
     assert found.forward > 0
+
+
+def test_all_mlps_behind_a_mixer_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_cases.on_cpu()
+    from megatron.core import parallel_state
+
+    from megatron_patches.experts.weights import weights_of_mlp
+    from megatron_patches.model.gpt import transformer_config
+    from megatron_patches.model.layer_kinds import LayerKinds
+    from megatron_patches.steps.layer_work import layer_works
+    from megatron_patches.versions import has_gated_delta_net
+
+    if not has_gated_delta_net():
+        pytest.skip("megatron-core has no such layers")
+    for size in ("tensor", "pipeline"):
+        monkeypatch.setattr(parallel_state, f"get_{size}_model_parallel_world_size", lambda: 1)
+    shape = replace(SHAPE, layers=6, hybrid=replace(NET, pattern="G--G-G", output_gate=False))
+    pattern = shape.hybrid.symbols(shape.layers)
+    config = transformer_config(shape, torch.float32)
+    two, one, none = layer_works(config, LayerKinds.of(config, pattern=pattern), pattern, 1, False)
+    assert two.weights - one.weights == one.weights - none.weights == weights_of_mlp(config)
