@@ -6,9 +6,9 @@ Every rank has two roles. As a *home* it holds rows of documents: it sends their
 *server* it computes attention tasks on rows that homes sent to it. A *nano-batch* is one of the two parts of a
 micro-batch, ping (first) and pong (second). ``ping_pong.py`` makes one call for each layer and nano-batch.
 
-Each transfer has a node that launches it and a node that joins it, which means waiting for it. Backward reverses them:
-where forward joined a transfer, backward launches the gradients' transfer, and the other way round. Between launch and
-join the caller runs the other nano-batch's compute.
+One node launches a transfer, and a later node *joins* it: waits until it is done. Backward reverses them: where forward
+joined a transfer, backward launches the gradients' transfer, and the other way round. Between launch and join the
+caller runs the other nano-batch's compute.
 
 The tensors are fields of an :class:`AttentionCall`. Nodes pass each other only a *graph token*, a dummy scalar that
 gives autograd an edge from node to node. Rows themselves cannot be passed: backward may follow another plan, whose
@@ -91,7 +91,7 @@ class AttentionCall(LayerCall):
         return Node.apply(graph_token, self._join_qkv, self._launch_gradients)
 
     def serve(self, graph_token: torch.Tensor) -> torch.Tensor:
-        """Computes this server's CA-tasks."""
+        """Computes this server's attention tasks."""
         return Node.apply(graph_token, self._serve_forward, self._serve_backward)
 
     def launch_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
@@ -223,6 +223,7 @@ class AttentionCall(LayerCall):
     def _join_gradients(self) -> tuple[torch.Tensor, ...]:
         self._join("dq,dk,dv", "backward")
         gradients, self._gradients = self._gradients, ()
+        # Autograd now runs the backward of the layers' other parts, which the timeline shows as "post+pre".
         self._pool.timeline.open("post+pre", *self._where, "backward")
         return gradients
 

@@ -100,8 +100,9 @@ class Generation:
 
     Attributes:
         number: number of the generation, from 0; each has process groups of its own.
-        servers: the servers, in the order of their places in the pool. With a tensor-parallel size of ``tp``, each
-            place has ``tp`` consecutive servers, one for each tensor-parallel rank.
+        servers: the servers, in the order of their places in the pool, which come after the homes' places. With a
+            tensor-parallel size of ``tp``, each place has ``tp`` consecutive servers, one for each tensor-parallel
+            rank.
         terms: facts about the homes' model; its options count these servers.
         told: number of the first message in the store that is meant for these servers.
     """
@@ -121,13 +122,13 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
     Args:
         store: the store of the homes' world: a TCPStore at their MASTER_ADDR and MASTER_PORT.
         number: this server's number, from 0; whoever starts the servers gives each another one.
-        pool: number of the homes' pool, from 0; each ``distca.CAD`` with servers in the homes makes the next one.
+        pool: number of the homes' pool: 0 for the first ``distca.CAD`` with servers that homes make, 1 for the next.
         patience: the longest wait for homes.
 
     Raises:
         LaunchError: no homes come in time, or they already have a server of this number.
         SupportError: the homes compute on GPUs and this process has none, or the other way round.
-        KernelError: the homes' kernel cannot run here, or is wrong here.
+        KernelError: the homes' kernel cannot run here, or computes wrong results here.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -145,6 +146,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
     check_device(first.terms.spec.device.type, device.type, number)
     kernel = choose_kernel(first.terms.kernel, replace(first.terms.spec, device=device))
     if me not in first.servers:
+        # The homes have begun without this process. It asks to be a server of their next generation.
         meeting.put(f"comer/{meeting.count('comers', 1) - 1}", me)
         answer = meeting.take(f"welcome/{me.process}", HOMES_QUIET)
         if isinstance(answer, str):

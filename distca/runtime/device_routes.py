@@ -195,8 +195,8 @@ class StepRoutes:
     """One rank's routes of a step, for the layers of its pipeline stage.
 
     A *phase* is the forward, or the backward, that all stages run at the same time; each stage has one micro-batch in
-    it or none. Layer i of all stages runs together. Layers whose stages have the same combination of kinds there share
-    their routes.
+    it or none. All stages run their i-th layer together, so its plan covers the i-th layers of all stages. If the i-th
+    layers of all stages have the same kinds as the j-th ones, both share their routes.
 
     Attributes:
         own: by micro-batch and layer, the routes of this stage's micro-batches: forward from one phase, backward from

@@ -1,4 +1,4 @@
-"""The rows that wait for backward, for one layer and nano-batch: the only difference between *keep* and *resend*.
+"""The rows of one layer and nano-batch that wait for backward.
 
 A *home* is a rank in its role of holding rows of documents; a *server* is a rank that computes attention for homes.
 With *keep*, servers hold q, k, v and lse (log-sum-exp of the scores) of their tasks until backward. With *resend*,
@@ -103,7 +103,8 @@ class Keep:
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """kv_U2GD that this server kept; pong's tasks read it of ping."""
+        """kv_U2GD of this server; pong's tasks read it in ping's object. Ping and pong are a micro-batch's two
+        parts."""
         assert self._server is not None
         return self._server.kv
 

@@ -248,6 +248,7 @@ class RecurrentCall(LayerCall):
             rows = core_rows(leaves[0], g, beta, leaves[1], parameters, self._routes.pieces, self._what)
         wanted = gradients.q, gradients.k, gradients.v
         found = torch.autograd.grad((rows.q, rows.k, rows.v), leaves, wanted, materialize_grads=True)
+        # Pong gives the gradients of ping's halo rows to ping's call, which adds them to its own.
         of_halo = found[1]
         if self._before is not None:
             at = len(of_halo) - self._routes.halo_to_pieces.destination_rows
@@ -270,6 +271,7 @@ class RecurrentCall(LayerCall):
         self._join("dhalo", "backward")
         (of_mixed, of_g, of_beta, of_given), self._gradients = self._gradients, ()
         of_mixed.index_add_(0, self._routes.given, of_given)
+        # Autograd now runs the backward of the layers' other parts, which the timeline shows as "post+pre".
         self._pool.timeline.open("post+pre", *self._where, "backward")
         return of_mixed, of_g, of_beta
 
@@ -289,6 +291,7 @@ class RecurrentCall(LayerCall):
         return core_rows(mixed, g, beta, self._halo_rows(), self._parameters, self._routes.pieces, self._what)
 
     def _spans(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """The first row of each of these pieces, and one past its last."""
         return [self._routes.pieces.spans[each] for each in numbers]
 
     def _stacked(self, states: States, numbers: Sequence[int]) -> torch.Tensor | None:
@@ -304,6 +307,7 @@ class RecurrentCall(LayerCall):
         o_NHV: torch.Tensor,
         wanted: bool = True,
     ) -> torch.Tensor:
+        """Computes o of these pieces into ``o_NHV``; returns the states behind them if ``wanted``."""
         return self._kernel.forward(rows, self._spans(numbers), states, o_NHV, wanted)
 
     def _backward(
@@ -316,6 +320,9 @@ class RecurrentCall(LayerCall):
         gradients: CoreRows,
         wanted: bool = True,
     ) -> torch.Tensor:
+        """Computes the gradients of these pieces' rows; returns those of the states before them if ``wanted``.
+
+        ``behind`` has the gradients of the states behind them."""
         both = self._stacked(states, numbers), self._stacked(behind, numbers)
         return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
 

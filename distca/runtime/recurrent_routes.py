@@ -61,7 +61,7 @@ class RecurrentRoutes:
     """Everything a rank needs to run one nano-batch of a recurrent layer.
 
     Attributes:
-        pieces: each piece's rows, and its halo among the rows that arrived; pong's pieces count ping's rows first.
+        pieces: each piece's rows, and the numbers of its halo rows among those that arrived, ping's before pong's.
         opens: for each piece, whether it is the first of its document.
         closes: for each piece, whether it is the last of its document.
         given: int64 home rows of this rank that are sent as halo.

@@ -55,6 +55,7 @@ def together(k_SGD: torch.Tensor, v_SGD: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) -> None:
+    """Copies rows of a server's buffer to the regions of all tasks that read them."""
     for each in shared:
         for offset, place, rows in each.places:
             begin = each.first + offset
@@ -96,8 +97,9 @@ def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
     """The sum in float32 of the gradients of a range of rows that several tasks read.
 
     It ends with the last row that any task but the last reads; the rows after that have one gradient and need no sum.
-    With a single task it has all rows. Example: two tasks read rows [0, 4) and [0, 7) of the range; the sum has 4
+    With a single task it has all rows. Example: two tasks read rows [0, 4) and [0, 7) of the range. The sum has 4
     rows."""
+    # The last task may begin behind the first row of the range, at "offset"; its gradients there are zeros.
     *others, (offset, place, rows) = shared.places
     longest = max((offset + rows for offset, _, rows in others), default=rows)
     wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)

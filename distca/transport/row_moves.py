@@ -94,6 +94,7 @@ class RowMoves:
             device: the rows' device.
             adds: whether rows that come back are added to the values in the destination, in place of replacing them.
         """
+        # Row ranges become row numbers. At home, rows are sent or kept; on the server they are received or placed.
         send, receive, keep = exchange.send, exchange.receive, exchange.keep
         home_rows, kept_rows = expand(send.source, send.rows), expand(keep.source, keep.rows)
         sent, kept = to_device(home_rows, device), to_device(kept_rows, device)
@@ -115,6 +116,7 @@ class RowMoves:
             None,
             exchange.travelling,
         )
+        # On the way back a home row has several values if several servers got it, or one got it and this rank kept it.
         once = not adds and _apart(np.append(send.source, keep.source), np.append(send.rows, keep.rows))
         to_home = RowMoves(
             exchange.destination_rows,
