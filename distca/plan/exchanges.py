@@ -1,8 +1,9 @@
-"""Exchanges of rows between ranks: the rows that each rank sends, receives and keeps for one nano-batch.
+"""Exchanges of rows between ranks: the rows that each rank sends, receives and keeps for attention.
 
 The *home* of a row is the rank that holds it. A *server* is a rank that computes attention, for tasks: ranges of query
 rows of one document. Rows of q go from homes to servers in one exchange, rows of k and v in another. ``routes.py``
-makes both for a plan. The way back, of o and of gradients, is the same exchange with source and destination swapped.
+makes both for each *nano-batch*, the whole or one of two parts of a micro-batch. The way back, of o and of gradients,
+is the same exchange with source and destination swapped.
 
 Rows that follow each other in a tensor move together, as a *segment*. So a transfer is a short list of row ranges, and
 no row has an index of its own.
@@ -78,12 +79,12 @@ class RowExchange:
         receive: rows that other homes send to this server.
         keep: home rows of this rank that its own server needs.
         repeat: copies from the server buffer to all tasks' regions, made while the server computes; their gradients are
-            added up before they go home. Empty if the buffer is the regions already: no two tasks share rows, and none
-            has rows from the previous nano-batch.
+            added up before they go home. Empty if the buffer already consists of the regions: no two tasks share
+            rows, and none has rows from the previous nano-batch.
         before: copies from the server buffer of the previous nano-batch; their gradients are added to those of that
             buffer.
-        travelling: rows that travel between any two ranks of the pool. It is the same on every rank, so all of them
-            know when an exchange can be left out.
+        travelling: rows that travel between any two ranks. The number is the same on every rank, so all of them know
+            when an exchange can be left out.
         ahead_at_server: [R] int64 rows that each server receives from homes with a lower rank than this one. A receiver
             packs rows by sender, and by that sender's segments, so this rank's rows begin there.
         ahead_at_home: [R] int64 rows that each home gets back from servers with a lower rank than this one.

@@ -36,8 +36,8 @@ class Links:
 
     Attributes:
         ranks_per_node: consecutive ranks that share a node; 0 if all ranks do.
-        network_price: price of a byte between nodes over that inside one. The default is 360 GB/s of NVLink over 50
-            GB/s of network for each H200.
+        network_price: price of a byte between nodes over that inside one. The default is about 360 GB/s of NVLink
+            over 50 GB/s of network for each H200.
     """
 
     ranks_per_node: int = 0

@@ -1,7 +1,7 @@
-"""Plans: the server of every query row of a nano-batch, and the k,v rows that it needs for that.
+"""Plans: the server of every query row of a nano-batch, and the k,v rows that each server needs.
 
-A micro-batch is computed as one or two *nano-batches*. A *layout* says on which rank, its *home*, every row of a
-nano-batch lies. A *server* is a rank in its role of computing attention; a *task* is a range of query rows of one
+A *nano-batch* is the whole or one of two parts of a micro-batch. A *layout* says on which rank, its *home*, every row
+of a nano-batch lies. A *server* is a rank in its role of computing attention; a *task* is a range of query rows of one
 document on one server. The scheduler makes plans, ``routes.py`` turns them into the rows that each rank sends and
 receives.
 """

@@ -167,18 +167,18 @@ def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segm
     """Returns the copies to the regions of tasks: from the server buffer, and from that of the previous nano-batch.
 
     Only some servers need copies: those whose tasks share rows, or have rows from the previous nano-batch. On the
-    others the buffer is the regions already. In these segments ``peer`` is the server itself.
+    others the buffer already consists of the regions. In these segments ``peer`` is the server itself.
 
     Args:
         plan: over all servers.
         kv_offset: [L] first row of each context in its server's buffer.
         bounds: server r has the tasks [bounds[r], bounds[r + 1]).
     """
-    # A region has the rows that the server kept of its context ("kept", copies "before"), then the rows that arrived
-    # (copies from "source"). If the next context has one task and no kept rows, its copy continues that of the task
-    # before, and both become one.
+    # A task's region has two parts: rows that the server kept from the previous nano-batch (the copies "before"), and
+    # then rows that arrived (copies from "source"). If the next context has one task and no kept rows, its copy
+    # continues that of the task before, and both become one.
     tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task
-    alone = np.append(context[1:] != context[:-1], True)[: len(tasks)]  # the last of its context
+    alone = np.append(context[1:] != context[:-1], True)[: len(tasks)]  # whether a task is its context's last
     kept = contexts.begin - contexts.first
     shares = np.bincount(tasks.server[~alone | (kept[context] > 0)], minlength=len(bounds)) > 0
     chosen = np.flatnonzero(shares[tasks.server])

@@ -43,7 +43,8 @@ _FINEST_TOLERANCE = 0.005
 """The tolerance of small pools of servers. Finer plans gained less than 0.2 % of attention's time
 (benchmarks/results/planner.md)."""
 _SERVERS_OF_DEFAULT = 128
-"""The number of servers from which plans for training have the default tolerance; it is proportional below."""
+"""The number of servers from which plans for training have the default tolerance. With fewer servers it is
+proportionally smaller."""
 
 _AIM = 0.95
 """The part of the tolerance that the first try aims at. The rest is for time that ranges add when they are joined. With

@@ -43,7 +43,7 @@ _SEARCHED = 24
 first."""
 _GOLDEN = (5**0.5 - 1) / 2
 _ROUNDING = 1e-9
-"""How much fractions of all attention may lack to a sum of 1, for rounding."""
+"""Fractions of all attention count as all of it if their sum is below 1 by at most this."""
 
 
 class TargetLoad:
@@ -89,8 +89,8 @@ class TargetLoad:
         )
         slow = np.ones_like(other) if slowness is None else slowness
         times = _least_times(mean * servers, other, slow)
-        # Cuts will add work. Servers that get attention share it, so all times rise by "rise" for each second of mean
-        # work.
+        # Cuts will add work, and servers that get attention share it. The third number kept here is how much all times
+        # rise for each second of mean work.
         takes_part = np.where(other < times[:, None], 1.0 / slow, 0.0).sum(axis=1)
         self._times = mean, times, servers / np.maximum(takes_part, 1.0 / slow.max(axis=1))
         self._other = other
@@ -144,8 +144,9 @@ def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
 
 
 def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> np.ndarray:
-    """Returns the [K] times with the least sum in which servers can do all attention, each the same fraction in all
-    directions.
+    """Returns the [K] times with the least sum in which servers can do all attention.
+
+    Each server does the same fraction of the attention in all directions.
 
     Args:
         total: [K] attention of all servers together.
