@@ -162,6 +162,7 @@ def traffic(plan: Plan, links: Links | None = None) -> Traffic:
 
 def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -> PairRows:
     """Adds up [N] rows by pair of ranks; rows that stay on their rank are left out."""
+    # A pair becomes one number, home * ranks + server. Rows with equal numbers are added.
     away = np.flatnonzero(home != server)
     pair, rows = (home * ranks + server)[away], rows[away]
     order = order_by(pair)
@@ -175,15 +176,17 @@ def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
     """Returns the seconds that the slowest server needs at least, whatever the plan.
 
-    It is the larger of two bounds. One is the time of all work, if documents are not cut and servers share it by their
-    speed. The other is the time of the last query row of the longest document, which one server must compute. For
-    "both" it is the sum of both directions' bounds.
+    It is the larger of two bounds. One is the least time of all work, if servers share it by their speed. The other is
+    the time of the last query row of the longest document, which one server must compute. For "both" it is the sum of
+    both directions' bounds.
 
     Args:
         layout: the nano-batch.
         cost: seconds per task.
         direction: forward, backward or both.
     """
+    # By cost table and direction: "work" is the seconds of all documents on one server, "row" those of the dearest last
+    # row. In a second a server does the fraction 1/work of everything; "speed" is the sum over all servers.
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * layout.ranks)

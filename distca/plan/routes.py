@@ -91,6 +91,8 @@ class Routes(Sequence[Route]):
         tasks, layout = plan.tasks, plan.layout
         self._ranks = layout.ranks
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
+        # Query rows of tasks, and k,v rows of contexts, lie one after the other in a server's buffer. "offset" is where
+        # each begins, "bounds" which tasks, contexts or copies belong to each server.
         q_rows = tasks.stop - tasks.start
         self._q_ends, self._kv_ends = np.cumsum(q_rows), np.cumsum(plan.region_rows)
         self._kind = plan.kind_of_task

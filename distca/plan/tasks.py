@@ -59,6 +59,7 @@ class Tasks:
         document, start, stop, server = (np.asarray(x, np.int64)[order] for x in (document, start, stop, server))
         if len(document) == 0:
             return Tasks(document, start, stop, server)
+        # "heads" and "tails" are the first and the last range of each task.
         joins = (document[1:] == document[:-1]) & (server[1:] == server[:-1]) & (start[1:] == stop[:-1])
         heads = np.flatnonzero(np.append(True, ~joins))
         tails = np.append(heads[1:], len(document)) - 1

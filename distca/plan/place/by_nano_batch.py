@@ -65,6 +65,8 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
     if backwards:
         placed, rank = spread(stream, budgets[::-1], cost)
         return placed, len(budgets) - 1 - rank
+    # First the parts of long documents get a rank each, then other documents are dealt, then filler is laid into the
+    # tokens that are left. In between, "left" and "tokens" are the work and the tokens that each rank still lacks.
     work = work_of(stream.start, stream.stop, len(budgets), cost)
     parts, rank_of_part, rest = _cut_long(stream, budgets, work)
     work_of_part = work(parts.start, parts.stop)

@@ -49,6 +49,7 @@ class Pieces(NamedTuple):
         """Returns the indices of the shortest pieces, at most ``most``; of pieces with equal length and end, one."""
         if len(self) <= most:
             return np.arange(len(self))
+        # (rows, stop) becomes one number, so that np.unique sorts by rows and drops equal pieces.
         rows, stop = self.rows, self.place[2]
         return np.unique(rows * (int(stop.max()) + 1) + stop, return_index=True)[1][:most]
 
@@ -310,6 +311,8 @@ class SchedulerState:
         home = self._home
         if not self._moved[0]:
             return home
+        # Servers that were never asked for pieces still have all of their own. The others have what is left of theirs;
+        # moved ranges come last.
         changed = np.zeros(self.layout.ranks, bool)
         changed[list(self._pieces)] = True
         untouched = ~changed[home.server]
