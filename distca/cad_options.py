@@ -11,7 +11,6 @@ from typing import Any, Literal
 Backward = Literal["auto", "keep", "resend"]
 TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
 KernelName = Literal["auto", "flash4", "torch", "reference"]
-Level = Literal["auto", "attention", "time"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +28,8 @@ class CadOptions:
         kernel: core-attention kernel; auto takes the fastest that runs here and passes its self-check.
         tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up to
             32 servers, growing to 0.02 from 128 on.
-        deal: deal a step's documents over its micro-batches anew, so that fewer rows move. Only where documents may
-            span ranks.
         ranks_per_node: consecutive attention servers (tensor-parallel groups) that are planned as one node; 0 takes
             those of one machine.
-        level: what all ranks have alike in every phase: attention, or time = with linear layers. Time needs ping_pong
-            and pipeline stages, servers or speeds; without a table linear layers count as an H200's. auto = time where
-            this holds on GPUs without transport nvshmem.
         cost_table: a JSON file of `distca profile`; null takes the shipped one for this device and kernel, or else a
             model.
         deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order.
@@ -53,9 +47,7 @@ class CadOptions:
     transport: TransportName = "auto"
     kernel: KernelName = "auto"
     tolerance: float | None = None
-    deal: bool = True
     ranks_per_node: int = 0
-    level: Level = "auto"
     cost_table: str | None = None
     deterministic: bool = False
     nvshmem_buffer_gb: float = 0.0

@@ -24,6 +24,7 @@ from megatron_patches.te.choice import Linears
 
 Recompute = Literal["none", "all"]
 How = Literal["keep", "resend"]
+Level = Literal["auto", "attention", "time"]
 
 _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
 """Arguments whose values are checked by the functions that choose a transport or a kernel."""
@@ -52,6 +53,11 @@ class CadArguments(CadOptions):
             caller gives documents homes, it limits every single rank.
         disaggregate: False is the baseline: every rank computes the attention of its own, whole documents, with the
             same kernels and Megatron's own layers and schedules.
+        deal: True deals a step's documents over its micro-batches anew, so that fewer rows move. It does so only where
+            documents may span ranks.
+        level: what all ranks have alike in every phase: attention, or time = with linear layers. Time needs ping_pong
+            and pipeline stages, servers or speeds; without a table linear layers count as an H200's. auto = time where
+            this holds on GPUs without transport nvshmem.
         recompute: with "none" backward recomputes the modules that Megatron's configuration names, at most the MLPs.
             With "all" it recomputes everything but core attention. Without ``disaggregate``, "all" recomputes every
             layer as a whole, as Megatron's full recomputation does.
@@ -71,6 +77,8 @@ class CadArguments(CadOptions):
 
     tokens_per_rank: int
     disaggregate: bool = True
+    deal: bool = True
+    level: Level = "auto"
     recompute: Recompute = "none"
     keep_outputs: bool = False
     offload: bool = False

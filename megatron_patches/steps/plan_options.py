@@ -23,7 +23,6 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.attention import Kernel
-from distca.cad_options import Level
 from distca.cluster.topology import pool_links
 from distca.errors import PlanError
 from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
@@ -32,7 +31,7 @@ from distca.plan.cost.linear import LayerWork, NonAttention, between_attentions
 from distca.plan.cost.pool import at_speeds
 from distca.plan.cost.table_file import find_table, open_table
 from distca.sizes.fp8_shapes import rows_multiple
-from megatron_patches.arguments import CadArguments, How
+from megatron_patches.arguments import CadArguments, How, Level
 from megatron_patches.model.latent import is_latent, latent_dims
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.remote_servers import RemoteServers

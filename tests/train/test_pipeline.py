@@ -1,6 +1,7 @@
 """Training with pipeline stages through the real loop: same losses as megatron-core's 1F1B on the same batches."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +52,15 @@ def _train(output: str) -> None:
     import torch
     import torch.distributed as dist
 
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    for name, cad in (
-        ("ticks", CadConfig()),
-        ("1f1b", CadConfig(enabled=False)),
-        ("measured-time", CadConfig(level="time")),
+    import distca
+
+    world, made = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu")), distca.CAD
+    for name, cad, level in (
+        ("ticks", CadConfig(), "auto"),
+        ("1f1b", CadConfig(enabled=False), "auto"),
+        ("measured-time", CadConfig(), "time"),  # as runs on GPUs take by themselves
     ):
+        distca.CAD = partial(made, level=level)
         config = _config(output, name, cad)
         run_on(world, config, open_corpus(config))
 

@@ -20,7 +20,6 @@ SETTINGS = {
     "field": "data.field",
     "fp8": "train.fp8",
     "kernel": "cad.kernel",
-    "level": "cad.level",
     "linears": "train.linears",
     "longer": "data.longer",
     "micro_batches": "train.micro_batches",

@@ -350,14 +350,6 @@ def _stages(config: RunConfig) -> list[str]:
             f"cad.backward is keep, but with parallel.pp {pp} the server of a forward is busy with other phases by its "
             "backward; set cad.backward to auto or resend."
         )
-    only_stages = pp == 1 and not (config.cad.servers or config.cad.speeds)
-    if config.cad.enabled and config.cad.level == "time" and (only_stages or not config.cad.ping_pong):
-        why = (
-            f"parallel.pp is {pp}, and only stages are ever idle"
-            if only_stages
-            else "cad.ping_pong is false, so idle stages could only wait"
-        )
-        problems.append(f"cad.level is time, but {why}; set cad.level to attention.")
     return problems
 
 

@@ -7,7 +7,7 @@ its own micro-batches; stages do not march in step then, and the table shows wha
 Measured seconds are those of the GPU's stream; on CPUs they are CPU seconds of the thread, as ranks share cores.
 Rows of a table are all forward phases, then all backward phases; columns are ranks of the server pool, stage by stage.
 
-Where plans level a phase's time (cad.level), stages without a micro-batch get more attention than others, so attention
+Where plans level a phase's time, stages without a micro-batch get more attention than others, so attention
 alone is not level: it is together with the non-attention seconds of busy stages that plans count.
 """
 

@@ -12,7 +12,7 @@ Keys that other parts of the project read, where a step has them:
     mfu                 share of the device's dense peak spent on the model's own FLOPs, for linear layers in FP8
                         of FP8's (absent where no peak is known)
     imbalance_before    planned attention time of the busiest rank over the mean, every document computed at home; where
-                        plans level a pipeline's phases by time (cad.level), here and below with linear layers' time
+                        plans level a pipeline's phases by time, here and below with linear layers' time
     imbalance_after     the same with the plan that ran
     imbalance_measured  attention seconds measured over the whole step, busiest rank over the mean (the planned figures
                         add up the busiest rank of every micro-batch or phase, so they are the stricter ones)

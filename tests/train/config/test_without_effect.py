@@ -9,10 +9,9 @@ from distca.train.config.without_effect import without_effect
     [
         ("", None),
         ("--cad.kernel reference --cad.deterministic true --cad.transport gloo --cad.cost_table a.json", None),
-        ("--cad.level time", "cad.level time"),
         (
-            "--cad.backward resend --cad.ranks_per_node 2 --cad.tolerance 0.1 --cad.ping_pong false --cad.deal false",
-            "cad.ping_pong false, cad.backward resend, cad.tolerance 0.1, cad.deal false, cad.ranks_per_node 2",
+            "--cad.backward resend --cad.ranks_per_node 2 --cad.tolerance 0.1 --cad.ping_pong false",
+            "cad.ping_pong false, cad.backward resend, cad.tolerance 0.1, cad.ranks_per_node 2",
         ),
     ],
 )
