@@ -57,7 +57,7 @@ def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     states = {"param": weight.detach()}
     for name, held in adam.state[weight].items():
-        if name == _WHOLE and held.dtype == torch.int16:
+        if name == _WHOLE and held.dtype == torch.int16:  # the lower 16 bits
             states["param"] = join(weight, held)
         elif name != "step":
             values = adam.get_unscaled_state(weight, name) if _scales(adam) else held

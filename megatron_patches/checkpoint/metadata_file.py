@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 import pickletools
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
 from typing import Any, BinaryIO, NamedTuple
@@ -41,6 +43,9 @@ _CALLED = {*_PATHS, "torch.Size", "torch.serialization._get_layout", f"{_TORCH}_
 """Names that the pickle calls with arguments. The call is noted and not made."""
 _DIMENSIONS = 64
 """The most dimensions of a tensor, which is torch's own limit. A file that has more is refused."""
+_CUTS = 8
+"""The most dimensions along which a tensor may be cut into parts; a file that has more is refused. Each of them doubles
+the time of a check."""
 
 
 class _Name(NamedTuple):
@@ -73,7 +78,7 @@ def read_metadata(file: BinaryIO) -> Metadata:
     Raises:
         UnpicklingError: it is no description of a checkpoint, or holds more than data. No code in it was run.
     """
-    return copy(_built(file.read()))
+    return copy(_built(file.read()))  # a copy, as torch's reader sets a field of the result
 
 
 @lru_cache(maxsize=1)
@@ -120,18 +125,27 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
 
 
 def _is_whole(tensor: TensorStorageMetadata) -> bool:
-    """Whether the parts lie inside the tensor, begin at different places, and together have as many elements as it."""
-    parts = tensor.chunks
-    if any(len(part.offsets) != len(tensor.size) or len(part.sizes) != len(tensor.size) for part in parts):
+    """Whether the parts of a tensor have each of its elements exactly once.
+
+    Each corner of a box gets the number 1, or -1 if it is at the end of an odd number of dimensions. Where boxes touch,
+    the numbers of their corners cancel. So the parts have each element once if and only if their corners add up to the
+    whole tensor's.
+    """
+    parts, size = tensor.chunks, tensor.size
+    if any(len(part.offsets) != len(size) or len(part.sizes) != len(size) for part in parts):
         return False
-    inside = all(
-        begin + size <= most
-        for part in parts
-        for begin, size, most in zip(part.offsets, part.sizes, tensor.size, strict=True)
-    )
-    held = [part for part in parts if math.prod(part.sizes)]
-    apart = len({part.offsets for part in held}) == len(held)
-    return inside and apart and sum(math.prod(part.sizes) for part in held) == math.prod(tensor.size)
+    cut = [dim for dim, whole in enumerate(size) if any(part.sizes[dim] != whole for part in parts)]
+    if any(begin for part in parts for dim, begin in enumerate(part.offsets) if dim not in cut) or len(cut) > _CUTS:
+        return False
+    if not math.prod(size):
+        return not any(math.prod(part.sizes) for part in parts)
+    signs: Counter[tuple[int, ...]] = Counter()
+    boxes = [([part.offsets[dim] for dim in cut], [part.sizes[dim] for dim in cut], 1) for part in parts]
+    for begins, sizes, sign in [*boxes, ([0 for _ in cut], [size[dim] for dim in cut], -1)]:
+        for ends in product((0, 1), repeat=len(cut)):
+            corner = tuple(begin + end * width for begin, end, width in zip(begins, ends, sizes, strict=True))
+            signs[corner] += sign * (-1) ** sum(ends)
+    return not any(signs.values())
 
 
 def _bytes(tensor: TensorStorageMetadata) -> int:
@@ -200,6 +214,7 @@ class _Machine:
         self._stack = []
 
     def _to_mark(self) -> list[Any]:
+        """Returns the values above the last mark, and takes them from the stack."""
         above, self._stack = self._stack, self._marks.pop()
         return above
 
@@ -210,9 +225,11 @@ class _Machine:
         self._memo[number] = self._stack[-1]
 
     def _append(self, values: list[Any]) -> None:
+        """Appends values to the list on top of the stack."""
         _of(list, self._stack[-1]).extend(values)
 
     def _set(self, pairs: list[Any]) -> None:
+        """Sets keys and values, in turn in ``pairs``, of the dict on top of the stack."""
         names = pairs[::2]
         # Other keys are refused: a tuple of tuples, nested deeply, would crash Python when it is hashed.
         if not all(isinstance(name, str | _Record) for name in names):
@@ -220,6 +237,7 @@ class _Machine:
         _of(dict, self._stack[-1]).update(zip(names, pairs[1::2], strict=True))
 
     def _name(self, module: str, name: str) -> None:
+        """Pushes the name of a class, a function or a dtype; names that no description has are refused."""
         text = f"{module}.{name}"
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if text not in _MADE | _CALLED and not is_dtype and text != "collections.OrderedDict":
@@ -227,6 +245,7 @@ class _Machine:
         self._push(_Name(text))
 
     def _make(self, allowed: set[str]) -> None:
+        """Replaces a name and arguments on top of the stack by a record of them."""
         arguments, name = _of(tuple, self._stack.pop()), _of(_Name, self._stack.pop())
         if name.text == "collections.OrderedDict" and not arguments:
             self._push({})
@@ -236,6 +255,7 @@ class _Machine:
             raise UnpicklingError(f"it makes a {name.text}, which is no part of a checkpoint and was not run")
 
     def _say_state(self, state: Any) -> None:
+        """Sets the fields of the record on top of the stack, once."""
         record = _of(_Record, self._stack[-1])
         if record.state is not None or record.name not in _MADE:
             raise UnpicklingError(f"it changes a {record.name}, which is no part of a checkpoint and was not run")
@@ -246,8 +266,8 @@ class _Builder:
     """Builds torch's description from records and checks the type of every value."""
 
     def __init__(self) -> None:
-        self._properties: dict[int, TensorProperties] = {}
-        self._parts_left = 0
+        self._properties: dict[int, TensorProperties] = {}  # by id of the record, which tensors of one sort share
+        self._parts_left = 0  # parts that may still be read: all tensors together have one for each place in a file
 
     def metadata(self, made: Any) -> Metadata:
         """Returns the description that a record holds. Its path and the nesting of the saved state are left out."""
@@ -260,6 +280,7 @@ class _Builder:
         return Metadata(described, storage_data=stored, version=_maybe(str, said.get("version")))
 
     def _stored(self, made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        """Returns the description of a tensor, or of an object that is none."""
         if _of(_Record, made).name == f"{_TORCH}BytesStorageMetadata":
             return BytesStorageMetadata()
         said = _fields(made, "TensorStorageMetadata")
@@ -267,7 +288,7 @@ class _Builder:
         self._parts_left -= len(parts)
         # A small pickle can let many tensors share one long list, which would take hours to read.
         if self._parts_left < 0:
-            raise UnpicklingError("it has more parts of tensors than places where they lie")
+            raise UnpicklingError("it has more parts of tensors than places in files")
         return TensorStorageMetadata(
             self._of_tensor(said["properties"]), _shape(said["size"]), [_chunk(part) for part in parts]
         )
@@ -287,11 +308,13 @@ class _Builder:
 
 
 def _chunk(made: Any) -> ChunkStorageMetadata:
+    """Returns the offsets and sizes of a part."""
     said = _fields(made, "ChunkStorageMetadata")
     return ChunkStorageMetadata(_shape(said["offsets"]), _shape(said["sizes"]))
 
 
 def _index(made: Any) -> MetadataIndex:
+    """Returns the name of a tensor or object, with the offsets of one part."""
     said = _fields(made, "MetadataIndex")
     offset = said.get("offset")
     return MetadataIndex(
@@ -305,7 +328,7 @@ def _info(made: Any) -> _StorageInfo:
     Files outside of the checkpoint's folder, and parts that are stored in another form, are refused.
     """
     if _of(_Record, made).name != "torch.distributed.checkpoint.filesystem._StorageInfo":
-        raise UnpicklingError(f"it has a {made.name} in place of where a part lies")
+        raise UnpicklingError(f"it has a {made.name} in place of a _StorageInfo")
     said = _of(dict, made.state)
     name, offset, length = _of(str, said["relative_path"]), _of(int, said["offset"]), _of(int, said["length"])
     if not name or PurePath(name).name != name or name == ".." or "\0" in name:

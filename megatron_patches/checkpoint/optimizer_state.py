@@ -150,7 +150,8 @@ def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator
 
 
 def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
-    """Returns the state of an optimizer without weights, for which Megatron would look for a number of steps."""
+    """Returns an empty state for an optimizer without weights. Megatron's own method would fail, as it looks for the
+    number of steps in the state of a weight."""
     return {}
 
 
@@ -255,7 +256,7 @@ def _boxes_of(
                 piece.global_shape,
                 tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(ahead)), *offsets), strict=True))),
                 None,
-                # No other data-parallel rank has this box.
+                # The last number is the rank's among ranks with copies. No other rank has this box.
                 (*piece.replica_id[:-1], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )

@@ -89,6 +89,7 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
     """
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
+    # Latent attention makes keys and values from narrow rows, and in some models queries too, from "low" ones.
     latent, low = model.latent.kv_rank > 0, model.latent.q_rank > 0
     absent = {
         "self_attention.linear_qkv.bias": not model.qkv_bias,
@@ -237,6 +238,7 @@ class _PartReader(checkpoint.FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Returns the given description."""
         return self._metadata
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from distca.device.host_to_device import to_device
 from distca.device.to_host import Question
-
-Dispatch = TypeVar("Dispatch")
+from megatron_patches.experts.dispatch import Dispatch
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
@@ -93,7 +92,7 @@ class MicroBatchBalance:
         self._load = torch.zeros(len(layers), experts, dtype=torch.float32, device=device)
         self._entropy = torch.zeros(len(layers), dtype=torch.float32, device=device)
         self._counting = True
-        self._dispatches: dict[tuple[int, int], Any] = {}
+        self._dispatches: dict[tuple[int, int], Dispatch] = {}
 
     @classmethod
     def of(
@@ -126,10 +125,10 @@ class MicroBatchBalance:
         return rows
 
     def dispatch(self, layer: int, nano_batch: NanoBatch, make: Callable[[], Dispatch]) -> Dispatch:
-        """Returns the :class:`Dispatch` that sends a layer's rows to experts: ``make()`` in the forward pass.
+        """Returns the indices by which a layer's rows travel to experts; in the forward pass ``make`` makes them.
 
-        Where backward computes the layer again, it returns the one of the forward pass. So rows go to the same experts
-        as before, and ranks need not exchange their counts again.
+        Where backward computes the layer again, it returns the indices of the forward pass. So rows go to the same
+        experts as before, and ranks need not exchange their counts again.
         """
         if not self.training:
             return make()

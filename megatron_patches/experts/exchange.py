@@ -3,8 +3,8 @@
     launch rows → join rows → (experts) → launch outputs → join outputs
 
 A launch starts an all-to-all among expert-parallel ranks, and a join waits for it. A micro-batch is computed as two
-nano-batches, and between a launch and its join the other one computes (``distca/runtime/ping_pong.py``). So transfers
-cost no time. Backward runs the nodes in reverse: it launches gradients where forward joined, and joins them where
+nano-batches, and between a launch and its join the other one computes (``distca/runtime/ping_pong.py``). So GPUs do not
+wait for transfers. Backward runs the nodes in reverse: it launches gradients where forward joined, and joins them where
 forward launched. A *graph token*, a scalar that is never read, links a launch to its join in the graph.
 
 Experts may be computed again in backward. Then their input rows are not kept: backward sends them once more, together

@@ -3,8 +3,10 @@
 The modules and weights are Megatron's SequentialMLP, one MLP for each expert. Its layers with experts
 (``experts/layer.py``) call :func:`computed` here, which multiplies the rows of all experts in one grouped product.
 
-Shape suffixes: P pairs of a row and one of this rank's experts, sorted by expert; H hidden; F width inside an expert,
-twice as wide for a gate and an up projection. A pair's row is multiplied by its expert's weights.
+A *pair* is a row and one of this rank's experts, by whose weights the row is multiplied. A row that goes to two experts
+of this rank makes two pairs.
+
+Shape suffixes: P pairs, sorted by expert; H hidden; F columns of an expert's first product.
 """
 
 from __future__ import annotations
@@ -84,7 +86,10 @@ def _is_bare(linear: Any) -> bool:
 
 
 def _activated(config: TransformerConfig, x_PF: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
-    """Returns [P, F] the activation between an expert's two products, times each pair's probability."""
+    """Returns the activation between an expert's two products, times each pair's probability.
+
+    It has F columns; or F / 2 with a gate, as then the first half of x_PF are gates.
+    """
     if (gate_and_up := gate_of(config)) is not None:
         return swiglu(x_PF, probs_P, gate_and_up)
     function, probs = config.activation_func, probs_P[:, None]

@@ -267,7 +267,8 @@ class InputFirst:
 class InPlace:
     """The weight of the n-th expert of each expert-parallel rank. Every rank numbers its own experts from 0.
 
-    Example: with 4 experts on 2 ranks, the weights of number 1 are those of experts 1 and 3.
+    Example: a layer has 4 experts on 2 ranks. A parameter of expert 1 of each rank is expert 1's of the layer on the
+    first rank, and expert 3's on the second.
 
     Attributes:
         each: for each expert-parallel rank, the slot of its expert's weight.

@@ -35,8 +35,8 @@ from megatron_patches.hugging_face.slots import (
 from megatron_patches.te.fp8_weights import set_values
 
 _CHOICE_BIAS = "mlp.router.expert_bias"
-"""How the name of the router's bias ends, which is added to scores before experts are chosen. It is a buffer of the
-model, not a parameter, as no optimizer updates it. All other tensors of a folder are parameters."""
+"""The end of the name of a router's bias on scores, by which experts are chosen. It is a buffer of the model, not a
+parameter, as no optimizer updates it. All other tensors of a folder belong to parameters."""
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: int = 1) -> Slot:

@@ -57,8 +57,8 @@ class DisaggregatedForward(MegatronModule):
         input_tensor: the input of other stages.
         layers: the stage's layers.
         recompute_segments: whether backward computes everything but cores again.
-        in_phases: whether the pipeline schedule of ``CAD.forward_backward`` runs, in which all stages compute cores
-            together.
+        in_phases: whether this project's pipeline schedule runs. In one phase of it all stages run a forward, or all
+            run a backward, and compute cores for each other.
     """
 
     pool: AttentionPool
@@ -118,8 +118,10 @@ class DisaggregatedForward(MegatronModule):
 
 
 class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
-    """A GPTModel's block with that forward. GPTModel names the block's class itself, so :func:`disaggregate_block`
-    changes the class of a built block."""
+    """A GPTModel's block with the forward of :class:`DisaggregatedForward`.
+
+    A GPTModel always builds Megatron's own block, so :func:`disaggregate_block` changes the class of a built one.
+    """
 
     @property
     def last_norm(self) -> torch.nn.Module | None:

@@ -1,6 +1,8 @@
 """Full recomputation: a block keeps only the input of each layer, and backward computes the layer again.
 
-It is for Megatron's own layers, where core attention is not disaggregated (``CAD.attach`` with ``recompute="all"``).
+It is for Megatron's own layers, where core attention is not disaggregated (``CAD(disaggregate=False)``) and everything
+is to be computed again (``recompute="all"``).
+
 Megatron's ``recompute_granularity="full"`` makes autograd save the attention mask as a tensor. Here a micro-batch
 object stands in place of the mask, and autograd cannot save that. So the function that backward calls holds the object.
 """
@@ -36,7 +38,7 @@ def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **rest: Any) -> Any:
-    """Runs ``own``, the layer's forward, in a way that only its input is kept."""
+    """Runs ``own``, the layer's original forward; autograd keeps only its input."""
     if not torch.is_grad_enabled():
         return own(hidden_states=hidden_states, **rest)
     hidden_states = differentiable(hidden_states)

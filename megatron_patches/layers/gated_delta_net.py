@@ -26,6 +26,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
             super().__init__(*arguments, **named)
 
     def _setup_variant_attrs(self) -> None:
+        """Does what Megatron's constructor asks for, but takes no function of fla."""
         super()._setup_variant_attrs()
         self.gated_delta_rule = _never_called
 

@@ -37,7 +37,12 @@ class RowAngles:
         return self.angles
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
-        """Returns the angles of each nano-batch; arguments as in :func:`gather_nano_rows`."""
+        """Returns the angles of each nano-batch. A micro-batch is computed as two nano-batches.
+
+        Args:
+            nano_rows: number of rows of each nano-batch.
+            chunks: number of tensor-parallel ranks that share the rows; :func:`gather_nano_rows` tells their order.
+        """
         return [RowAngles(each) for each in gather_nano_rows(self.angles, nano_rows, chunks)]
 
 

@@ -74,7 +74,7 @@ class SplitLayerParts:
         return hidden, mixed.squeeze(1)
 
     def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        """Frees the norm's output after its use. Backward computes it again, before it computes gradients of ``used``.
+        """Frees the norm's output after its use. Backward computes it again once it has the gradient of ``used``.
 
         Args:
             norm: the norm.
@@ -304,7 +304,8 @@ def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
     """Sets whether layers keep the outputs of their norms for backward, and MLPs the output of their activation.
 
-    MLPs that backward computes again as a whole keep it in any case: it is needed at once and freed soon."""
+    MLPs that backward computes again as a whole keep it in any case, as backward needs it right after that.
+    """
     for module in model.modules():
         if isinstance(module, SplitLayerParts):
             module.keeps_outputs = keep

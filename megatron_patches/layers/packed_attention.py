@@ -53,7 +53,7 @@ class PackedAttention(MegatronModule):
         sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
         if config.perform_initialization:
             assert config.init_method is not None
-            with tensor_parallel.get_cuda_rng_tracker().fork():  # other heads on each rank
+            with tensor_parallel.get_cuda_rng_tracker().fork():  # tensor-parallel ranks draw different numbers here
                 config.init_method(sinks)
         tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, 0, 1)
         return sinks

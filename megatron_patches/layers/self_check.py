@@ -1,7 +1,8 @@
 """Compares GPU operations of a model's layers with float64 on small inputs, before the layers are built.
 
 These are this project's fused operations, such as RMSNorm and SwiGLU, and the matrix products of Transformer Engine's
-linear layers. ``CAD`` calls :func:`check_layers` when it is made. Each size is compared once in a process.
+linear layers. ``CAD`` calls :func:`check_layers` when it is made. A process compares fused operations once for each
+size, and products once for each FP8 recipe.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_patches.patches.fused_ops import gate_of
 from megatron_patches.steps.plan_options import attention_shape
 
 _products_checked: set[str] = set()
-"""FP8 formats and recipes for which Transformer Engine's products were found right."""
+"""The FP8 formats and recipes for which Transformer Engine's products were found right in this process."""
 _check_operations = cache(check_operations)
 
 

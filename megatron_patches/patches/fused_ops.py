@@ -39,8 +39,8 @@ _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702
 def fuse_rotation(config: TransformerConfig) -> None:
     """Makes Megatron's layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
 
-    Three kinds of models keep Megatron's operations. The first have norms of query and key heads, which come between
-    split and rotation. The second have layers without RoPE, and the third rotate interleaved pairs, without a kernel.
+    Models with norms of query and key heads keep Megatron's operations, as these norms come between split and rotation.
+    So do models in which some layers have no RoPE, or RoPE rotates neighbours, for which there is no kernel.
     """
     if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
         return
@@ -151,7 +151,7 @@ def is_swiglu(config: TransformerConfig) -> bool:
 
 
 def gate_of(config: TransformerConfig) -> Gate | None:
-    """Returns the numbers of an MLP's gated activation; None if no fused operation computes the activation.
+    """Returns slope, offset and limit of an MLP's gated activation; None if no fused operation computes it.
 
     The activation is gate · sigmoid(slope · gate) · (up + offset), with gate and up clamped if there is a limit.
     """

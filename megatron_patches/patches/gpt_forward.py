@@ -61,7 +61,7 @@ class PatchedForward(LanguageModule):
         Args:
             input_ids: [1, rows] token ids.
             position_ids: [1, rows] positions in documents.
-            attention_mask: the ``attention`` of a batch, which its CAD planned.
+            attention_mask: the ``attention`` of a batch that the model's CAD planned.
             args: further arguments of Megatron's forward.
             summed_loss: whether to return the sum of losses; needs ``labels`` and ``loss_mask``.
             log_probabilities: whether to return log-probabilities; needs ``labels``.
@@ -108,7 +108,7 @@ class PatchedForward(LanguageModule):
         return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs Megatron's forward; in place of losses it returns what ``_returns`` asks for."""
+        """Runs Megatron's forward, but returns the sum of losses or log-probabilities if ``_returns`` names them."""
         raise NotImplementedError
 
     def _output(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -134,6 +134,7 @@ class PatchedGPT(PatchedForward, GPTModel):
         return output
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns Megatron's embeddings and rotations; with latent attention also the angles of rows."""
         made = super()._preprocess(*args, **kwargs)
         if not self.config.multi_latent_attention:
             return made
@@ -141,6 +142,7 @@ class PatchedGPT(PatchedForward, GPTModel):
         return made[0], self.rotary_pos_emb(), *made[2:]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns Megatron's losses or hidden states, or the result that ``_returns`` names."""
         if not self._returns or not self.post_process:
             return super()._postprocess(hidden_states, *args, **kwargs)
         return self._output(hidden_states, **kwargs)
@@ -181,7 +183,7 @@ def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | 
 
 
 def _own_output(model: PatchedForward) -> str:
-    """Returns in words what a user's model computes in its own way between hidden states and losses; else ""."""
+    """Returns in words the step between hidden states and losses that a user's model changes; "" if it changes none."""
     classes = type(model).__mro__
     # The class behind PatchedForward is the user's, or Megatron's if the user has none.
     base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]

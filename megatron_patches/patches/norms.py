@@ -65,7 +65,7 @@ class PlainRMSNorm(RMSNorm):
 class LayerNorm(torch.nn.LayerNorm):
     """LayerNorm over the last dimension (Ba et al. 2016): (x - mean) / √(variance + epsilon) × weight + bias, by torch.
 
-    With ``layernorm_zero_centered_gamma`` it is × (1 + weight).
+    With ``layernorm_zero_centered_gamma`` the factor is 1 + weight in place of the weight.
     """
 
     has_bias = True

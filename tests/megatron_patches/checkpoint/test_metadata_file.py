@@ -171,6 +171,7 @@ def _chunks(*places: tuple[int, int]) -> list[ChunkStorageMetadata]:
         ({"chunks": _chunks((0, 2), (0, 2))}, "do not make up"),
         ({"chunks": _chunks((0, 2), (3, 2))}, "do not make up"),
         ({"chunks": _chunks((0, 2))}, "do not make up"),
+        ({"chunks": _chunks((0, 3), (1, 1))}, "do not make up"),
         ({"chunks": _chunks((0, 1), (1, 1), (2, 2))}, "more parts of tensors than places"),
         ({"size": torch.Size([2**40, 2]), "chunks": _chunks((0, 2**40))}, "for which the files are too small"),
         ({"properties": 7}, "has a int in place of a _Record"),
@@ -188,5 +189,5 @@ def test_a_list_that_many_tensors_share_is_refused_at_once() -> None:
     parts = _chunks(*((number, 1) for number in range(300)))
     one = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([300, 2]), parts)
     many: Any = {f"w{number}": replace(one) for number in range(300)}
-    with pytest.raises(pickle.UnpicklingError, match="more parts of tensors than places where they lie"):
+    with pytest.raises(pickle.UnpicklingError, match="more parts of tensors than places in files"):
         read_metadata(io.BytesIO(pickle.dumps(Metadata(many, storage_data={}))))

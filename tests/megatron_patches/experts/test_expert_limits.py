@@ -36,13 +36,19 @@ def test_a_model_with_experts_is_served():
 @pytest.mark.parametrize(
     ("changed", "begins"),
     [
-        ({"moe_token_dispatcher_type": "allgather"}, "moe_token_dispatcher_type is 'allgather', but ranks have"),
-        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type is 'flex', but ranks have"),
+        (
+            {"moe_token_dispatcher_type": "allgather"},
+            "moe_token_dispatcher_type is 'allgather', but rows go to experts by exchanges",
+        ),
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            "moe_token_dispatcher_type is 'flex', but rows go to experts by exchanges",
+        ),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size is 2, but a rank has whole experts"),
-        ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, but a micro-batch runs as two"),
-        ({"moe_token_dropping": True}, "moe_token_dropping is True, but a micro-batch runs as two halves"),
+        ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, but two nano-batches would drop"),
+        ({"moe_token_dropping": True}, "moe_token_dropping is True, but two nano-batches would drop other rows"),
         ({"moe_latent_size": 16}, "moe_latent_size is 16, but experts read and write whole rows"),
-        ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, but halves would draw other noise"),
+        ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, but two nano-batches would draw other noise"),
         ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap is True, but shared experts run"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn', but losses go"),
         ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "moe_router_load_balancing_type is 'gl"),
