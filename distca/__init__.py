@@ -1,8 +1,7 @@
-"""DistCA: long-context LLM training by core attention disaggregation. Importing it needs numpy only.
+"""DistCA: long-context LLM training by core attention disaggregation.
 
-``CAD``, ``StepDocuments``, ``ModelOptions`` with ``Rotary`` and ``QueryScaling``, ``rows_of``, ``join_world``,
-``leave_world`` and ``serve`` are the public API; they load torch, and all but ``serve`` megatron-core, when they are
-first asked for.
+The names in ``__all__`` are the public API. Importing this package needs numpy only. Each name is imported when it is
+first used: it then loads torch, and all but ``serve`` also Megatron-Core.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ __all__ = [
     "serve",
 ]
 
+# By public name, the module that it is imported from at first use.
 _FACE = {
     "CAD": "megatron_patches.api",
     "ModelOptions": "megatron_patches.model.model_options",

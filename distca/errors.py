@@ -1,27 +1,28 @@
-"""Errors that a user can make or run into, as sentences: one base class, one subclass a subject.
+"""The errors that a user sees as a sentence in place of a traceback: a base class, and a subclass for each subject.
 
-A message names the value, the limit and what to change; ``next_step`` says what to do then.
+A message names the value, the limit and what to change. The attribute ``next_step`` is a second sentence, on what to do
+then.
 """
 
 from __future__ import annotations
 
 
 class DistcaError(ValueError):
-    """Base of all errors that end a command with a sentence instead of a traceback.
+    """The base class of these errors.
 
     Attributes:
-        next_step: what to do about it.
+        next_step: what the user can do, as the rest of the line "next step: ".
     """
 
     next_step = "correct what is named and start again."
 
 
 class PlanError(DistcaError):
-    """Documents, ranks or options that no layout or plan can serve."""
+    """Documents, ranks or options for which there is no plan."""
 
 
 class FailedPlanError(PlanError):
-    """A step that the planner itself failed on, though its documents could have been planned."""
+    """A step for which the planner failed with an unexpected error."""
 
     next_step = "report it with that file; to go on, resume without ping-pong or without dealing documents anew."
 
@@ -35,31 +36,31 @@ class MixError(DistcaError):
 
 
 class ModelError(DistcaError):
-    """A model's folder that cannot be used, or holds a model that is not served."""
+    """A model's folder that cannot be used, or holds a model that is not supported."""
 
     next_step = "give the folder of a model that is served, or correct what is named."
 
 
 class KernelError(DistcaError):
-    """A core-attention kernel that was asked for cannot run here."""
+    """A core-attention kernel that was asked for but cannot run here, or is wrong here."""
 
 
 class TransportError(DistcaError):
-    """A transport that was asked for cannot be used here, or an exchange does not fit its memory."""
+    """A transport that was asked for but cannot be used here, or an exchange that does not fit its memory."""
 
 
 class SupportError(DistcaError):
-    """A model, or a way of running it, that core attention disaggregation does not serve."""
+    """A model, or a way of running it, that core attention disaggregation does not support."""
 
 
 class VersionError(DistcaError):
-    """A package that is needed is missing, or of a version that is not supported."""
+    """A needed package that is missing, or has a version that is not supported."""
 
     next_step = "install such a version into the environment that this runs in."
 
 
 class ConfigError(DistcaError):
-    """A setting that no run can be started with."""
+    """A setting with which no run can start."""
 
     next_step = "change the setting that is named and start again."
 
@@ -69,19 +70,19 @@ class ConfigError(DistcaError):
 
 
 class LaunchError(ConfigError):
-    """An environment, a machine or a Slurm job that a launcher cannot start ranks with."""
+    """An environment, a machine or a Slurm job in which ranks cannot be started."""
 
     next_step = "change it and start again; docs/environment.md lists every variable."
 
 
 class OptionError(DistcaError):
-    """An option that no command can work with."""
+    """An option of a command with a value that it cannot use."""
 
     next_step = "change the option that is named and start again."
 
 
 class BaselineError(ConfigError):
-    """A mode that cannot run here; the message says why and what to change."""
+    """A baseline, in a benchmark or a simulation, that cannot run with these documents, ranks or layers."""
 
 
 class CheckpointError(DistcaError):
@@ -91,7 +92,7 @@ class CheckpointError(DistcaError):
 
 
 class DamagedCheckpointError(ConfigError):
-    """A checkpoint that is not any more what was saved."""
+    """A checkpoint whose files are not those that were saved."""
 
     next_step = "resume an older run, or start anew."
 
@@ -103,13 +104,14 @@ class StuckCheckpointError(DistcaError):
 
 
 class DivergedError(ConfigError):
-    """A loss or gradient that is no number any more; raised on every rank before anything of the step is saved."""
+    """A loss or gradient that is nan or infinite; raised on every rank before anything of the step is saved."""
 
     next_step = "lower the learning rate or warm up longer, and resume from the last checkpoint."
 
 
 def system_words(error: OSError) -> str:
-    """Returns the system's words on a file that failed, without the number and the path of Python's message."""
-    if isinstance(error, FileExistsError):  # of a folder to be made, where "File exists" alone misleads
+    """Returns the operating system's words on a file error, without the number and the path of Python's message."""
+    # It occurs where a folder is to be made and a file is there; "File exists" alone would mislead.
+    if isinstance(error, FileExistsError):
         return f"{error.filename} is no folder"
     return error.strerror or str(error)

@@ -1,4 +1,7 @@
-"""Reading JSON files that others wrote: only regular ones, and only what has one meaning."""
+"""Reads JSON files from outside, such as cost tables, more strictly than Python's ``json``.
+
+Errors are phrases such as "it is nested too deep", in which "it" is the file; callers put its name before them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from typing import Any
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """A file, opened to read bytes. A named pipe would wait for who writes into it, and a device may never end.
+    """Opens a regular file to read bytes. Reading a named pipe might wait forever, and reading a device might not end.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: the path cannot be opened, or is no regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -26,12 +29,12 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a JSON file.
+    """Returns the content of a JSON file.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
-        ValueError: it is not UTF-8 or no JSON, is nested too deep, or names something twice in one object; or it has a
-            number or a text that JSON does not have (NaN, Infinity, 1e999, half of a surrogate pair).
+        OSError: the file cannot be read, or is no regular file.
+        ValueError: the file is not UTF-8, is no JSON, or is nested too deep; an object has two entries of one name; or
+            there is a number or a text that JSON does not have (NaN, Infinity, 1e999, half of a surrogate pair).
     """
     with open_regular(path) as file:
         text = file.read().decode("utf-8")
@@ -45,11 +48,11 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The same, of a file that holds an object.
+    """Returns the content of a JSON file that has to be an object.
 
     Raises:
         OSError: as in :func:`read_json`.
-        ValueError: as in :func:`read_json`, or it holds something else.
+        ValueError: as in :func:`read_json`, or the content is no object.
     """
     content = read_json(path)
     if not isinstance(content, dict):
@@ -58,10 +61,10 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """A file that another file of the folder names.
+    """Returns the path of a file in ``folder``, whose ``name`` was read from another file there.
 
     Raises:
-        ValueError: the name leads out of the folder, or is none.
+        ValueError: the name leads out of the folder, or is no file name.
     """
     if not isinstance(name, str) or "\0" in name or name in ("", "..") or Path(name).name != name:
         raise ValueError(f"it names {name!r}, which is no file of that folder")
@@ -69,6 +72,7 @@ def inside(folder: Path, name: Any) -> Path:
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object's entries; refuses two entries of one name."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -78,6 +82,7 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
+    """Returns the number of a text; refuses infinity and nan."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"it has the number {text}")
@@ -85,6 +90,7 @@ def _finite(text: str) -> float:
 
 
 def _check_text(content: Any) -> None:
+    """Refuses texts that cannot be written as UTF-8."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,7 @@
-"""Logging: rank 0 speaks, the others only warn; a user's mistake is one sentence and exit code 2."""
+"""Sets up logging, and ends a process with a sentence on a user's mistake and exit code 2.
+
+Rank 0 logs from INFO on, other ranks from WARNING on. So a line that all ranks would log appears once.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +20,47 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-# Where standard error is not a terminal nothing says how wide it is.
 _FILE_WIDTH = 120
+"""Columns of lines on standard error where that is no terminal, and so has no width."""
 SILENCE_S = 10.0
-"""Seconds in which a rank with a mistake leaves the word to rank 0."""
+"""Seconds that other ranks wait before they say a user's mistake. Rank 0, which usually finds the same one, says it at
+once, and its launcher ends the others meanwhile."""
 
 MISTAKE = 2
-"""Exit code of a process that has said what is wrong."""
+"""The exit code after a user's mistake was said in a sentence."""
 
 
 @cache
 def console() -> Console:
-    """The one console of this process, on standard error, shared by log lines and the progress bar. Text is shown as it
-    is: brackets in a path are no markup."""
+    """Returns this process's only console on standard error, which log lines and the progress bar share.
+
+    Brackets in a text are shown, and are no markup of rich."""
     width = None if sys.stderr.isatty() else _FILE_WIDTH
     return Console(stderr=True, width=width, markup=False)
 
 
 def printer() -> Console:
-    """A console on standard output, for what a command found; text is shown as it is, too."""
+    """Returns a console on standard output, for the results of a command; it has no markup either."""
     return Console(markup=False, highlight=False)
 
 
 def print_json(found: object) -> None:
-    """Print what a command found as one JSON value, for programs that go on with it."""
+    """Prints a command's results on standard output as one JSON value, for other programs."""
     printer().print(json.dumps(found, indent=1, ensure_ascii=False), soft_wrap=True)
 
 
 def setup_logging(rank: int, name: str = "") -> None:
-    """Send this process's log to standard error: rank 0 from INFO on, the others from WARNING on with their rank, or
-    with another ``name``.
+    """Sends this process's log to standard error: rank 0 from INFO on, other ranks from WARNING on with their rank.
 
-    Calling it again replaces the earlier setting, so that a process may start as rank 0 and learn its rank later.
+    A second call replaces the first. So a process may log as rank 0 until it knows its rank.
+
+    Args:
+        rank: this process's rank.
+        name: the name before each line of a rank other than 0; empty for "rank N".
     """
     root = logging.getLogger()
     for earlier in list(root.handlers):
-        if not isinstance(earlier, MemoryHandler):  # it keeps lines for a file
+        if not isinstance(earlier, MemoryHandler):  # that of early_lines stays
             root.removeHandler(earlier)
     message = "%(message)s" if rank == 0 else f"[{name or f'rank {rank}'}] %(message)s"
     handler: logging.Handler
@@ -60,21 +68,23 @@ def setup_logging(rank: int, name: str = "") -> None:
         handler = RichHandler(console=console(), show_path=False, omit_repeated_times=False, log_time_format="%X")
         handler.setFormatter(logging.Formatter(message))
     else:
-        handler = logging.StreamHandler()  # files and Slurm: one line each, never wrapped
+        handler = logging.StreamHandler()  # in files and in Slurm's output a message is one line
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {message}", "%H:%M:%S"))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root.addHandler(handler)
-    # Other libraries' chatter stays out of the way; ours starts at INFO, on the other ranks for their files.
+    # Other libraries log from WARNING on. Ours log from INFO on, on all ranks: each rank's log file has these lines.
     root.setLevel(logging.WARNING)
     for name in ("distca", "megatron_patches"):
         logging.getLogger(name).setLevel(logging.INFO)
-    # It warns of an nvcc without a GPU when Megatron-Core imports it, on every CPU rank.
+    # When Megatron-Core imports this module, it warns on every CPU rank that there is nvcc without a GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 @contextmanager
 def early_lines() -> Iterator[None]:
-    """Keep what is logged inside until :func:`hand_over_early_lines` has a place for it."""
+    """Collects lines that are logged in the ``with`` block before there is a log file.
+
+    :func:`hand_over_early_lines` writes them once there is one."""
     kept = MemoryHandler(0, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
     logging.getLogger().addHandler(kept)
     try:
@@ -85,7 +95,7 @@ def early_lines() -> Iterator[None]:
 
 
 def hand_over_early_lines(file: logging.Handler) -> None:
-    """Give a handler what was kept for it, and keep no more."""
+    """Writes the lines that :func:`early_lines` has collected to a log file's handler; no more are collected."""
     root = logging.getLogger()
     for kept in [each for each in root.handlers if isinstance(each, MemoryHandler)]:
         root.removeHandler(kept)
@@ -94,17 +104,19 @@ def hand_over_early_lines(file: logging.Handler) -> None:
 
 
 def die(error: BaseException | str, next_step: str | None = None, everywhere: bool = False) -> NoReturn:
-    """End this process with :data:`MISTAKE` after saying what is wrong and what to do about it: on rank 0 and once per
-    machine at once, on other ranks if nothing has ended them by then.
+    """Says a user's mistake and what to do about it, and ends this process with exit code :data:`MISTAKE`.
+
+    Usually all ranks find the same mistake. So only rank 0 and the first rank of each machine say it at once. The other
+    ranks say it after :data:`SILENCE_S`, if nothing has ended them by then.
 
     Args:
         error: the user's mistake, as a sentence.
-        next_step: what to do about it; without one the error's ``next_step`` attribute or a general hint is shown.
-        everywhere: say it on any rank at once: other ranks did not find the same.
+        next_step: what to do about it; None takes the error's attribute ``next_step``, or a general hint.
+        everywhere: True says it at once on any rank, as other ranks did not find it.
     """
-    # Also the first rank of every other machine: its disk or packages may be what is wrong.
+    # The first rank of a machine also speaks at once, as that machine's disk or packages may be wrong.
     if not everywhere and "0" not in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):
-        # A launcher ends all ranks with the first, which must not be one that said nothing. Who is left then speaks.
+        # A launcher ends all ranks as soon as one ends. So a rank that stays silent must not end first.
         time.sleep(SILENCE_S)
     say_mistake(str(error), next_step or getattr(error, "next_step", None) or "correct what is named and start again.")
     raise SystemExit(MISTAKE)

@@ -1,4 +1,4 @@
-"""Result files, and what a result depends on: command, hardware and versions."""
+"""Writes reports of results, with the command, the hardware and the package versions behind them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Version by package, Python first; packages that are not installed are left out."""
+    """Returns the version of each package, and of Python; packages that are not installed are left out."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(ranks: int) -> str:
-    """The GPUs that ``ranks`` ranks ran on, or the cores that they shared."""
+    """Returns the hardware of ``ranks`` ranks in words: their number and GPU, or the cores that they shared."""
     import torch
 
     if torch.cuda.is_available():
@@ -43,16 +43,16 @@ def hardware(ranks: int) -> str:
 
 
 def command_line(program: str) -> str:
-    """``program``, as it is called, with the arguments that this process was given."""
+    """Returns this process's command line, as a user types it: ``program`` with this process's arguments."""
     return f"{program} {shlex.join(sys.argv[1:])}".rstrip()
 
 
 def header(command: str, ranks: int) -> dict[str, Any]:
-    """Returns the beginning of a report of ``ranks`` ranks."""
+    """Returns the first entries of a report: command, hardware of ``ranks`` ranks, and versions."""
     return {"command": command, "hardware": hardware(ranks), "versions": versions()}
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Writes the report as JSON, into a folder that is made if it is not there."""
+    """Writes a report as JSON. The file's folder is made if it does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Words for people: counts with their noun, sizes, and what a setting or an option takes."""
+"""Words for messages: counts with a noun, sizes in bytes, types of settings, and names of parameters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ NANO_NAMES = ("ping", "pong")
 
 
 def count(number: int, noun: str) -> str:
-    """A number and its noun: "1 step", "2,000 steps"."""
+    """Returns a number and its noun, such as "1 step" or "2,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with a binary unit: 1536 → "1.5 KiB"."""
+    """Returns a number of bytes with a binary unit: 1536 is "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -26,7 +26,7 @@ def format_bytes(count: float) -> str:
 
 
 def takes(hint: Any) -> str:
-    """Returns, in words, the values that a setting of this type takes."""
+    """Returns in words which values a setting of this type can have, such as "a whole number"."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(get_args(hint))
     if get_origin(hint) in (Union, UnionType):
@@ -44,29 +44,31 @@ def takes(hint: Any) -> str:
 
 
 def rename_parameters(message: str, name_of: Callable[[str], str | None]) -> str:
-    """Returns a message of a lower layer with the names that its parameters have here. Lower layers put theirs in
-    backquotes.
+    """Returns a message in which parameters have other names.
+
+    Errors of inner functions name their parameters, in backquotes. A command shows its own options in their place.
 
     Args:
-        message: of the lower layer.
-        name_of: another name for a parameter, None where it has none here; then it stays in backquotes.
+        message: the message of an inner function.
+        name_of: a function that returns the new name of a parameter, or None. Without a new name the parameter stays as
+            it is, in backquotes.
     """
     return re.sub("`([a-z0-9_]+)`", lambda found: name_of(found[1]) or found[0], message)
 
 
 def value_refused(message: str, hint_of: Callable[[str], Any]) -> tuple[str, str] | None:
-    """Takes jsonargparse's message about a value of the wrong type apart.
+    """Returns the setting and the value that jsonargparse refused, from its message; None for other messages.
 
     Args:
-        message: the parser's own words.
-        hint_of: type of the setting of a name, None where there is no such setting.
+        message: jsonargparse's message.
+        hint_of: a function that returns the type of a setting by its name, or None if there is no such setting.
 
     Returns:
-        The setting's name and the value, which is empty where there was none; None for other messages.
+        The setting's name and the refused value. The value is empty if the user gave none.
     """
     text = " ".join(message.split())
     key = re.search(r'Parser key "([\w.]+)"', text)
-    # Of a setting that takes several types the message has one value per type, and last the one that was given.
+    # For a setting of several types the message has the value once for each type; the last one is as the user gave it.
     value = re.search(r".*(?:Got value|Given value): ?(.*?)\.?$", text)
     if key and value and hint_of(key[1]) is not None:
         return key[1], value[1]

@@ -1,4 +1,4 @@
-"""Reading a YAML file that a user wrote: what it cannot mean is a sentence."""
+"""Reads YAML files of users; two entries of one name are an error, and errors are sentences."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from distca.errors import DistcaError
 
 
 def read_yaml(path: Path, refused: type[DistcaError]) -> Any:
-    """The content of a file; None of an empty one.
+    """Returns the content of a YAML file; None if the file is empty.
 
     Args:
         path: the file.
-        refused: the error to raise.
+        refused: the class of the error to raise.
 
     Raises:
-        DistcaError: as ``refused``: it is no YAML, is nested too deep, or has two entries of one name.
-        OSError: it cannot be read.
+        DistcaError: an error of class ``refused``: the file is no YAML, is nested too deep, or has two entries of one
+            name.
+        OSError: the file cannot be read.
     """
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
-    except (yaml.YAMLError, ValueError) as error:  # of a date such as 2026-02-30, or what is no UTF-8
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-02-30, or no UTF-8
         raise refused(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:
         raise refused(f"{path} is YAML nested too deep to be read.") from None
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML silently keeps the last of two entries of one name; here they are refused. Numbers such as 1e12, which are
-    text in YAML 1.1, are read as jsonargparse reads them in configuration files."""
+    """A loader that refuses two entries of one name, of which YAML would keep the last without a word.
+
+    It also reads 1e12 as a number, as jsonargparse does; in YAML 1.1 that is a text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         given = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]

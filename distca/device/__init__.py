@@ -1,1 +1,1 @@
-"""Helpers for one device: host-to-device copies, clocks, host memory. Nothing here knows of ranks or plans."""
+"""Helpers for one rank's device: copies between host and GPU, clocks, events and host memory."""

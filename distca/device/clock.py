@@ -1,4 +1,4 @@
-"""Times on a GPU's stream or on the host, read without stopping either."""
+"""Measures times on a GPU's stream, or on the host for CPU ranks, without making the one wait for the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from distca.device.event import Event
 
 @dataclass(frozen=True)
 class Instant:
-    """A moment: a host time in seconds, or an event on a CUDA stream that becomes one later."""
+    """A moment.
+
+    Attributes:
+        host: the host's time in seconds when the instant was taken.
+        event: on a GPU, the event in the stream that comes at this moment; None on CPUs.
+    """
 
     host: float
     event: Event | None = None
@@ -35,14 +40,15 @@ class Clock:
         return Instant(time.perf_counter(), event)
 
     def work(self) -> Instant:
-        """Like :meth:`now`, but to time work between two instants: on CPUs in CPU seconds of this thread, because ranks
-        that share cores wait for each other. The process's CPU seconds would also count the threads that move rows and
-        that plan the next step. If an operation runs in several threads, this one's part stands for all of them;
-        torchrun gives each rank one. Not to be compared with other instants."""
+        """Like :meth:`now`, for measuring work between two instants of this method.
+
+        On CPUs it counts CPU seconds of this thread, because ranks that share cores wait for each other. CPU seconds of
+        the process would include threads that move rows or plan the next step. An operation may run in several
+        threads; then only this thread's part is counted. torchrun gives each rank one thread by default."""
         return self.now() if self.on_gpu else Instant(time.thread_time())
 
     def synchronize(self) -> None:
-        """Set the common zero of all ranks; blocks until they are all here."""
+        """Makes this moment time zero on all ranks; waits until all ranks have called it."""
         if self.on_gpu:
             torch.cuda.synchronize()
         if dist.is_initialized():
@@ -52,13 +58,13 @@ class Clock:
             self._base.event.synchronize()
 
     def seconds(self, start: Instant, end: Instant) -> float:
-        """Seconds between two instants; blocks until both have come."""
+        """Returns the seconds between two instants; waits until both have come."""
         if start.event is None or end.event is None:
             return end.host - start.host
         end.event.synchronize()
         return start.event.elapsed_time(end.event) / 1e3
 
     def since_zero(self, instant: Instant) -> float:
-        """Seconds since the common zero of all ranks."""
+        """Returns the seconds from the last :meth:`synchronize` to an instant."""
         assert self._base is not None
         return self.seconds(self._base, instant)

@@ -1,4 +1,4 @@
-"""Host memory: how much of it is free, and letting it stay with the process for ranks and measurements on CPUs."""
+"""Says how much host memory is free, and makes the C allocator keep freed memory, for ranks that compute on CPUs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
-"""Names of glibc's mallopt, from malloc.h."""
+"""Numbers of the parameters of glibc's mallopt, from malloc.h."""
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep blocks that are freed, instead of giving them back to the system.
+    """Makes the C allocator keep freed blocks in the process, and not return them to the system.
 
-    Attention on a CPU takes and frees a large block of scores many times over. Fetching fresh pages for each would
-    count as CPU time of the kernel, more for some shapes than for others. Without glibc nothing happens.
+    Attention on a CPU allocates and frees a large block of scores many times. Fresh pages for each block would take CPU
+    time, more for some shapes than for others, and would distort measurements. Without glibc nothing happens.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -28,16 +28,18 @@ def keep_freed_memory() -> None:
 
 
 def free_host_memory(root: Path = Path("/")) -> int:
-    """Bytes that processes like this one can still take: of the machine, and of what a scheduler or container allows.
+    """Returns the bytes that this process can still allocate: on the machine, and within its control groups.
 
     Args:
-        root: where /proc and /sys are.
+        root: the folder with /proc and /sys; tests give another one.
     """
     return min([int(psutil.virtual_memory().available), *_left_in_groups(root)])
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Bytes left in every control group that this process is in; pages of files can be given up."""
+    """Yields the bytes that are left in each control group of this process, and in the groups around it.
+
+    Memory that caches files counts as left, as the system can drop it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -56,6 +58,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _left_in(folder: Path, limit: str, used: str, inactive: str) -> Iterator[int]:
+    """Yields the bytes left in one control group, if it has a limit; the names are those of its files and entries."""
     try:
         most = (folder / limit).read_text().strip()
         files = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

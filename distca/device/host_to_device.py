@@ -1,7 +1,7 @@
-"""Bringing host arrays to a device: one, or all of a step's in a few transfers.
+"""Copies numpy arrays from the host to a device: a single array, or all arrays of a step in a few transfers.
 
-A step's routes are dozens of small index arrays, made in a background thread. Each call that pins or copies one lets
-the training thread have the interpreter and waits to get it back, so there should be few.
+A background thread makes dozens of small index arrays for each step. Every call that pins or copies memory releases
+Python's lock to the training thread, and has to wait until it gets the lock back. So there should be few such calls.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import numpy as np
 import torch
 
 _FIRST_BYTES = 4 << 20
+"""Bytes of an upload's first chunk."""
 _ALIGNMENT = 128  # bytes; a cache line, more than any vectorised read of an index needs
 
 
 class Upload:
-    """Collects host arrays and brings them to a device together.
+    """Collects host arrays and copies them to a device together.
 
-    :meth:`add` hands out each array's tensor at once; its values are there after :meth:`send`, for work that is queued
-    on the current stream from then on. The tensors are parts of a few chunks of memory, which live as long as any of
-    them.
+    :meth:`add` returns an array's tensor at once. :meth:`send` starts the copies: work that is then queued on the
+    current stream reads the values. The tensors are parts of a few chunks of memory. A chunk lives as long as any of
+    its tensors.
 
     Args:
-        device: where the arrays go; copies to a GPU do not block the host.
-        first_bytes: size of the first chunk; every further one is twice as large as the one before, or as large as an
-            array needs.
+        device: the device of the tensors; copies to a GPU do not block the host.
+        first_bytes: bytes of the first chunk. Each further chunk has twice the bytes of the previous one, or as many as
+            an array needs.
     """
 
     def __init__(self, device: torch.device | str, first_bytes: int = _FIRST_BYTES) -> None:
@@ -36,7 +37,7 @@ class Upload:
         self._sent = False
 
     def add(self, array: np.ndarray) -> torch.Tensor:
-        """The tensor that ``array`` will be in: its dtype and shape, on the device."""
+        """Returns the tensor on the device that gets the array's values, with its dtype and shape."""
         assert not self._sent, "an upload is sent once"
         if not self._chunks or not self._chunks[-1].has_room(array.nbytes):
             size = max(self._next_bytes, array.nbytes)
@@ -45,7 +46,7 @@ class Upload:
         return self._chunks[-1].put(array)
 
     def send(self) -> None:
-        """Start the transfers."""
+        """Starts the copies."""
         self._sent = True
         for chunk in self._chunks:
             chunk.send()
@@ -53,11 +54,11 @@ class Upload:
 
 
 Destination = torch.device | str | Upload
-"""The destination of a host array: a device, which gets it now, or an upload that somebody sends later."""
+"""The destination of an array: a device for a copy at once, or an upload, which is sent later."""
 
 
 def to_device(array: np.ndarray, to: Destination) -> torch.Tensor:
-    """Copy a host array to a device without waiting for the GPU."""
+    """Returns a host array's tensor on a device, without waiting for the GPU."""
     if isinstance(to, Upload):
         return to.add(array)
     tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -68,7 +69,9 @@ def to_device(array: np.ndarray, to: Destination) -> torch.Tensor:
 
 @contextmanager
 def uploading(to: Destination) -> Iterator[Upload]:
-    """An upload that is sent at the end of the context; one that was begun elsewhere is passed on, and sent there."""
+    """Gives a new upload to a device, and sends it at the end of the ``with`` block.
+
+    If ``to`` is an upload already, it gives this one and leaves sending to its owner."""
     if isinstance(to, Upload):
         yield to
         return
@@ -78,7 +81,7 @@ def uploading(to: Destination) -> Iterator[Upload]:
 
 
 class _Chunk:
-    """Host memory, pinned for a GPU, and as much on the device."""
+    """A block of host memory, pinned for a GPU, and a block of the same size on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._size, self._used = -(-size // _ALIGNMENT) * _ALIGNMENT, 0

@@ -1,4 +1,4 @@
-"""Memory of a GPU, and page-locked memory of its host."""
+"""Memory of a GPU outside torch's allocator, and page-locked memory of its host."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import torch
 
 
 def outside_torch(device: torch.device) -> int:
-    """Bytes of a GPU that are neither free nor reserved by torch: CUDA context, kernels, NCCL's buffers, NVSHMEM's
-    memory, libraries' workspaces, and whatever other processes have there."""
+    """Returns the bytes of a GPU that are neither free nor reserved by torch's allocator.
+
+    They hold the CUDA context, kernels, buffers of NCCL and NVSHMEM, libraries' workspaces, and other processes."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
 def page_lock(memory: torch.Tensor) -> bool:
-    """Locks the memory of a tensor on the CPU until :func:`page_unlock`; returns False if CUDA refuses.
+    """Page-locks a CPU tensor's memory until :func:`page_unlock`; returns False if CUDA refuses.
 
-    A GPU copies other host memory at a fraction of the speed, and the host waits for it."""
+    Copies between a GPU and memory that is not locked run at a fraction of the speed, and make the host wait."""
     return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
 
 
 def page_unlock(memory: torch.Tensor) -> None:
-    """Unlocks memory, before it is freed and when no copy uses it any more."""
+    """Unlocks a tensor's memory; call it when no copy uses the memory any more, and before it is freed."""
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

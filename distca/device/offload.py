@@ -1,9 +1,11 @@
-"""Tensors that wait for backward in host memory, copied beside the computation.
+"""Keeps tensors that backward needs in host memory; copies run beside the computation, on a stream of their own.
 
-A tensor that is parked is copied out on a stream of its own. The GPU holds the last few that were parked, and then the
-stream that computes waits for their copies before it lets them go: memory is bounded however far the host is ahead,
-and it goes back to the stream that it came from. Backward takes tensors in about the reverse order, so that those which
-were parked before one that is taken begin to come back with it.
+To *park* a tensor is to start its copy to the host. The GPU keeps the last few parked tensors. When one more is parked,
+the computing stream waits for the copy of the oldest of these, and its GPU memory becomes free. So GPU memory is
+bounded, however far the host runs ahead of the GPU.
+
+Backward takes tensors in about the reverse order of parking. So when it takes one, the copies of a few tensors that
+were parked before it start as well.
 """
 
 from __future__ import annotations
@@ -21,37 +23,39 @@ from distca.device.sizes import PARKED_TENSORS, STAYING_NANO_BATCHES
 from distca.errors import SupportError
 
 WINDOW, AHEAD = STAYING_NANO_BATCHES * PARKED_TENSORS, PARKED_TENSORS
-"""Tensors that stay on the GPU after they were parked, and that come back ahead."""
+"""The number of latest parked tensors that stay on the GPU, and the number of tensors that come back before they are
+taken."""
 CHUNK_BYTES = 1 << 30
-"""Host memory is taken in pieces of this size."""
+"""The bytes by which the host memory grows when it is full."""
 _ALIGNMENT = 128
+"""Bytes of which a tensor's place in host memory is a multiple."""
 
 
 class Parked:
-    """A tensor that waits in host memory, or a part of one; what nobody holds any more makes room for others."""
+    """A parked tensor, or a part of one. Once no object refers to any parked tensor, their host memory is used anew."""
 
     def __init__(self, offload: Offload, entry: _Entry, first: int, shape: torch.Size) -> None:
         self._offload, self._entry, self._first, self._shape = offload, entry, first, shape
 
     def take(self) -> torch.Tensor:
-        """It on its device again, for work that is queued on the current stream from now on."""
+        """Returns the tensor on its device, for work that is queued on the current stream from now on."""
         whole = self._offload._take(self._entry)
         return whole[self._first : self._first + self._shape.numel()].view(self._shape)
 
 
 def taken(kept: torch.Tensor | Parked) -> torch.Tensor:
-    """A tensor that was kept for backward, on its device."""
+    """Returns a tensor that was kept for backward, parked or not, on its device."""
     return kept.take() if isinstance(kept, Parked) else kept
 
 
 class Offload:
-    """Host memory of one rank, which grows to what was parked at once, page-locked for a GPU.
+    """One rank's parked tensors and the host memory for them, which is page-locked for a GPU and never shrinks.
 
     Args:
-        device: of the tensors; on CPUs they are copied at once.
-        window: so many tensors that were parked last stay on the device.
-        ahead: so many tensors come back before they are taken.
-        chunk_bytes: host memory is taken in pieces of this size.
+        device: the device of the tensors; on CPUs copies are done at once.
+        window: number of latest parked tensors that stay on the device.
+        ahead: number of tensors that come back before they are taken.
+        chunk_bytes: bytes by which the host memory grows when it is full.
     """
 
     def __init__(
@@ -61,16 +65,19 @@ class Offload:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._memory = _HostMemory(chunk_bytes, locked=self._stream is not None)
         self._alive: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
-        self._leaving: dict[int, tuple[torch.Tensor, Event | None]] = {}  # by number, in the order of parking
+        # By number of the entry: parked tensors that are still on the device, in the order of parking; and tensors that
+        # are on their way back. With each the end of its copy.
+        self._leaving: dict[int, tuple[torch.Tensor, Event | None]] = {}
         self._coming: dict[int, tuple[torch.Tensor, Event | None]] = {}
         self._parked = 0
 
     def park(self, tensor: torch.Tensor) -> Parked:
-        """Begin to copy a tensor out. It is not changed from then on. What was parked just before, also as a part of
-        another tensor, is not copied again.
+        """Starts to copy a tensor to the host. The caller must not change the tensor afterwards.
+
+        A tensor that lies within one of the last ``window`` parked tensors is not copied once more.
 
         Raises:
-            SupportError: too little host memory is left.
+            SupportError: too little host memory is free.
         """
         tensor = tensor.detach().contiguous()
         entry = self._found(tensor) or self._leave(tensor.view(-1))
@@ -78,10 +85,11 @@ class Offload:
         return Parked(self, entry, first, tensor.shape)
 
     def saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which autograd parks what it saves."""
+        """Returns a context in which autograd parks the tensors that it saves for backward."""
         return torch.autograd.graph.saved_tensors_hooks(self.park, Parked.take)
 
     def _found(self, tensor: torch.Tensor) -> _Entry | None:
+        """Returns the entry of a parked tensor that is still on the device and contains ``tensor``, or None."""
         begin = tensor.data_ptr()
         for number, (held, _) in self._leaving.items():
             within = held.data_ptr() <= begin < begin + tensor.nbytes <= held.data_ptr() + held.nbytes
@@ -90,9 +98,10 @@ class Offload:
         return None
 
     def _leave(self, flat: torch.Tensor) -> _Entry:
+        """Starts the copy of a one-dimensional tensor to the host; lets older tensors go from the device."""
         if not self._alive:
             self._memory.start_over()
-            for _, copied in self._coming.values():  # of a backward that was not finished
+            for _, copied in self._coming.values():  # a backward was not finished
                 _wait(copied)
             self._coming.clear()
         entry = _Entry(self._parked, flat, self._memory.take(flat.nbytes))
@@ -108,6 +117,7 @@ class Offload:
         return entry
 
     def _take(self, entry: _Entry) -> torch.Tensor:
+        """Returns an entry's tensor on the device; starts the way back of some that were parked before it."""
         for number in range(entry.number, entry.number - self._ahead - 1, -1):
             if (each := self._alive.get(number)) is not None and each.here is None:
                 each.here = torch.empty(each.elements, dtype=each.dtype, device=each.device)
@@ -121,7 +131,7 @@ class Offload:
         return entry.here
 
     def _copy(self, entry: _Entry, out: bool) -> None:
-        """Between an entry's memory on the device, which the current stream may have to itself first, and the host."""
+        """Copies between device and host on the stream of copies, behind the current stream's work so far."""
         assert entry.here is not None
         if self._stream is not None:
             reached = Event()
@@ -140,18 +150,25 @@ class Offload:
 
 
 class _Entry:
-    """One copy: its number, its place in host memory, the tensor while it is ``here``, and the end of its last copy."""
+    """One parked tensor.
+
+    Attributes:
+        number: its number in the order of parking.
+        place: its first byte in host memory.
+        here: the flat tensor on the device; None while it is on the host only.
+        copied: the end of its last copy; None on CPUs, and after the tensor was taken.
+    """
 
     def __init__(self, number: int, flat: torch.Tensor, place: int) -> None:
         self.number, self.place = number, place
         self.here: torch.Tensor | None = flat
         self.copied: Event | None = None
         self.elements, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
-        self.address = flat.data_ptr()  # where it was when it was parked
+        self.address = flat.data_ptr()  # on the device, when it was parked
 
 
 class _HostMemory:
-    """Bytes one behind the other over chunks, in which a tensor may lie across borders."""
+    """A growing range of bytes in host memory, made of chunks. A tensor may lie across the border of two chunks."""
 
     def __init__(self, chunk_bytes: int, locked: bool) -> None:
         self._chunk_bytes, self._locked, self._used = chunk_bytes, locked, 0
@@ -164,9 +181,11 @@ class _HostMemory:
         return len(self._chunks) * self._chunk_bytes
 
     def start_over(self) -> None:
+        """Makes all places free again."""
         self._used = 0
 
     def take(self, size: int) -> int:
+        """Returns the first byte of a new place of ``size`` bytes."""
         begin, self._used = self._used, self._used + -(-size // _ALIGNMENT) * _ALIGNMENT
         while self.size < self._used:
             self._grow()
@@ -183,6 +202,7 @@ class _HostMemory:
         self._chunks.append(chunk)
 
     def pieces(self, begin: int, size: int) -> Iterator[torch.Tensor]:
+        """Yields the bytes of a place: one tensor, or one for each chunk over which it lies."""
         end = begin + size
         while begin < end:
             number, within = divmod(begin, self._chunk_bytes)
@@ -198,6 +218,6 @@ def _unlock(chunks: list[torch.Tensor]) -> None:
 
 
 def _wait(event: Event | None) -> None:
-    """Let the current stream wait for a copy."""
+    """Makes the current stream wait for a copy."""
     if event is not None:
         event.wait(torch.cuda.current_stream())

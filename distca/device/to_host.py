@@ -1,4 +1,4 @@
-"""Numbers that a host needs from its device, without waiting for what the device has yet to do."""
+"""Copies numbers from a device to the host, so that the host waits for their computation, and not for later work."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 class Question:
-    """Numbers on their way to the host. The device goes on meanwhile.
+    """A copy of a tensor to the host, which starts at once and runs behind the work that is queued so far.
 
     Args:
-        values: on any device.
+        values: a tensor on any device.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -21,7 +21,7 @@ class Question:
             self._arrived.record()
 
     def read(self) -> torch.Tensor:
-        """The numbers on the host, which waits until the device has come to the question."""
+        """Returns the tensor on the host; waits until the copy is done."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
