@@ -1,4 +1,4 @@
-"""Core-attention kernels behind one pair of functions, forward and backward."""
+"""Core-attention kernels behind one interface of two functions, forward and backward; and the choice between them."""
 
 from distca.attention.kernel import Kernel, TaskBatch
 from distca.attention.select import KernelName, choose_kernel

@@ -1,7 +1,7 @@
-"""flash-attn-4 (CuTe DSL) on Hopper and Blackwell: float16 and bfloat16.
+"""The kernel of flash-attn-4 (CuTe DSL), for Hopper and Blackwell GPUs, in float16 and bfloat16.
 
-Its public functions are autograd functions; a CA-task's forward and backward can run on different ranks, so the
-stateless pair beneath them is called. pyproject.toml pins the version this was run with.
+flash-attn-4's public functions are autograd functions. A task's forward and backward may run on different ranks, so the
+plain functions below them are called. These are private, so pyproject.toml pins the version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Flash4Kernel:
     """flash-attn-4's variable-length forward and backward.
 
     Args:
-        deterministic: give bitwise equal gradients from run to run, at some cost in speed.
+        deterministic: whether gradients must be bitwise equal from run to run, which is slower.
 
     Raises:
         ImportError: flash-attn-4 is not installed.
@@ -27,7 +27,7 @@ class Flash4Kernel:
     name = "flash4"
 
     def __init__(self, deterministic: bool = False) -> None:
-        # It compiles when it is first used, for about 20 s; on disk the result serves every later start and rank.
+        # Kernels are compiled when they are first used, which takes about 20 s. Later starts find them on disk.
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -86,5 +86,5 @@ class Flash4Kernel:
 
 
 def _rows_before(kind: AttentionKind) -> int | None:
-    """Keys that a query sees before its own; None for all."""
+    """The number of keys before its own that a query sees; None for all."""
     return kind.window - 1 if kind.window else None

@@ -1,5 +1,9 @@
 """The interface of core-attention kernels: a fused batch of CA-tasks in, o and log-sum-exp out, and its backward.
 
+A *CA-task* (core-attention task) is a range of a document's queries with all keys and values up to them. Ranks compute
+tasks for each other, and backward of a task may run on another rank than its forward. So kernels are plain functions,
+not autograd functions. Implementations are flash4.py, torch_flash.py and reference.py.
+
 Shape suffixes: T query rows and S key/value rows of the batch; H query heads, G key/value heads (H is a multiple of G),
 D head dimension. Values, and with them o and dO, may be narrower than queries and keys.
 """
@@ -24,16 +28,16 @@ class TaskBatch:
     """The borders of a fused batch of CA-tasks.
 
     Task i has query rows cu_q[i]:cu_q[i+1] and key/value rows cu_kv[i]:cu_kv[i+1]. Its last query row sees all of its
-    key/value rows, the row before one less, and so on (causal, aligned at the end). Every task has at least one query
-    row, and at least as many key/value rows as query rows. A kind of layer with a window hides those that lie further
-    back from each query.
+    key/value rows, the row before sees one less, and so on (causal, aligned at the end). Every task has at least one
+    query row, and at least as many key/value rows as query rows. In layers with a window, each query only sees the
+    last few of these rows.
 
-    CA-tasks are always causal. A batch that is not is a part of an attention that somebody merges with others, as ring
-    attention does: each of its query rows sees all key/value rows of its task, of which there is at least one.
+    CA-tasks are always causal. A batch with ``causal`` False is for baselines such as ring attention, which merge
+    partial results. There each query row sees all key/value rows of its task, and a task has at least one of these.
 
     Attributes:
-        cu_q: [tasks + 1] int32 on the kernel's device.
-        cu_kv: [tasks + 1] int32 on the kernel's device.
+        cu_q: [tasks + 1] int32 borders of query rows, on the kernel's device.
+        cu_kv: [tasks + 1] int32 borders of key/value rows, on the kernel's device.
         borders_q: the same borders on the host, int32 numpy.
         borders_kv: the same borders on the host, int32 numpy.
         max_q: most query rows of a task.
@@ -54,7 +58,7 @@ class TaskBatch:
 
     @staticmethod
     def of(borders_q: np.ndarray, borders_kv: np.ndarray, device: Destination, *, causal: bool = True) -> TaskBatch:
-        """Build a batch from host borders; the copy to a GPU does not block the host."""
+        """Makes a batch from int borders on the host, without blocking the host."""
         q_rows, kv_rows = np.diff(borders_q), np.diff(borders_kv)
         assert (q_rows > 0).all() and (kv_rows >= (q_rows if causal else 1)).all()
         return TaskBatch(
@@ -69,15 +73,17 @@ class TaskBatch:
 
 
 class Kernel(Protocol):
-    """A stateless pair of functions over a fused batch of CA-tasks. The batch is never empty."""
+    """A pair of functions without state over a fused batch of CA-tasks, which is never empty."""
 
     name: str
 
     def forward(
         self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, kind: AttentionKind
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return o_THD in q's dtype and lse_TH, the natural-log sum of exponentials of the scores (float32; float64 for
-        float64 inputs). Sinks are no matter of kernels: they are added to what these return (``sink.py``)."""
+        """Returns o_THD in q's dtype, and lse_TH.
+
+        lse is the natural logarithm of the sum of exponentials of a row's scores, in float32, for float64 inputs in
+        float64. Kernels ignore the kind's sinks, which ``sink.py`` applies to their results."""
         ...
 
     def backward(
@@ -91,11 +97,12 @@ class Kernel(Protocol):
         batch: TaskBatch,
         kind: AttentionKind,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dq_THD, dk_SGD and dv_SGD. Key/value rows of two tasks are separate rows."""
+        """Returns dq_THD, dk_SGD and dv_SGD. Tasks never share a key/value row, so nothing is added up here."""
         ...
 
 
 Timer = Callable[[str], AbstractContextManager[None]]
+"""A function from "forward" or "backward" to a context that measures its block."""
 
 
 def core_attention(
@@ -108,9 +115,20 @@ def core_attention(
     timer: Timer | None = None,
     sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """o_THD of a fused batch of CA-tasks (not empty), differentiable with respect to q, k, v and the sinks.
+    """Computes a fused batch of CA-tasks as an autograd function, for layers whose attention stays on its rank.
 
-    ``timer("forward")`` and ``timer("backward")`` give contexts in which the kernel runs.
+    Args:
+        q_THD: queries.
+        k_SGD: keys.
+        v_SGD: values.
+        batch: borders of the tasks; not empty.
+        kernel: the kernel.
+        kind: window, scale and softcap of the layer.
+        timer: measures the kernel's runs; None measures nothing.
+        sink_H: the layer's sinks, learned scores without a value that take a part of each softmax; None for none.
+
+    Returns:
+        o_THD, differentiable with respect to q, k, v and the sinks.
     """
     return _CoreAttention.apply(q_THD, k_SGD, v_SGD, sink_H, batch, kernel, kind, timer or (lambda _: nullcontext()))
 

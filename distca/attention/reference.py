@@ -1,11 +1,11 @@
-"""A plain-torch kernel for CPUs and for float64: exact, any device and dtype, any head dimension.
+"""A core-attention kernel in plain torch, for any device, dtype and head dimension.
 
-Query rows are processed in blocks so that memory stays linear in the context, and each block only reads the keys it can
-see. Backward follows the FlashAttention formulas (arXiv 2205.14135, algorithm 4): P = exp(S − lse), dS = P ∘ (dP − Δ)
-with Δ = rowsum(dO ∘ O).
+It runs on CPUs, and other kernels are compared with it in float64. Query rows are processed in blocks, so memory grows
+only linearly with the keys. Backward follows FlashAttention (arXiv 2205.14135, algorithm 4): P = exp(S − lse),
+dS = P ∘ (dP − Δ) with Δ = rowsum(dO ∘ O).
 
-Shape suffixes as in kernel.py; B rows of one query block, C keys that the block sees, R = H / G query heads per k,v
-head.
+Shape suffixes: T query rows and S key/value rows of the batch of tasks; H query heads, G key/value heads, D head
+dimension; B rows of one query block, C keys that the block sees, R = H / G query heads per key/value head.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from distca.attention.kernel import TaskBatch
 from distca.plan.kinds import AttentionKind
 
 _BLOCK_ROWS = 256
+"""Query rows of a block; more rows need more memory for their scores."""
 
 
 class ReferenceKernel:
@@ -73,14 +74,17 @@ class ReferenceKernel:
 
 
 def _accumulate(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of all computation."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _blocks(batch: TaskBatch, window: int) -> Iterator[tuple[slice, slice, int]]:
-    """(query rows, key rows the block sees, place among these of the first query's own key) of every block.
+    """Yields for every block its query rows, the key rows that it sees, and the index of its first query's own key.
 
-    Where a batch is not causal every query stands behind the last key.
+    The index counts from the first of these key rows. In a batch that is not causal it is the number of keys, so that
+    no key lies behind a query.
     """
+    # "offset" is the number of a task's keys before its first query's own key, "own" that before the block's first one.
     borders_q, borders_kv = batch.borders_q.tolist(), batch.borders_kv.tolist()
     assert batch.causal or not window
     for task in range(len(batch)):
@@ -97,25 +101,29 @@ def _blocks(batch: TaskBatch, window: int) -> Iterator[tuple[slice, slice, int]]
 
 
 def _by_group(x_BHD: torch.Tensor, groups: int) -> torch.Tensor:
+    """x_GRBD."""
     x = x_BHD.to(_accumulate(x_BHD.dtype))
     return x.transpose(0, 1).unflatten(0, (groups, -1))
 
 
 def _ungroup(x_GRBD: torch.Tensor) -> torch.Tensor:
+    """x_BHD."""
     return x_GRBD.flatten(0, 1).transpose(0, 1)
 
 
 def _heads_first(x_CGD: torch.Tensor) -> torch.Tensor:
+    """x_GCD."""
     return x_CGD.to(_accumulate(x_CGD.dtype)).transpose(0, 1)
 
 
 def _matmul(x_GRBX: torch.Tensor, y_GXY: torch.Tensor) -> torch.Tensor:
-    """Multiply all query heads of a group with the group's one matrix."""
+    """Multiplies the rows of all query heads of a group with the group's one matrix."""
     repeats, rows = x_GRBX.shape[1:3]
     return torch.bmm(x_GRBX.flatten(1, 2), y_GXY).unflatten(1, (repeats, rows))
 
 
 def _scores(q_GRBD: torch.Tensor, k_GCD: torch.Tensor, first: int, kind: AttentionKind) -> torch.Tensor:
+    """scores_GRBC, minus infinity for hidden keys; ``first`` is the index of the first query's own key."""
     scores = _matmul(q_GRBD, k_GCD.transpose(1, 2)) * kind.scale
     if kind.softcap:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)

@@ -1,4 +1,8 @@
-"""Choose a kernel once, for all ranks, let it prove itself, say which and why, and let the user decide otherwise."""
+"""The choice of a core-attention kernel: the named one, or the fastest that can run and computes right results.
+
+All ranks choose together and take the same kernel, once, before training. A candidate is first checked on this machine
+(self_check.py). The log says which kernel was taken, and why faster ones were not.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,10 @@ from distca.sizes.head_dims import unserved_by
 logger = logging.getLogger(__name__)
 
 KernelName = Literal["auto", "flash4", "torch", "reference"]
-"""Core-attention kernels, and "auto" for the fastest that can run and is right."""
+"""The names of kernels from the fastest to the slowest, after "auto" for the fastest that can be used."""
 NAMES: tuple[str, ...] = get_args(KernelName)
 _WRONG = "its self-check refuses it, as "
+"""The begin of the reason against a kernel that computes wrong results."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +37,9 @@ class Choice:
     """The kernel that all ranks take.
 
     Attributes:
-        kernel: proved for the kind of attention that was asked for.
-        verdict: what its self-check found on this rank.
-        against: why faster ones were not taken, by name.
+        kernel: the kernel, which has passed its self-check.
+        verdict: the result of its self-check on this rank.
+        against: by name, the reasons why faster kernels were not taken.
     """
 
     kernel: Kernel
@@ -42,22 +47,24 @@ class Choice:
     against: Mapping[str, str]
 
     def __str__(self) -> str:
-        """The name, and what speaks against those before it."""
+        """The kernel's name, and the reasons against faster ones."""
         skipped = "; ".join(f"not {name}: {why}" for name, why in self.against.items())
         return self.kernel.name + (f" ({skipped})" if skipped else "")
 
 
 def choose_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") -> Kernel:
-    """Return the named kernel, or with "auto" the fastest that can run here, is right, and does so on every rank. Every
-    rank calls it together.
+    """Returns the named kernel, or with "auto" the fastest that can run and computes right results on every rank.
+
+    All ranks call it at the same time, since they exchange their reasons against a kernel.
 
     Args:
         name: "auto", "flash4", "torch" or "reference".
-        spec: the kind of attention, and this rank's heads.
-        setting: where the name is from, for the message.
+        spec: the model's kinds of attention, and this rank's heads.
+        setting: the setting that has the name, for the message.
 
     Raises:
-        KernelError: the name is unknown, that kernel cannot run here, or it is wrong; the message says why.
+        KernelError: the name is unknown, or that kernel cannot run here or computes wrong results; the message says
+            why.
     """
     choice = find_kernel(name, spec, setting=setting)
     slow = choice.kernel.name == "reference" and name == "auto" and spec.device.type == "cuda"
@@ -73,7 +80,7 @@ def choose_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") 
 
 
 def find_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") -> Choice:
-    """The same as :func:`choose_kernel`, with what was found on the way, and without a word in the log."""
+    """Does the same as :func:`choose_kernel`, with the reasons in the result and not in the log."""
     if name not in NAMES:
         raise KernelError(f"{setting} is '{name}'; it can be {', '.join(NAMES)}.")
     against: dict[str, str] = {}
@@ -90,9 +97,10 @@ def find_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") ->
 
 
 def _proved(name: str, spec: AttentionSpec) -> tuple[Kernel | None, Verdict]:
+    """Makes a kernel and checks it; None for a kernel that does not load."""
     try:
         kernel = _make(name, spec)
-    except Exception as error:  # of what it imports
+    except Exception as error:  # The libraries that it imports may raise errors of any kind.
         return None, Verdict(f"it cannot be loaded: {error}")
     return kernel, check(kernel, spec)
 
@@ -104,7 +112,7 @@ def _make(name: str, spec: AttentionSpec) -> Kernel:
 
 
 def why_not(name: str, spec: AttentionSpec) -> str | None:
-    """Why a kernel cannot run here, or None if it can; whether it is right is not asked."""
+    """Returns the reason why a kernel cannot run here, or None; it does not check the kernel's results."""
     if name == "reference":
         return None
     if spec.device.type != "cuda":

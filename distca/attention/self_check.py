@@ -1,11 +1,12 @@
-"""Whether a kernel computes on this machine what the reference computes: a small mixed batch, forward and backward.
+"""The check of a core-attention kernel on this machine, against the reference kernel in float64.
 
-A new version of a library, a new GPU or a head dimension that nobody tried can make a kernel wrong without a word. So a
-kernel proves itself where it would be compiled anyway. Its tensors are compared as wholes, which shows a factor. They
-are also compared by blocks of each task and head. That shows a last tile that is missing, or a diagonal that is off by
+A new version of a library, a new GPU or an untested head dimension can make a kernel wrong without an error. So each
+kernel computes a small batch of tasks, forward and backward, before it is chosen (select.py); this also compiles it. A
+*task* is a range of queries with all keys up to them. Each tensor is compared as a whole, which shows a wrong factor.
+It is also compared by *blocks*, 64 rows of one task and head. That shows a missing last tile, or a mask that is off by
 one.
 
-Shape suffixes as in kernel.py; R rows of either kind.
+Shape suffixes: R query rows, or key/value rows; H heads.
 """
 
 from __future__ import annotations
@@ -25,34 +26,39 @@ from distca.plan.kinds import AttentionKind
 logger = logging.getLogger(__name__)
 
 TASKS = ((1, 1), (1, 300), (129, 129), (77, 513), (384, 640), (258, 258))
-"""(query rows, key/value rows) of the batch's tasks: length 1, odd lengths, more keys than queries, up to six tiles."""
+"""Query rows and key/value rows of the batch's tasks. They have length 1, odd lengths, more keys than queries, and up
+to six tiles of a kernel."""
 
 _WHOLE, _BLOCK = 1.5, 4.0
-"""How far off a right kernel may be, in units of the dtype's spacing of numbers at 1 (2^-7 in bfloat16): a tensor as a
-whole, and any block of it. Right kernels stay below half of either, and a factor of 1.05 is 6.4 units."""
+"""The largest error, relative to the norm, of a tensor as a whole and of one of its blocks. The unit is the dtype's
+spacing of numbers at 1, 2^-7 in bfloat16. A kernel beyond it is refused. Right kernels have less than half of either,
+and a factor of 1.05 is an error of 6.4 units."""
 _SUM = 256.0
-"""The same, of what sums are computed in, float32 for narrower dtypes: rounding of long sums in float32 itself."""
+"""A further error that is allowed, in the spacing of the dtype of sums at 1; that is float32 for narrower dtypes. It
+covers the rounding of long sums."""
 _BLOCK_ROWS = 64
+"""Rows of a block."""
 _LEAST = 0.5
-"""A block counts as at least so large, by the root mean square of its tensor: rounding of the numbers around it does
-not vanish where its own gradient does, as that of a query that sees one key."""
+"""The smallest norm with which a block's error is compared, as a part of the root mean square norm of such blocks in
+the tensor. A block's own gradient may be zero, as that of a query which sees one key. The rounding errors of the
+numbers around it are not."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Core attention as one rank computes it, which a kernel is checked for.
+    """Core attention as one rank computes it, for which a kernel is checked.
 
     Attributes:
         heads: query heads of this rank.
         kv_heads: key/value heads of this rank.
         head_dim: elements per head of queries and keys.
-        dtype: of q, k, v and o.
-        device: where they live.
-        causal: False where all query rows see all keys of their task.
-        kinds: of the model's layers, each of which is checked; none is one without a window, with 1/sqrt(head_dim) as
-            the factor on scores.
-        deterministic: backward has to give the same bits every time.
-        value_dim: elements per head of values and outputs, where they are fewer; 0 for ``head_dim``.
+        dtype: dtype of q, k, v and o.
+        device: their device.
+        causal: False if all query rows see all keys of their task.
+        kinds: the kinds of the model's attention layers (window, scale, softcap), each of which is checked. Empty means
+            one kind without a window, with a scale of 1/sqrt(head_dim).
+        deterministic: whether backward must give the same bits every time.
+        value_dim: elements per head of values and outputs, if they are fewer; 0 for ``head_dim``.
     """
 
     heads: int
@@ -67,20 +73,20 @@ class AttentionSpec:
 
     @property
     def asked(self) -> tuple[AttentionKind, ...]:
-        """The kinds as kernels know them, which take no part in sinks; each once."""
+        """The kinds to check, without their sinks, which kernels ignore; each once."""
         kinds = self.kinds or (AttentionKind(self.head_dim**-0.5),)
         return tuple(dict.fromkeys(replace(kind, sink=False) for kind in kinds))
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a kernel's tensor is off, where it is furthest beyond what its dtype explains.
+    """The error of one of a kernel's tensors, or of one block of it.
 
     Attributes:
         tensor: "o", "lse", "dq", "dk" or "dv".
-        where: "the whole", or which rows of which head and task.
+        where: "the whole", or the rows of a block in words.
         off: norm of the difference over norm of the reference.
-        explained: the most that rounding to the dtype explains.
+        explained: the largest such error that rounding to the dtype explains.
     """
 
     tensor: str
@@ -90,7 +96,7 @@ class Distance:
 
     @property
     def excess(self) -> float:
-        """Above 1 for a kernel that is wrong."""
+        """The error over the largest that rounding explains; above 1 for a wrong kernel."""
         return self.off / self.explained
 
     def __str__(self) -> str:
@@ -100,11 +106,12 @@ class Distance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a self-check.
+    """The result of a check.
 
     Attributes:
-        objection: why the kernel cannot be trusted, part of a sentence; None if it is right.
-        furthest: the figures; None where none were taken, of the reference itself or of a kernel that failed.
+        objection: the reason why the kernel cannot be trusted, as a part of a sentence; None for a right kernel.
+        furthest: the error that is largest beside what rounding explains. None for the reference itself, and for a
+            kernel that raised an error.
     """
 
     objection: str | None = None
@@ -112,12 +119,12 @@ class Verdict:
 
 
 def check(kernel: Kernel, spec: AttentionSpec, seed: int = 0) -> Verdict:
-    """Prove a kernel for kinds of attention on this machine; it is compiled by this.
+    """Compiles a kernel and checks it for all kinds of attention of a model.
 
     Args:
         kernel: the kernel.
         spec: the kinds of attention, and this rank's heads.
-        seed: of the numbers.
+        seed: seed of the random inputs.
     """
     if type(kernel) is ReferenceKernel:
         return Verdict()
@@ -136,22 +143,23 @@ def check(kernel: Kernel, spec: AttentionSpec, seed: int = 0) -> Verdict:
                         found[-1],
                     )
             return Verdict(None, max(found, key=lambda each: each.excess))
-    except Exception as error:  # compilers and drivers raise anything
+    except Exception as error:  # Compilers and drivers raise errors of any kind.
         logger.debug("The self-check of the kernel %s failed.", kernel.name, exc_info=True)
         first_line = (str(error).splitlines() or [""])[0]
         return Verdict(f"for head dimension {spec.head_dim} it fails: {first_line or type(error).__name__}")
     finally:
-        with suppress(Exception):  # of a GPU that a kernel left broken
+        with suppress(Exception):  # A wrong kernel may have left the GPU in an error state.
             torch.cuda.empty_cache()
 
 
 def _beside(kind: AttentionKind) -> str:
+    """The kind in words, for messages; nothing for the usual kind."""
     return f" ({kind.name})" if kind.window or kind.softcap else ""
 
 
 def furthest(kernel: Kernel, spec: AttentionSpec, kind: AttentionKind, seed: int = 0) -> Distance:
-    """Run kernel and reference on the mixed batch and return the distance that is furthest beyond what is
-    explained."""
+    """Runs the kernel and the reference on the batch; returns the error that is largest beside what rounding
+    explains."""
     batch, inputs = _batch(spec), _inputs(spec, seed)
     actual = _run(kernel, batch, inputs, kind)
     expected = _run(ReferenceKernel(), batch, [x.double() for x in inputs], kind)
@@ -163,13 +171,15 @@ def furthest(kernel: Kernel, spec: AttentionSpec, kind: AttentionKind, seed: int
 
 
 def _batch(spec: AttentionSpec) -> TaskBatch:
+    """The batch of :data:`TASKS`."""
     q_borders, kv_borders = np.concatenate((np.zeros((1, 2), int), np.cumsum(TASKS, axis=0))).T.astype(np.int32)
     return TaskBatch.of(q_borders, kv_borders, spec.device, causal=spec.causal)
 
 
 def _inputs(spec: AttentionSpec, seed: int) -> list[torch.Tensor]:
-    """q, k, v and dO, drawn on the CPU, so that they are the same everywhere. Keys and values lie beside each other, as
-    they travel."""
+    """q, k, v and dO, drawn on the CPU, so that they are the same on every machine.
+
+    Keys and values are views of one tensor, as in training, where they travel together."""
     generator = torch.Generator().manual_seed(seed)
     rows, keys = np.sum(TASKS, axis=0)
 
@@ -186,7 +196,7 @@ def _inputs(spec: AttentionSpec, seed: int) -> list[torch.Tensor]:
 
 def _run(kernel: Kernel, batch: TaskBatch, inputs: list[torch.Tensor], kind: AttentionKind) -> dict[str, torch.Tensor]:
     q, k, v, do = inputs
-    # Outputs get this memory: what a kernel leaves unwritten is no number, and not what another kernel wrote there.
+    # Outputs will get this freed memory, so elements that a kernel does not write are nan.
     freed = [torch.full_like(x, float("nan")) for x in (q, q, k, v)]
     del freed
     o, lse = kernel.forward(q, k, v, batch, kind)
@@ -197,7 +207,10 @@ def _run(kernel: Kernel, batch: TaskBatch, inputs: list[torch.Tensor], kind: Att
 def _distances(
     name: str, actual: torch.Tensor, expected: torch.Tensor, borders: np.ndarray, dtype: torch.dtype
 ) -> list[Distance]:
-    """Distance of the tensor as a whole, and the furthest of all its blocks."""
+    """The error of the tensor as a whole, and the largest error of its blocks.
+
+    ``borders`` are the first rows of tasks, and the end."""
+    # Squares are summed by row and head, then by block with reduceat: off [blocks, H] is the squared relative error.
     difference_RH, norm_RH = (_squares(x) for x in (actual.double() - expected, expected))
     spacing, of_sums = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     whole = Distance(name, "the whole", _root(difference_RH.sum() / norm_RH.sum()), _WHOLE * spacing + _SUM * of_sums)
@@ -213,23 +226,24 @@ def _distances(
 
 
 def _squares(x: torch.Tensor) -> np.ndarray:
-    """[R, H] sums of squares over a head's elements; log-sum-exp has one."""
+    """[R, H] sums of squares over a head's elements; log-sum-exp has one element."""
     squares = x.square() if x.dim() == 2 else x.square().sum(-1)
     return squares.cpu().numpy()
 
 
 def _root(square: float) -> float:
-    """Infinite where it is no number."""
+    """The square root; infinity for nan."""
     return float(np.sqrt(square)) if np.isfinite(square) else float("inf")
 
 
 def _blocks(borders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First row and task of every block."""
+    """The first row and the task of each block."""
     starts = [np.arange(begin, end, _BLOCK_ROWS) for begin, end in pairwise(borders)]
     return np.concatenate(starts), np.repeat(np.arange(len(starts)), [len(each) for each in starts])
 
 
 def _repeats(kernel: Kernel, spec: AttentionSpec, kind: AttentionKind, seed: int) -> bool:
+    """Whether two runs of the kernel give the same bits."""
     batch, inputs = _batch(spec), _inputs(spec, seed)
     first, second = (_run(kernel, batch, inputs, kind) for _ in range(2))
     return all(torch.equal(first[name], second[name]) for name in first)

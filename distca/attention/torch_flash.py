@@ -1,7 +1,7 @@
-"""torch's built-in variable-length flash attention: needs nothing but a CUDA build of torch; float16 and bfloat16.
+"""The kernel of torch's own FlashAttention-2, which needs only a CUDA build of torch; in float16 and bfloat16.
 
-The operators are torch's own FlashAttention-2 (``aten::_flash_attention_forward`` and ``…_backward``). They align
-causal masks at the end of the keys, as CA-tasks need.
+The operators are ``aten::_flash_attention_forward`` and ``…_backward``, over sequences of different lengths. They align
+causal masks at the end of the keys, as attention tasks need: a task's last query sees all of its keys.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TorchFlashKernel:
         batch: TaskBatch,
         kind: AttentionKind,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # The operator's random-state arguments are for dropout, which CA-tasks do not have.
+        # The operator takes the random state of dropout, which is not used here.
         unused = torch.empty(2, dtype=torch.uint64, device=q_THD.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             do_THD.contiguous(),

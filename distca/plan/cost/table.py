@@ -5,7 +5,7 @@ has the seconds of tasks on one GPU, kernel and shape of heads, at some values o
 of thousands of tasks many times. So :class:`TableCost` interpolates the table once, onto a finer grid. There the cell
 of a task follows from the bits of its row counts (:class:`_Lines`), without a search.
 
-All ranks that read one table compute the same seconds to the last bit, as equal plans need.
+All ranks that read the same file compute the same seconds, since their plans must be equal.
 
 Array legend: Q and V measured values of query rows and of k,v rows, K directions (forward, backward), N tasks, C grid
 cells.
@@ -27,15 +27,15 @@ from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.geometry import causal_pairs
 
 _STEPS = 8
-"""The number of equal steps of the fine grid between a power of two and the next. Measured points that lie on grid
-lines keep their exact seconds."""
+"""The number of equal steps of the fine grid between a power of two and the next. Measured points on grid lines keep
+their seconds; others are smoothed a little."""
 _FEW = 8
 """The largest number of tasks that are computed in plain Python, which is faster for a few: 2 µs against numpy's 15 for
 one task, 12 against 19 for eight. Most calls of the scheduler have so few; with numpy alone a plan takes 10 to 20 %
 longer."""
 _PER_LINE = _STEPS / 2.0**52
-"""Grid lines per unit of a float64's bits read as an integer. The exponent begins at bit 52, so a power of two is 2^52
-of these units, and ``_STEPS`` grid lines."""
+"""The bits of a float64, read as an integer, times this are the number of grid lines. The exponent begins at bit 52. So
+from a power of two to the next the integer grows by 2^52, and the number of lines by ``_STEPS``."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class TableCost(CostModel):
     """Seconds of tasks, interpolated between measured ones.
 
     Seconds are those of the formula of ``analytic.py`` times a *factor*: measured over analytic seconds. Between
-    measured points the factor is bilinear in (log2 q rows, log2 k,v rows); beyond them it is constant. So seconds are
-    exact at measured points, and follow the formula outside the table. That factor is computed at the lines of the fine
-    grid; inside its cells it is bilinear in the rows themselves.
+    measured points the factor is bilinear in (log2 q rows, log2 k,v rows); beyond them it is constant, so that seconds
+    follow the formula there. The factor is computed at the lines of the fine grid. Inside the grid's cells it is
+    bilinear in the rows themselves. So seconds are exact at measured points on grid lines, if ``load`` is None.
 
     Args:
         shape: heads of the attention layer that was measured.
@@ -150,7 +150,8 @@ class TableCost(CostModel):
         if load is not None:
             nodes = nodes * load.at(self._kv.rows)[:, None]
         self._best = nodes.min(axis=(1, 2))
-        # [2, 1] each, for q and k,v rows: number of the first line as in _number, and the largest place and cell.
+        # [2, 1] each, for q and k,v rows. The bits of rows, in lines, less "_zero" count from the first line.
+        # "_most" is the largest such count, and "_last" the index of the last cell.
         lines = (self._q, self._kv)
         self._zero = np.array([[_STEPS * 1023.0 + x.first] for x in lines])
         self._most = np.array([[float(x.cells)] for x in lines])

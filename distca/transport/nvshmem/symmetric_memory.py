@@ -82,7 +82,7 @@ class NvshmemFabric:
         self._waits = watch_waits(group, self._missing)
         bases = _addresses_of_blocks(self._memory, nodes, group)
         self._internode = frozenset(internode) | {peer for peer, address in enumerate(bases) if not address}
-        # Slots of the first sort in this block, and slots of the second sort in the blocks of intra-node peers.
+        # The first [ranks] slots of this block, and this rank's slot among the second ones in each intra-node peer's.
         self._arrived_here = cuda_ops.addresses_of(bases[self.rank], range(self.ranks))
         intranode = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._internode]
         self._consumed_there = np.array([address + layout.consumed(self.rank) for address in intranode], np.uint64)
