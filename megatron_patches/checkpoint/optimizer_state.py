@@ -240,7 +240,7 @@ def _boxes_of(
         described = replace(described, data=weight)
     for piece in _pieces(described):
         data = piece.data
-        assert data.is_contiguous(), "megatron cuts weights along their first axis"
+        assert data.is_contiguous(), "Megatron cuts weights along their first axis"
         begins = data.storage_offset() - weight.storage_offset()
         low, high = max(start, begins), min(stop, begins + data.numel())
         ahead = piece.prepend_axis_num

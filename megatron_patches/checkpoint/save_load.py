@@ -70,7 +70,7 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     """Restores the state that :func:`save_checkpoint` wrote; returns its ``extra``.
 
     Raises:
-        VersionError: a newer megatron-core wrote it, in a format that the installed one does not know.
+        VersionError: a newer Megatron-Core wrote it, in a format that the installed one does not know.
         UnreadableError: a file is damaged, or holds more than data. No code in it was run.
     """
     _check_readable(path)

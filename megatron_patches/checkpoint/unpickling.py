@@ -42,7 +42,7 @@ def check_small_files(checkpoint: Path) -> None:
     """
     check_files(checkpoint, _read(checkpoint / ".metadata", read_metadata))
     for name, read in (("common.pt", _load_tensors), ("metadata.json", _load_format)):
-        if os.path.lexists(checkpoint / name):  # newer versions of megatron do not write all of them
+        if os.path.lexists(checkpoint / name):  # newer versions of Megatron do not write all of them
             _read(checkpoint / name, read)
 
 

@@ -27,6 +27,8 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
             f"model.hybrid.pattern is {hybrid.pattern!r}, which needs megatron-core 0.19, but {installed_version()} is "
             "installed: install 0.19 on Python 3.12, or leave the pattern out."
         )
+    # The description has one name for the sizes of both kinds. In Mamba-2, B and C are keys and queries, their groups
+    # are key heads, and x are values.
     fields: dict[str, Any] = {"attention_output_gate": hybrid.output_gate}
     if DELTA_NET in hybrid.pattern:
         fields |= {

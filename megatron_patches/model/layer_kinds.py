@@ -1,4 +1,4 @@
-"""Reads from Megatron's configuration of which *kind* each layer's core is.
+"""Finds the *kind* of each layer's core in Megatron's configuration.
 
 The core of a layer is its softmax attention or its recurrence, without projections. A kind of attention says how many
 keys a query sees, how scores are scaled and limited, and whether heads have sinks. Planning makes one plan for each
@@ -106,6 +106,6 @@ def _has_window(config: TransformerConfig, layer_number: int) -> bool:
     if isinstance(every, list | tuple) and len(every) == config.num_layers and set(every) <= {0, 1}:
         return bool(every[layer_number - 1])
     raise SupportError(
-        f"window_attn_skip_freq is {every!r}, but the model has {config.num_layers} layers: set it to N, of which "
-        "every N-th has no window, or to a list with a 1 for each layer with a window and a 0 for each other."
+        f"window_attn_skip_freq is {every!r}, but the model has {config.num_layers} layers: set it to a number N, so "
+        "that every N-th layer has no window, or to a list with a 1 for each layer with a window and a 0 for others."
     )

@@ -22,7 +22,7 @@ _replaced = False
 
 
 def use_cpu() -> None:
-    """Makes megatron-core run on CPUs in this process from now on; it may be called again."""
+    """Makes Megatron-Core run on CPUs in this process from now on; it may be called again."""
     global _replaced
     if _replaced:
         return

@@ -24,14 +24,15 @@ def norm_gradients_together() -> None:
 
 
 def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
-    """Returns the [1] float32 norm of all tensors in a list of one list; the arguments are Megatron's."""
+    """Returns [1] float32, the norm over all gradients together; ``tensors`` is a list of one list, as Megatron calls
+    it."""
     (gradients,) = tensors
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)))[None], None
 
 
 def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
-    """Multiplies a list of tensors by a factor, into a second list that may be the same; the arguments are
-    Megatron's."""
+    """Multiplies tensors by a factor, as Megatron calls it: ``tensors`` are a list to read and a list to write, which
+    may be the same."""
     given, into = tensors
     if all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True)):
         torch._foreach_mul_(list(into), factor)
