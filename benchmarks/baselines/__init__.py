@@ -6,12 +6,13 @@ the same and their gradients are added, so only attention has to know of them.
 """
 
 from benchmarks.baselines.groups import CpGroup, CpGroups
-from benchmarks.baselines.prepare import Prepared, prepare
+from benchmarks.baselines.prepare import Baseline, Prepared
 from distca.baselines.dealing import Work, groups_of
 from distca.baselines.mode import Mode, every_mode, parse_mode
 from distca.errors import BaselineError
 
 __all__ = [
+    "Baseline",
     "BaselineError",
     "CpGroup",
     "CpGroups",
@@ -21,5 +22,4 @@ __all__ = [
     "every_mode",
     "groups_of",
     "parse_mode",
-    "prepare",
 ]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from benchmarks.baselines.groups import CpGroup, CpGroups
-from benchmarks.baselines.prepare import prepare
+from benchmarks.baselines.prepare import Baseline
 from distca import CAD
 from distca.attention import Kernel
 from distca.baselines.mode import Mode
@@ -76,13 +76,12 @@ def _run(
 def _batches(each: BaselineCase, cad: CAD, groups: CpGroups) -> tuple[Batch, ...]:
     options, mode = cad.options, each.mode
     halos = {3} if each.case.pattern else ()  # Megatron's convolutions read four rows
-    group = _group(mode, groups)
+    here = Baseline(mode, options.ranks, cad.rank, _group(mode, groups), options.cost.shape, halos=halos)
     rows, attention = [], []
     with uploading(cad.device) as upload:
         for documents, group_of in zip(case_documents(each.case), each.group_of, strict=True):
             lengths = np.array([len(document) for document in documents])
-            shape, homes = options.cost.shape, np.array(group_of)
-            made = prepare(mode, lengths, homes, options.ranks, group, cad.rank, shape, upload, halos=halos)
+            made = here.prepare(lengths, np.array(group_of), upload)
             rows.append(rank_batch(documents, (made.layout,), cad.rank, align=options.align, chunks=options.shares))
             attention.append(made.attention)
         return packed_batches(rows, attention, options, upload)
@@ -125,8 +124,8 @@ def attention_errors(
     first = np.cumsum(length) - length
     errors = {}
     for mode in modes:
-        group, homes = _group(mode, groups), np.zeros_like(length)
-        made = prepare(mode, length, homes, ranks, group, rank, shape, device, (kind.window,))
+        here = Baseline(mode, ranks, rank, _group(mode, groups), shape, (kind.window,))
+        made = here.prepare(length, np.zeros_like(length), device)
         mine = made.layout.q.on_rank(rank)
         number = torch.from_numpy(expand(first[mine.document] + mine.start, mine.stop - mine.start)).to(device)
         own = [x[number].requires_grad_() for x in (q, k, v)]

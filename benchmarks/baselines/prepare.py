@@ -41,68 +41,68 @@ class Prepared:
     bytes_moved: int
 
 
-def prepare(
-    mode: Mode,
-    lengths: np.ndarray,
-    group_of: np.ndarray,
-    ranks: int,
-    group: CpGroup | None,
-    rank: int,
-    shape: AttentionShape,
-    device: Destination,
-    windows: Sequence[int] = (0,),
-    halos: Collection[int] = (),
-) -> Prepared:
-    """Lay a micro-batch out and make this rank's attention.
+@dataclass(frozen=True)
+class Baseline:
+    """A baseline on this rank: it lays micro-batches out and makes this rank's attention.
 
-    Args:
-        mode: a baseline.
-        lengths: [D] tokens.
-        group_of: [D] from :func:`groups_of`.
+    Attributes:
+        mode: how to train.
         ranks: data-parallel ranks.
-        group: this rank's context-parallel group; None for methods without one.
         rank: this data-parallel rank.
+        group: this rank's context-parallel group; None for methods without one.
         shape: attention heads of one tensor-parallel rank.
-        device: where it runs; with an upload the attention is ready once that was sent.
         windows: keys that a query sees, of every layer; 0 for all.
         halos: rows that convolutions of recurrent layers read before a row; empty without such layers.
     """
-    pieces = pieces_of(mode, lengths, group_of)
-    layout = layout_of(pieces, lengths, ranks)
-    if group is None:
-        mine = lengths[group_of == rank]
-        borders = np.concatenate(([0], np.cumsum(mine)))
+
+    mode: Mode
+    ranks: int
+    rank: int
+    group: CpGroup | None
+    shape: AttentionShape
+    windows: Sequence[int] = (0,)
+    halos: Collection[int] = ()
+
+    def prepare(self, lengths: np.ndarray, group_of: np.ndarray, device: Destination) -> Prepared:
+        """This rank's part of a micro-batch.
+
+        Args:
+            lengths: [D] tokens.
+            group_of: [D] from :func:`groups_of`.
+            device: where it runs; with an upload the attention is ready once that was sent.
+        """
+        pieces = pieces_of(self.mode, lengths, group_of)
+        layout = layout_of(pieces, lengths, self.ranks)
+        if self.group is None:
+            mine = lengths[group_of == self.rank]
+            borders = np.concatenate(([0], np.cumsum(mine)))
+            with uploading(device) as upload:
+                routes, batch = routes_of(mine, self.halos, upload), TaskBatch.of(borders, borders, upload)
+            return Prepared(layout, PackedMicroBatch(batch, int(borders[-1]), recurrent=routes), 0)
+        attention: PackedMicroBatch
         with uploading(device) as upload:
-            routes, batch = routes_of(mine, halos, upload), TaskBatch.of(borders, borders, upload)
-        return Prepared(layout, PackedMicroBatch(batch, int(borders[-1]), recurrent=routes), 0)
-    attention: PackedMicroBatch
-    with uploading(device) as upload:
-        if mode.method == "ulysses":
-            recurrent = {size: RecurrentRoutes.of((layout,), rank, size, upload)[0] for size in halos}
-            attention = UlyssesMicroBatch.of(pieces, lengths, group_of, group, upload, recurrent)
-        else:
-            attention = _attention(mode, pieces, lengths, group, upload, windows, halos)
-    moved = _bytes(mode, layout.q_rows, shape)
-    if mode.method == "cp-halo":
-        by_window = {w: 2 * shape.kv_bytes * halo_rows(layout, w) if w else moved for w in set(windows)}
-        moved = round(sum(by_window[w] for w in windows) / len(windows))
-    return Prepared(layout, attention, moved)
+            if self.mode.method == "ulysses":
+                recurrent = {size: RecurrentRoutes.of((layout,), self.rank, size, upload)[0] for size in self.halos}
+                attention = UlyssesMicroBatch.of(pieces, lengths, group_of, self.group, upload, recurrent)
+            else:
+                attention = self._attention(pieces, lengths, self.group, upload)
+        return Prepared(layout, attention, self._bytes_moved(layout))
 
+    def _attention(self, pieces: Pieces, lengths: np.ndarray, group: CpGroup, upload: Upload) -> PackedMicroBatch:
+        method = self.mode.method
+        if method == "ring":
+            return RingMicroBatch.of(pieces, group, upload)
+        if method == "cp-halo":
+            return HaloMicroBatch.with_halos(pieces, lengths, group, upload, self.windows)
+        return GatheredMicroBatch.of(pieces, lengths, group, upload, method == "cp-keep", self.halos)
 
-def _attention(
-    mode: Mode,
-    pieces: Pieces,
-    lengths: np.ndarray,
-    group: CpGroup,
-    upload: Upload,
-    windows: Sequence[int],
-    halos: Collection[int],
-) -> PackedMicroBatch:
-    if mode.method == "ring":
-        return RingMicroBatch.of(pieces, group, upload)
-    if mode.method == "cp-halo":
-        return HaloMicroBatch.with_halos(pieces, lengths, group, upload, windows)
-    return GatheredMicroBatch.of(pieces, lengths, group, upload, mode.method == "cp-keep", halos)
+    def _bytes_moved(self, layout: Layout) -> int:
+        moved = _bytes(self.mode, layout.q_rows, self.shape)
+        if self.mode.method != "cp-halo":
+            return moved
+        kv = 2 * self.shape.kv_bytes
+        by_window = {each: kv * halo_rows(layout, each) if each else moved for each in set(self.windows)}
+        return round(sum(by_window[each] for each in self.windows) / len(self.windows))
 
 
 def _bytes(mode: Mode, q_rows: np.ndarray, shape: AttentionShape) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.baselines import CpGroups, Mode, Work, groups_of, prepare
+from benchmarks.baselines import Baseline, CpGroups, Mode, Work, groups_of
 from benchmarks.throughput.batches import Batches, Replay
 from distca import StepDocuments
 from distca.baselines.dealing import dealt_anew
@@ -57,9 +57,16 @@ class _Baseline:
         self._mode, self._cad, self._work = mode, trainer.cad, work
         self._vocabulary = trainer.vocabulary  # which all tokens are drawn from
         self._bins, self._room = batches.bins, trainer.config.data.tokens_per_rank
-        self._group = groups.of(mode.degree) if mode.degree > 1 else None
-        self._halos = {3} if trainer.config.model.hybrid.pattern else ()  # Megatron's convolutions read four rows
-        self._shape, self._windows = trainer.config.attention_shape, trainer.config.model.windows
+        config = trainer.config
+        self._baseline = Baseline(
+            mode,
+            trainer.cad.options.ranks,
+            trainer.cad.rank,
+            groups.of(mode.degree) if mode.degree > 1 else None,
+            config.attention_shape,
+            config.model.windows,
+            {3} if config.model.hybrid.pattern else (),  # Megatron's convolutions read four rows
+        )
 
     def make(self, documents: StepDocuments) -> Step:
         """Deal, lay out and load a global batch."""
@@ -73,18 +80,7 @@ class _Baseline:
                 began = time.perf_counter()
                 lengths.append(np.array([len(document) for document in micro_batch]))
                 group_of = groups_of(self._mode, lengths[-1], bin_of, self._bins, options.ranks, self._room, self._work)
-                made = prepare(
-                    self._mode,
-                    lengths[-1],
-                    group_of,
-                    options.ranks,
-                    self._group,
-                    rank,
-                    self._shape,
-                    upload,
-                    self._windows,
-                    self._halos,
-                )
+                made = self._baseline.prepare(lengths[-1], group_of, upload)
                 planning_ms += (time.perf_counter() - began) * 1e3
                 bytes_moved += made.bytes_moved * options.stages
                 layouts.append((made.layout,))

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from distca.models.layer_bytes import LayerBytes, expert_parameters_of_rank, parameters_of_rank
-from distca.models.model_bytes import model_bytes
+from distca.models.model_bytes import StateTypes
 from distca.plan.recurrent.traffic import RecurrentNano
 from distca.simulate.job import VALUE, Job
 
@@ -62,16 +61,15 @@ def _layers(job: Job, *, disaggregated: bool) -> list[LayerBytes]:
 def static_bytes(job: Job) -> int:
     """Weights, gradients and this rank's share of the optimizer's state on the first stage."""
     layers = _layers(job, disaggregated=True)
-    of = partial(
-        model_bytes,
+    types = StateTypes(
         narrow_gradients=job.gradients == "bfloat16",
         narrow_moments=job.moments == "bfloat16",
         fp8=job.fp8,
         recompute_all=job.recompute == "all",
     )
     parameters = parameters_of_rank(job.model, layers, job.model.vocabulary, True, job.pp == 1)
-    dense = of(parameters, sum(layer.weights for layer in layers), job.data_parallel)
-    return (dense + of(expert_parameters_of_rank(layers), 0, job.expert_replicas)).held
+    dense = types.bytes_of(parameters, sum(layer.weights for layer in layers), job.data_parallel)
+    return (dense + types.bytes_of(expert_parameters_of_rank(layers), 0, job.expert_replicas)).held
 
 
 def _loss_at_work(job: Job, layer: LayerBytes, rows: np.ndarray, last: np.ndarray | bool) -> np.ndarray:

@@ -13,11 +13,10 @@ local layers, and in FP8 what Transformer Engine's linear layers do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from distca.device.sizes import STAYING_NANO_BATCHES
 from distca.models.layer_bytes import LayerBytes, expert_parameters_of_rank, parameters_of_rank
-from distca.models.model_bytes import ModelBytes, model_bytes
+from distca.models.model_bytes import ModelBytes, StateTypes
 from distca.train.config.schema import RunConfig
 from distca.train.run.state_memory import StateMemory, state_memory
 from distca.words import format_bytes
@@ -182,8 +181,7 @@ class _Stage:
 
     def _model_bytes(self) -> ModelBytes:
         train, model = self._config.train, self._config.model
-        of = partial(
-            model_bytes,
+        types = StateTypes(
             narrow=train.precision == "bf16",
             narrow_gradients=train.gradients == "bfloat16",
             narrow_moments=train.moments == "bfloat16",
@@ -192,13 +190,13 @@ class _Stage:
             recompute_all=train.recompute == "all",
         )
         sharded, layers, parallel = self._config.optimizer.distributed, self._by_layer, self._config.parallel
-        dense = of(
+        dense = types.bytes_of(
             parameters_of_rank(model, layers, self._vocabulary, self._stage == 0, self._last),
             sum(layer.weights for layer in layers),
             self._data_parallel if sharded else 1,
         )
         replicas = self._data_parallel * parallel.tp // parallel.ep
-        return dense + of(expert_parameters_of_rank(layers), 0, replicas if sharded else 1)
+        return dense + types.bytes_of(expert_parameters_of_rank(layers), 0, replicas if sharded else 1)
 
     def _in_flight(self) -> int:
         behind = self._stages - 1 - self._stage
