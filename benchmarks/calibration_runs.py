@@ -153,16 +153,16 @@ def runs_of(name: str, content: dict[str, Any], table_of: str = "") -> Iterator[
     """The runs of a report of ``benchmarks.throughput``, under the name of its file. Those of unmodified Megatron-Core
     are left out: the simulator has no model of its kernels and its context parallelism."""
     for cell in content["cells"].values():
-        drawn = batches_of(content, cell)
+        drawn = workloads_of(content, cell)
         for mode in cell["modes"]:
             if parse_mode(mode).method not in PEERS:
                 yield run_of(name, content, cell, mode, drawn, table_of)
 
 
 def run_of(
-    name: str, content: dict[str, Any], cell: dict[str, Any], mode: str, drawn: Batches, table_of: str = ""
+    name: str, content: dict[str, Any], cell: dict[str, Any], mode: str, drawn: list[Workload], table_of: str = ""
 ) -> Run:
-    """The run of a ``mode`` on the batches ``drawn`` of a workload.
+    """The run of a ``mode`` on a workload, of which the batches that count are ``drawn``.
 
     Raises:
         ConfigError, SimulationError: the simulator does not know what ran.
@@ -194,8 +194,7 @@ def run_of(
         deal=content.get("deal", False),
         fused_rotation="fused" in name or "socket_nodes" in content,
     )
-    count, memory = figures.get("batches") or content["batches"], figures.get("memory_gib")
-    batches = [Workload(each, drawn.bins) for each in drawn.global_batches[content["warm_up"] :][:count]]
+    batches, memory = drawn[: figures.get("batches")], figures.get("memory_gib")
     return Run(
         name,
         Cell(cell["mix"], cell["context"]).name,
@@ -397,6 +396,12 @@ def batches_of(content: dict[str, Any], cell: dict[str, Any]) -> Batches:
         vocabulary=content["model"]["vocabulary"],
         seed=content.get("seed") or int(_option(content["command"], "--data.seed", _SEED)),
     )
+
+
+def workloads_of(content: dict[str, Any], cell: dict[str, Any]) -> list[Workload]:
+    """The batches of one workload that count."""
+    drawn = batches_of(content, cell)
+    return [Workload(each, drawn.bins) for each in drawn.global_batches[content["warm_up"] :]]
 
 
 def model_of(content: dict[str, Any]) -> ModelShape:

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,12 +34,15 @@ from rich.table import Table
 
 from distca.versions import command_line, header, write_report
 
+if TYPE_CHECKING:
+    from distca.train.config.schema import RunConfig
+
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"off": ["--cad.enabled", "false"], "on": ["--cad.enabled", "true"]}
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = arguments_of()
     if "RANK" in os.environ:
         _work(arguments)
         return
@@ -53,7 +56,8 @@ def main() -> None:
     _show(json.loads(arguments.output.read_text())["cases"])
 
 
-def _arguments() -> argparse.Namespace:
+def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    """The arguments of a command line, by default this process's."""
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
@@ -69,7 +73,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "on"])
     parser.add_argument("--keep", type=Path, help="folder for the runs with their pictures and timelines")
     parser.add_argument("settings", nargs="*", help="settings of pretrain_llama.py, after --")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def _work(arguments: argparse.Namespace) -> None:
@@ -86,8 +90,7 @@ def _work(arguments: argparse.Namespace) -> None:
             "warm_up_steps": arguments.warm_up,
             "cases": [],
         }
-        for context, mix, seed in product(arguments.contexts, arguments.mixes, arguments.seeds):
-            case: dict[str, Any] = {"mix": mix, "context": context, "seed": seed, "modes": {}}
+        for case in cases_of(arguments):
             report["cases"].append(case)
             for mode in arguments.modes:
                 case["modes"][mode] = _train(arguments, world, case, mode)
@@ -96,17 +99,15 @@ def _work(arguments: argparse.Namespace) -> None:
                     write_report(arguments.output, report)
 
 
-def _train(arguments: argparse.Namespace, world: Any, case: dict[str, Any], mode: str) -> dict[str, Any]:
-    """One run; every rank gets its figures. A run that is refused before it starts says why instead."""
-    import torch.distributed as dist
+def config_of(arguments: argparse.Namespace, case: dict[str, Any], mode: str, folder: Path) -> RunConfig:
+    """The settings of one run, which keeps its files in ``folder``.
 
-    from distca.errors import ConfigError
+    Raises:
+        ConfigError: they cannot be.
+    """
     from distca.train.config.cli import parse_run_config
     from distca.train.config.validate import validate
-    from distca.train.data.corpus import open_corpus
-    from distca.train.run.main import run_on
 
-    folder = Path(os.environ["DISTCA_BENCHMARK_FOLDER"])
     steps, mix, context, seed = arguments.warm_up + arguments.steps, case["mix"], case["context"], case["seed"]
     settings = {
         "name": f"{mix}-{context}-{seed}-{mode}",
@@ -129,9 +130,27 @@ def _train(arguments: argparse.Namespace, world: Any, case: dict[str, Any], mode
         "log.timeline_steps": f"[{steps},{steps}]",
     }
     line = [*arguments.settings, *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
+    config = parse_run_config(line + MODES[mode])
+    validate(config, arguments.ranks)
+    return config
+
+
+def cases_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The workloads of the run, without figures."""
+    every = product(arguments.contexts, arguments.mixes, arguments.seeds)
+    return [{"mix": mix, "context": context, "seed": seed, "modes": {}} for context, mix, seed in every]
+
+
+def _train(arguments: argparse.Namespace, world: Any, case: dict[str, Any], mode: str) -> dict[str, Any]:
+    """One run; every rank gets its figures. A run that is refused before it starts says why instead."""
+    import torch.distributed as dist
+
+    from distca.errors import ConfigError
+    from distca.train.data.corpus import open_corpus
+    from distca.train.run.main import run_on
+
     try:
-        config = parse_run_config(line + MODES[mode])
-        validate(config, world.size)
+        config = config_of(arguments, case, mode, Path(os.environ["DISTCA_BENCHMARK_FOLDER"]))
         run = run_on(world, config, open_corpus(config)).path
     except ConfigError as error:
         return {"refused": str(error)}

@@ -3,6 +3,7 @@
     python -m benchmarks.predict --ranks 4 --gpu 'NVIDIA H200' --links 280 240 --output predicted.json -- \\
         --output out/run --modes packed cp4-keep distca --contexts 131072 --batches 8 --warm-up 2 -- \\
         --config configs/llama-8b.yaml --model.layers 4 --model.vocabulary 32000 --data.tokens_per_rank 131072
+    python -m benchmarks.predict --of pipeline --ranks 4 --output predicted.json -- --output x.json --pp 2 -- SETTINGS
     python -m benchmarks.predict --predicted predicted.json --beside out/run/benchmark.json --output beside.json
 
 Behind the first ``--`` are the arguments of ``benchmarks.throughput``, with the model's settings behind another one.
@@ -20,25 +21,30 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import statistics
 import sys
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.calibration_runs import Run, batches_of, model_of, run_of
+from benchmarks import pipeline
+from benchmarks.calibration_runs import Run, model_of, run_of, workloads_of
 from benchmarks.run_costs import GPUS, costs_of
 from benchmarks.throughput.__main__ import asked_of
-from benchmarks.throughput.described import described
-from benchmarks.throughput.settings import Cell, Settings
+from benchmarks.throughput.described import config_described, described
+from benchmarks.throughput.settings import Cell
 from distca.baselines import Mode
+from distca.cluster.world import World
 from distca.errors import ConfigError, DistcaError
 from distca.log import die, setup_logging
-from distca.simulate import Prediction, load_rates
+from distca.simulate import Prediction, Workload, load_rates
 from distca.train.config.names import with_settings
+from distca.train.config.schema import RunConfig
+from distca.train.data.corpus import open_corpus, open_sampler
 from distca.train.run.memory import GIB
 from distca.train.run.memory_fit import HostMemory, check_memory, resolve
 from distca.versions import command_line, versions, write_report
@@ -61,7 +67,8 @@ def main() -> None:
         if options.beside:
             report = joined(_read(options.predicted), _read(options.beside))
         else:
-            report = predicted(asked, options.ranks, options.gpu, tuple(options.links), options.table_of)
+            machine = Machine(options.ranks, options.gpu, tuple(options.links), options.table_of)
+            report = predicted(asked, machine, options.of)
     except DistcaError as error:
         die(with_settings(str(error)), error.next_step)
     write_report(options.output, {"command": command_line("python -m benchmarks.predict"), **report})
@@ -72,6 +79,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.predict")
     parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the run")
+    parser.add_argument("--of", choices=_BENCHMARKS, default="throughput", help="the benchmark")
     parser.add_argument("--gpu", choices=GPUS, default=GPUS[0])
     parser.add_argument("--links", nargs=2, type=float, default=_LINKS, metavar=("ALL_TO_ALL", "ALL_GATHER"))
     parser.add_argument("--table-of", choices=GPUS, default="", help="stands in for cost tables that the GPU lacks")
@@ -84,71 +92,145 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, argv[split + 1 :]
 
 
-def predicted(asked: list[str], ranks: int, gpu: str, links: tuple[float, float], table_of: str = "") -> dict[str, Any]:
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs of a run.
+
+    Attributes:
+        ranks: how many.
+        gpu: their kind.
+        links: GB/s of each GPU in an all-to-all and in an all-gather of NCCL.
+        table_of: the kind of GPU whose cost tables stand in for missing ones; empty for none.
+    """
+
+    ranks: int
+    gpu: str = GPUS[0]
+    links: tuple[float, float] = _LINKS
+    table_of: str = ""
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """As in the report of a run."""
+        names = ("all_to_all_gb_per_s", "all_gather_gb_per_s")
+        return {"hardware": f"{self.ranks} × {self.gpu}", "links": dict(zip(names, self.links, strict=True))}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A mode on a workload.
+
+    Attributes:
+        workload: its name.
+        name: of the mode in the benchmark's report.
+        mode: how it trains.
+        config: its settings.
+        described: what it depends on, as in a report of ``benchmarks.throughput``.
+        cell: mix and context.
+        batches: the documents of every batch that counts.
+    """
+
+    workload: str
+    name: str
+    mode: Mode
+    config: RunConfig
+    described: dict[str, Any]
+    cell: dict[str, Any]
+    batches: list[Workload]
+
+
+def predicted(asked: list[str], machine: Machine, of: str = "throughput") -> dict[str, Any]:
     """The prediction of a run.
 
     Args:
-        asked: arguments of ``benchmarks.throughput``.
-        ranks: GPUs.
-        gpu: their kind.
-        links: GB/s of each GPU in an all-to-all and in an all-gather.
-        table_of: the kind of GPU whose cost tables stand in for missing ones.
+        asked: arguments of the benchmark.
+        machine: the GPUs.
+        of: the benchmark, throughput or pipeline.
 
     Raises:
-        ConfigError: the benchmark would refuse these arguments, or nothing is known of these GPUs.
+        ConfigError: the benchmark would refuse these arguments, or a cost table is missing.
     """
-    settings = asked_of(asked, ranks)
-    names = ("all_to_all_gb_per_s", "all_gather_gb_per_s")
-    content: dict[str, Any] = {
-        "hardware": f"{ranks} × {gpu}",
-        **described(settings, ranks),
-        "links": dict(zip(names, links, strict=True)),
-        "cells": {},
-    }
-    train = settings.config.train
-    notes = costs_of(gpu, model_of(content["model"]), content["parallel"]["tp"], train.fp8, table_of).notes
-    for note in notes:
+    trials = list(_BENCHMARKS[of](asked, machine))
+    first = trials[0].described
+    costs = costs_of(machine.gpu, model_of(first["model"]), first["parallel"]["tp"], first["fp8"], machine.table_of)
+    for note in costs.notes:
         logger.warning("%s", note)
-    rates = load_rates()
+    cells: dict[str, Any] = {}
+    for trial in trials:
+        cell = cells.setdefault(trial.workload, {"modes": {}, "not_predicted": {}})
+        try:
+            cell["modes"][trial.name] = found = _predicted(trial, machine)
+        except DistcaError as error:
+            cell["not_predicted"][trial.name] = why = with_settings(str(error))
+            logger.warning("Not predicted: %s on %s: %s", trial.name, trial.workload, why)
+        else:
+            _say(trial, found)
+    known = {"versions": versions(), "simulated": True, "notes": list(costs.notes), "table_of": machine.table_of}
+    return known | first | {"cells": cells}
+
+
+def _throughput(asked: list[str], machine: Machine) -> Iterator[Trial]:
+    from benchmarks.throughput.measure import config_of
+
+    settings = asked_of(asked, machine.ranks)
+    content = machine.described | described(settings, machine.ranks)
     for cell in settings.cells:
-        what: dict[str, Any] = {"mix": cell.mix, "context": cell.context, "modes": {}, "not_predicted": {}}
-        content["cells"][cell.name] = what
-        drawn = batches_of(content, what)
+        what = {"mix": cell.mix, "context": cell.context}
+        drawn = workloads_of(content, what)
         for mode in settings.modes:
-            try:
-                chosen = _chosen(mode, settings, cell, ranks, gpu)
-                run = run_of("", content, what | {"modes": {mode.name: chosen}}, mode.name, drawn, table_of)
-                what["modes"][mode.name] = chosen | figures_of(run, run.predicted(rates))
-            except DistcaError as error:
-                what["not_predicted"][mode.name] = with_settings(str(error))
-                logger.warning("Not predicted: %s on %s: %s", mode.name, cell.name, with_settings(str(error)))
-                continue
-            _say(mode.name, cell.name, what["modes"][mode.name])
-    return {"versions": versions(), "simulated": True, "notes": list(notes), "table_of": table_of, **content}
+            config = config_of(mode, settings, cell, _world(machine))
+            yield Trial(cell.name, mode.name, mode, config, content, what, drawn)
 
 
-def _chosen(mode: Mode, settings: Settings, cell: Cell, ranks: int, gpu: str) -> dict[str, Any]:
-    """The values that ``auto`` takes in a mode, as its run decides by memory.
+def _pipeline(asked: list[str], machine: Machine) -> Iterator[Trial]:
+    arguments = pipeline.arguments_of(asked)
+    if "--ranks" in asked and arguments.ranks != machine.ranks:
+        raise ConfigError(f"--ranks is {machine.ranks}, and that of the benchmark {arguments.ranks}; give one number.")
+    arguments.ranks = machine.ranks
+    for case in pipeline.cases_of(arguments):
+        for name in arguments.modes:
+            config = pipeline.config_of(arguments, case, name, Path("unused"))
+            corpus, ranks = open_corpus(config), config.parallel.data_parallel(machine.ranks)
+            config = replace(config, model=replace(config.model, vocabulary=corpus.vocabulary))
+            sampler = open_sampler(config, corpus.train, ranks)
+            batches = [Workload(sampler.next(), ranks, whole=True) for _ in range(config.train.steps)]
+            limits = {"link_channels": None, "socket_nodes": False}
+            content = machine.described | limits | config_described(config, machine.ranks)
+            mode = Mode("distca" if config.cad.enabled else "packed")
+            yield Trial(workload_of(case), name, mode, config, content, case, batches[arguments.warm_up :])
+
+
+_BENCHMARKS = {"throughput": _throughput, "pipeline": _pipeline}
+
+
+def workload_of(case: dict[str, Any]) -> str:
+    """The name of a pipeline's workload."""
+    return f"{Cell(case['mix'], case['context']).name}, seed {case.get('seed', 1234)}"
+
+
+def _predicted(trial: Trial, machine: Machine) -> dict[str, Any]:
+    """The figures of a mode, with what ``auto`` takes, as its run decides by memory.
 
     Raises:
-        ConfigError: the simulator does not know the mode, or the run would not fit.
+        DistcaError: the simulator does not know the mode, documents do not fit into it, or it not into memory.
     """
-    from benchmarks.throughput.measure import config_of
-    from megatron_patches.ranks.world import World
-
-    if mode.peer:
+    if trial.mode.peer:
         raise ConfigError("The simulator does not know unmodified Megatron-Core.")
-    config = config_of(mode, settings, cell, World(0, ranks, torch.device("cuda")))
-    device, host, vocabulary = int(_MEMORY_GIB[gpu] * GIB), HostMemory(1, 2**60), config.model.vocabulary
-    config = resolve(config, ranks, vocabulary, device, host)
-    check_memory(config, ranks, vocabulary, device, host)
-    train = config.train
-    return {
-        "recompute": train.recompute,
-        "keep_outputs": train.keep_outputs,
-        "offload": train.offload,
+    device, host, vocabulary = int(_MEMORY_GIB[machine.gpu] * GIB), HostMemory(1, 2**60), trial.config.model.vocabulary
+    config = resolve(trial.config, machine.ranks, vocabulary, device, host)
+    check_memory(config, machine.ranks, vocabulary, device, host)
+    chosen = {
+        "recompute": config.train.recompute,
+        "keep_outputs": config.train.keep_outputs,
+        "offload": config.train.offload,
         "backward": config.cad.backward,
     }
+    cell = trial.cell | {"modes": {trial.mode.name: chosen}}
+    run = run_of("", trial.described, cell, trial.mode.name, trial.batches, machine.table_of)
+    return chosen | figures_of(run, run.predicted(load_rates()))
+
+
+def _world(machine: Machine) -> World:
+    return World(0, machine.ranks, torch.device("cuda"))
 
 
 def figures_of(run: Run, steps: list[Prediction]) -> dict[str, Any]:
@@ -164,11 +246,11 @@ def figures_of(run: Run, steps: list[Prediction]) -> dict[str, Any]:
     }
 
 
-def _say(mode: str, cell: str, figures: dict[str, Any]) -> None:
+def _say(trial: Trial, figures: dict[str, Any]) -> None:
     logger.info(
         "%s on %s: %s tokens/s, idle %.1f %%, peak %.1f GiB, %.2f GiB sent per step",
-        mode,
-        cell,
+        trial.name,
+        trial.workload,
         f"{figures['tokens_per_s']:,.0f}",
         100 * figures["idle_share"],
         figures["memory_gib"],
@@ -180,7 +262,7 @@ def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """A prediction beside what was measured: the error is predicted over measured tokens per second, less 1."""
     cells: dict[str, Any] = {}
     errors, left_out = [], {}
-    for name, cell in measured["cells"].items():
+    for name, cell in cells_of(measured).items():
         known = before["cells"].get(name, {"modes": {}, "not_predicted": {}})
         for mode, figures in cell["modes"].items():
             if mode not in known["modes"]:
@@ -212,13 +294,27 @@ def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def cells_of(measured: dict[str, Any]) -> dict[str, Any]:
+    """The workloads of a report of either benchmark, by name."""
+    if "cases" not in measured:
+        found: dict[str, Any] = measured["cells"]
+        return found
+    ran: dict[str, Any] = {}
+    for case in measured["cases"]:
+        modes = {mode: figures for mode, figures in case["modes"].items() if "refused" not in figures}
+        ran[workload_of(case)] = {"modes": modes}
+    return ran
+
+
 def _measured(figures: dict[str, Any]) -> dict[str, Any]:
-    memory = figures.get("memory_gib")
+    """The figures of a mode that are compared, in either benchmark's report; None for what it does not say."""
+    idle, sent = figures.get("idle_share"), figures.get("bytes_per_step")
+    memory = figures.get("memory_gib", figures.get("peak_memory_gb_measured"))
     return {
         "tokens_per_s": figures["tokens_per_s"],
-        "idle_share": figures.get("idle_share"),
-        "memory_gib": memory["max"] if isinstance(memory, dict) else memory,
-        "gib_per_step": figures.get("bytes_per_step", math.nan) / 2**30,
+        "idle_share": idle["mean"] if isinstance(idle, dict) else idle,
+        "memory_gib": memory["max"] if isinstance(memory, dict) else max(memory, default=None) if memory else None,
+        "gib_per_step": None if sent is None else sent / 2**30,
     }
 
 

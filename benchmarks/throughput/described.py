@@ -6,12 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.throughput.settings import Settings
+from distca.train.config.schema import RunConfig
 
 
 def described(settings: Settings, world_size: int) -> dict[str, Any]:
     """All that a run of ``world_size`` ranks depends on, but for the machine, its links and the workloads."""
-    config = settings.config
-    parallel, cad, train = config.parallel, config.cad, config.train
     return {
         "warm_up": settings.warm_up,
         "batches": settings.batches,
@@ -19,6 +18,14 @@ def described(settings: Settings, world_size: int) -> dict[str, Any]:
         "socket_nodes": settings.socket_nodes,
         "short_warm_up": settings.short_warm_up,
         "seed": settings.seed,
+        **config_described(settings.config, world_size),
+    }
+
+
+def config_described(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """What a step of ``world_size`` ranks depends on, of a run's settings."""
+    parallel, cad, train = config.parallel, config.cad, config.train
+    return {
         "deal": True,  # older reports have runs without
         "tolerance": cad.tolerance,
         "model": asdict(config.model),
@@ -36,5 +43,4 @@ def described(settings: Settings, world_size: int) -> dict[str, Any]:
         "fp8_weights": train.fp8_weights,
         "gradients": train.gradients,
         "moments": train.moments,
-        "cells": {},
     }

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.calibration_runs import RESULTS, batches_of, run_of
-from benchmarks.predict import joined, predicted
+from benchmarks.calibration_runs import RESULTS, run_of, workloads_of
+from benchmarks.predict import Machine, joined, predicted
 from benchmarks.run_costs import GPUS, costs_of
 from distca.errors import ConfigError
 from distca.simulate import MODELS
@@ -23,7 +23,7 @@ def before(name: str, table_of: str = "") -> tuple[dict[str, Any], dict[str, Any
     ranks, gpu = content["hardware"].split(" × ")
     links = content["links"]["all_to_all_gb_per_s"], content["links"]["all_gather_gb_per_s"]
     asked = words[words.index("benchmarks.throughput") + 1 :]
-    return content, predicted(asked, int(ranks), gpu, links, table_of) | {"command": ""}
+    return content, predicted(asked, Machine(int(ranks), gpu, links, table_of)) | {"command": ""}
 
 
 def test_a_kept_run_is_predicted_from_its_command_line() -> None:
@@ -41,13 +41,28 @@ def test_a_kept_run_is_predicted_from_its_command_line() -> None:
     assert "2 ranks" in found["cells"]["pretrain 128K"]["not_predicted"]["packed"]
 
 
+def test_a_kept_pipeline_is_predicted_from_its_command_line() -> None:
+    content = json.loads((RESULTS / "pipeline_8b_8_layers_pp2_tp2_prolong_256k.json").read_text())
+    asked = shlex.split(content["command"])[2:]
+    asked.remove("on")  # whose plans take seconds
+    found = predicted(asked, Machine(4), "pipeline") | {"command": ""}
+    beside = joined(found, content)
+    (cell,) = beside["cells"].values()
+    assert (
+        list(cell) == ["off"] and abs(cell["off"]["error"]) < 0.05 and cell["off"]["gib_per_step"]["measured"] is None
+    )
+    assert list(beside["not_predicted"]) == ["prolong 256K, seed 1234, on"]
+    with pytest.raises(ConfigError, match="--ranks is 2, and that of the benchmark 4"):
+        predicted(asked, Machine(2), "pipeline")
+
+
 def test_parallelism_and_experts_of_a_report_reach_the_simulator() -> None:
     content = json.loads((RESULTS / "experts_a3b_cut_2_gpus.json").read_text())
     cell = content["cells"]["pretrain 128K"]
-    job = run_of("", content, cell, "distca", batches_of(content, cell)).job
+    job = run_of("", content, cell, "distca", workloads_of(content, cell)).job
     assert (job.model.experts.count, job.ep, job.tp, job.cluster.gpus) == (128, 2, 1, 2) and job.hide_experts
     content["parallel"] |= {"tp": 2, "ep": 1}
-    job = run_of("", content, cell, "cp2-keep", batches_of(content, cell)).job
+    job = run_of("", content, cell, "cp2-keep", workloads_of(content, cell)).job
     assert (job.tp, job.cluster.gpus, job.data_parallel, job.shape.heads) == (2, 4, 2, 16)
 
 
@@ -67,7 +82,7 @@ def test_a_missing_table_is_named_and_taken_from_another_gpu_only_where_that_is_
 def test_what_is_not_known_is_left_out_by_name() -> None:
     def why(mode: str, gpu: str, *settings: str) -> str:
         asked = [*SMALL, mode, "--", "--config", "configs/llama-8b-cut.yaml", *settings]
-        (cell,) = predicted(asked, 2, gpu, (280, 240))["cells"].values()
+        (cell,) = predicted(asked, Machine(2, gpu))["cells"].values()
         assert not cell["modes"]
         return str(cell["not_predicted"][mode])
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.calibration_runs import RESULTS, batches_of, run_of
+from benchmarks.calibration_runs import RESULTS, run_of, workloads_of
 from distca.baselines import parse_mode
 from distca.models.experts import Experts
 from distca.simulate import Cluster, Job, dense, simulate
@@ -127,7 +127,7 @@ def test_rows_of_experts_take_what_was_measured() -> None:
     """Two H200, and the seconds in which each computed: kernels of all kinds but communication."""
     content = json.loads((RESULTS / "experts_a3b_cut_2_gpus.json").read_text())
     for cell in content["cells"].values():
-        drawn = batches_of(content, cell)
+        drawn = workloads_of(content, cell)
         for mode in ("cp2-keep", "distca"):
             run = run_of("", content, cell, mode, drawn)
             found = simulate(run.job, run.mode, run.batches[0])
