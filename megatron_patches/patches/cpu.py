@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros")
+"""The functions that make a tensor on a device and that Megatron-Core calls with CUDA devices."""
 
 _replaced = False
 
@@ -43,7 +44,7 @@ def use_cpu() -> None:
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[attr-defined]
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # Megatron logs for every weight that it draws that CPU and CUDA random states are equal, as they are the same here.
+    # Here CPU and CUDA have one random state, of which Megatron would complain in the log for every weight it draws.
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "RNG state" not in record.getMessage())
     # A TorchFunctionMode could do the rest in one place, but takes a fifth of the time of a small model's step.
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
@@ -51,7 +52,8 @@ def use_cpu() -> None:
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # If Megatron was imported before before_import.py could run, it has compiled fusions, which run as they are now.
+    # If Megatron was imported before before_import.py could replace torch.compile, its fusions would be compiled at
+    # their first call. Then the compiler is switched off.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.config.disable = True
 

@@ -12,6 +12,7 @@ from typing import Any
 from distca.runtime.timeline import Timeline
 
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
+"""Names of the spans on the timeline, by the names of Megatron's timers."""
 
 
 class StageTimers:
