@@ -1,12 +1,17 @@
-"""Gradients within chunks of the gated delta rule, by one kernel, or as batched products.
+"""One step of the gated delta rule's backward: the gradients of q, k and decays within chunks of rows.
 
-fla has a kernel for them. It refuses to run on Hopper with Triton 3.4 to 3.7.0, which compile it wrongly for some sizes
-of heads (fla-org/flash-linear-attention issue 640). This takes its place there. G are the sums of decays in a chunk, S
-is the state before it, and dS the gradient of the state behind it. The rows add u to the state:
+fla-core computes recurrent layers in *chunks* of 64 rows. It has a kernel for this step, but refuses to run it on
+Hopper with Triton 3.4 to 3.7.0. These compile it wrongly for some head sizes (fla-org/flash-linear-attention issue
+640). There :func:`chunk_gradients` replaces it, with our Triton kernel (ops/triton/chunk_gradients.py) or products of
+torch.
+
+S is the state before a chunk, and dS the gradient of the state behind it. G_i is the sum of g from the chunk's first
+row to row i. Row i adds k_i u_iᵀ to the state:
 
     P = scale · tril(e^{G_i−G_j} do_i·u_j);   dq = scale · e^G do Sᵀ + P k;   dk = e^{G_C−G} u dSᵀ + Pᵀ q;   dw = −du Sᵀ
 
-G_i scales all of dq_i·q_i, and 1/G_j all of dk_j·k_j, which gives the gradient of G.
+w are intermediate rows of fla-core. All terms of dq_i grow with e^{G_i}, and all of dk_j with e^{−G_j}. So the gradient
+of G_i is dq_i·q_i − dk_i·k_i, with a further term in the chunk's last row, for the decay of the state.
 
 Shape suffixes: N rows, H heads, K elements of a head of k, V of one of v; T chunks, C rows of a chunk, M = T·H.
 """
@@ -17,7 +22,8 @@ import torch
 
 from distca.ops.triton import has_kernels
 
-_CHUNKS_AT_ONCE = 128  # 2 GiB of intermediate tensors for 32 heads of 128
+_CHUNKS_AT_ONCE = 128
+"""Chunks that torch computes at a time; with 32 heads of 128 they take 2 GiB of intermediate tensors."""
 
 
 def chunk_gradients(
@@ -36,21 +42,24 @@ def chunk_gradients(
     chunk_size: int,
     state_v_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk and dw in the shape of q, and dg in float32. Names of arguments are fla's.
+    """Returns dq, dk and dw in the shape of q, and dg in float32.
+
+    It replaces a function of fla-core, so the names of arguments are fla-core's.
 
     Args:
         q, k: [1, N, H, K].
-        v: [1, N, H, V], the rows' additions.
-        do, dv: [1, N, H, V].
-        h: [1, T, H, K, V], states before chunks.
-        dh: [1, T, H, K, V], gradients of states behind them.
+        v: [1, N, H, V] u, the rows that are added to the state.
+        do: [1, N, H, V] gradients of the outputs.
+        h: [1, T, H, K, V] states before chunks.
+        dh: [1, T, H, K, V] gradients of the states behind chunks.
         w: [1, N, H, K], of which only the shape is read.
-        g: [1, N, H], sums of decays in their chunk as powers of 2.
-        scale: of the outputs.
-        cu_seqlens: first rows of the pieces, and their end.
-        chunk_indices: [T, 2], each chunk's piece and its number there.
+        g: [1, N, H] G over log 2, so that e^G is 2 to the power of this.
+        dv: [1, N, H, V] gradients of u.
+        scale: factor on the outputs.
+        cu_seqlens: first rows of the sequences (here pieces of documents), and the end of the last one.
+        chunk_indices: [T, 2] each chunk's sequence, and its number there.
         chunk_size: C.
-        state_v_first: False, the order of ``h``'s dimensions.
+        state_v_first: the order of the dimensions of ``h``; must be False.
     """
     assert not state_v_first and q.shape == k.shape == w.shape
     if has_kernels(q, "gradients within chunks") and q.dtype != torch.float32:
@@ -60,7 +69,7 @@ def chunk_gradients(
             return kernels.chunk_gradients(q, k, v, do, h, dh, g, dv, scale, cu_seqlens, chunk_indices, chunk_size)
     rows = q.shape[1]
     places_TC = _places(cu_seqlens, chunk_indices, chunk_size, rows)
-    # One row more, for what is computed where a chunk has no row.
+    # Chunks at the end of a sequence may have fewer rows. Their other places write to one row behind all rows.
     dq, dk, dw = (each.new_empty(rows + 1, *each.shape[2:]) for each in (q, k, w))
     dg = g.new_empty(rows + 1, g.shape[2])
     for first in range(0, len(places_TC), _CHUNKS_AT_ONCE):
@@ -75,7 +84,7 @@ def chunk_gradients(
 
 
 def _places(cu_seqlens: torch.Tensor, chunk_indices: torch.Tensor, chunk_size: int, rows: int) -> torch.Tensor:
-    """[T, C] rows of each chunk; ``rows`` where it has none."""
+    """[T, C] numbers of each chunk's rows; ``rows`` for places of a chunk without a row."""
     piece, number = chunk_indices.unbind(1)
     within = torch.arange(chunk_size, device=piece.device)
     places_TC = cu_seqlens[piece][:, None] + chunk_size * number[:, None] + within
@@ -91,7 +100,19 @@ def _of_chunks(
     is_row_TC: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dw as [T·C, H, K] and dg as [T·C, H] of some chunks; ``heads`` are q, k, u, do and du of all rows."""
+    """Returns dq, dk and dw as [T·C, H, K] and dg as [T·C, H], for some chunks.
+
+    Args:
+        heads: q, k, u, do and du of all rows.
+        g_NH: G of all rows.
+        h_THKV: states before these chunks.
+        dh_THKV: gradients of the states behind these chunks.
+        places_TC: the chunks' rows.
+        is_row_TC: whether a place of a chunk has a row.
+        scale: factor on the outputs.
+    """
+    # The rows of each chunk and head become one matrix of a batch of M. Variables have the names of the formulas above;
+    # "products" is P, and "seen" says which rows j of a chunk are not behind row i.
     places = places_TC.clamp(max=len(g_NH) - 1)
     q, k, u, do, du = ((each[places] * is_row_TC[..., None, None]).transpose(1, 2).flatten(0, 1) for each in heads)
     g_MC = torch.where(is_row_TC[..., None], g_NH[places], 0.0).transpose(1, 2).flatten(0, 1)
@@ -113,7 +134,7 @@ def _of_chunks(
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Batched product, in float32."""
+    """The batched matrix product, in float32."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.bmm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

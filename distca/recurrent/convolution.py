@@ -1,6 +1,11 @@
-"""From a projection's rows to a core's: the short causal convolution over pieces, SiLU, heads and their norms.
+"""The way from a projection's rows to the rows of a recurrent core: a short causal convolution, SiLU, heads, norms.
 
-Shape suffixes as in ``kernel.py``; C channels of the convolution, J rows that it reads, U halo rows that arrived.
+A *piece* is a run of a document's rows on one rank. The convolution reads for each row J rows: the row itself and J - 1
+before it. The J - 1 rows before a piece are its *halo*; ranks send each other these rows. On GPUs Triton kernels
+compute it (ops/triton/core_rows.py), elsewhere torch.
+
+Shape suffixes: N rows of the rank (padding included), H heads, K elements of a head of q or k; C channels of the
+convolution, J rows that it reads, U halo rows that arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from distca.ops.triton import has_kernels
 from distca.plan.recurrence import Recurrence
 from distca.recurrent.kernel import CoreRows, Span
 
-_NORM_EPSILON = 1e-6  # added to the squared norm of a head of q or k
+_NORM_EPSILON = 1e-6
+"""Added to the squared norm of a head of q or k, by whose root the head is divided."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +32,9 @@ class CoreParameters:
     """The weights of a recurrent core, for the heads of one tensor-parallel rank.
 
     Attributes:
-        kernel: kernel_CJ of the convolution, the weight of the row itself last.
-        bias: bias_C of the convolution.
-        skip: skip_H, how much of v is added to the output; Mamba-2's D.
+        kernel: kernel_CJ of the convolution; the last weight is that of the row itself.
+        bias: bias_C of the convolution; None for none.
+        skip: skip_H, the factor with which v is added to the output, Mamba-2's D; None for none.
     """
 
     kernel: torch.Tensor
@@ -38,13 +44,13 @@ class CoreParameters:
 
 @dataclass(frozen=True)
 class PieceRows:
-    """The rows of a nano-batch's pieces, and the rows that come before them.
+    """A rank's pieces and their halo rows.
 
     Attributes:
-        spans: of all pieces, in the order of their rows.
-        continues: for each piece, whether it continues a document.
-        picked: int64 [continuing pieces, J - 1]: the rows before each, among those that arrived; one past all of them
-            stands for a row before the document's start.
+        spans: first row of each piece and one past its last, in the order of rows.
+        continues: for each piece, whether it continues a document, and so has a halo.
+        picked: int64 [pieces that continue a document, J - 1], the number of each halo row among the U rows that
+            arrived. U stands for a row before the document's start, which is zero.
     """
 
     spans: Sequence[Span]
@@ -53,7 +59,7 @@ class PieceRows:
 
     @cached_property
     def taps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The pieces as kernels read them; see :data:`distca.ops.triton.core_rows.Taps`."""
+        """The pieces in the form of the Triton kernels, which :data:`distca.ops.triton.core_rows.Taps` explains."""
         width = self.picked.shape[1]
         continued = np.cumsum(self.continues) - 1
         halo = np.where(self.continues, continued * width, -1)
@@ -64,10 +70,12 @@ class PieceRows:
 
     @cached_property
     def halo_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Places in the halo, the rows that read these, and how many rows lie between; as int64.
+        """All pairs of a halo row and a piece's row that reads it, as three int64 arrays.
 
-        With 3 rows before a piece, the last of them is read by its first three rows, the one before by the first two:
-        (2, first, 1), (2, first + 1, 2), (2, first + 2, 3), (1, first, 2), (1, first + 1, 3), (0, first, 3)."""
+        They are the index of the halo row in the flat ``picked``, the reading row, and the distance of both. Example: a
+        piece from row f on has 3 halo rows, with the indices 0, 1 and 2. Its first three rows read the last of these,
+        its first two the one before. The pairs are (0, f, 3), (1, f, 2), (1, f + 1, 3), (2, f, 1), (2, f + 1, 2) and
+        (2, f + 2, 3)."""
         width = self.picked.shape[1]
         begins = [span for span, continues in zip(self.spans, self.continues, strict=True) if continues]
         found = [
@@ -90,16 +98,16 @@ def core_rows(
     pieces: PieceRows,
     what: Recurrence,
 ) -> CoreRows:
-    """The core's rows of all pieces; zero in padding.
+    """The core's rows of all pieces; q, k and v are zero in padding.
 
     Args:
-        mixed_NC: rows before the convolution.
-        g: g_NH or g_NHK.
-        beta_NH: factors of the additions.
+        mixed_NC: the projection's rows, the input of the convolution.
+        g: g_NH or g_NHK, passed on.
+        beta_NH: passed on.
         halo_UC: halo rows that arrived.
-        parameters: of the convolution.
-        pieces: where the pieces lie.
-        what: the recurrence.
+        parameters: the convolution's weights.
+        pieces: the pieces and their halo rows.
+        what: the shapes of heads and the order of q, k and v among the channels.
     """
     if has_kernels(mixed_NC, "convolution"):
         q, k, v = fused_rows(mixed_NC, halo_UC, parameters, pieces, what)
@@ -115,7 +123,7 @@ def fused_rows(
     pieces: PieceRows,
     what: Recurrence,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns q, k and v of :func:`core_rows` by Triton's kernels; arguments as there."""
+    """Returns q, k and v of :func:`core_rows`, computed by Triton kernels; arguments as there."""
     from distca.ops.triton.core_rows import CoreRowsOf, Head
 
     epsilon = _NORM_EPSILON if what.normalise else None
@@ -146,6 +154,7 @@ def rows_of_heads(activated_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Te
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:
+    """Heads divided by their norm, computed in at least float32."""
     square = heads.to(torch.promote_types(heads.dtype, torch.float32)).square().sum(-1, keepdim=True)
     return (heads * torch.rsqrt(square + _NORM_EPSILON)).to(heads.dtype)
 
@@ -153,8 +162,9 @@ def _unit(heads: torch.Tensor) -> torch.Tensor:
 def _convolved(
     mixed_NC: torch.Tensor, halo_UC: torch.Tensor, parameters: CoreParameters, pieces: PieceRows
 ) -> torch.Tensor:
-    """The convolution's output; zero in padding. Every piece is put behind the rows before it, and the weights then
-    pass over all pieces at once."""
+    """The convolution's output by torch; zero in padding."""
+    # "extended" has each piece behind its halo, or behind zeros, one after the other. The convolution runs over all of
+    # it, and "places" are the results that belong to rows of pieces.
     width = parameters.kernel.shape[1] - 1
     nothing = mixed_NC.new_zeros(width, mixed_NC.shape[1])
     picked = pieces.picked.flatten()

@@ -1,10 +1,13 @@
-"""The gated delta rule by fla-core's Triton kernels, over pieces of documents.
+"""The kernel of recurrent cores for GPUs: the gated delta rule by fla-core's Triton kernels.
 
-fla's own functions take whole sequences by autograd. What is called here is below them: it takes the states before
-sequences and the gradients of those behind, and its parts for context parallelism give summaries in float32. These
-parts belong to one version of fla-core, so that version alone is used.
+A *piece* is a run of a document's rows on one rank. It turns the state before it into A·S + B; A and B are its summary
+(kernel.py). fla-core's public functions are autograd functions over whole sequences. Here the functions below them are
+called: they also take the states before sequences and the gradients of states behind them. fla-core's functions for
+context parallelism give summaries in float32. All these are private, so only one version of fla-core is used
+(select.py).
 
-Shape suffixes as in ``kernel.py``.
+fla-core computes in *chunks* of 64 rows. Shape suffixes: N rows of a rank, H heads, K elements of a head of q or k, V
+of one of v; P pieces of a call.
 """
 
 from __future__ import annotations
@@ -26,16 +29,17 @@ from distca.recurrent.chunk_gradients import chunk_gradients
 from distca.recurrent.kernel import CoreRows, RecurrentKernel, Span
 
 CHUNK_ROWS = 64
+"""Rows of a chunk, as fla-core has them."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Pieces that follow each other in memory.
+    """Pieces that follow each other in memory, which one call of fla-core computes as several sequences.
 
     Attributes:
-        pieces: their numbers among those that are asked for.
-        span: all their rows.
-        borders: what fla's functions are told about them.
+        pieces: their numbers among the pieces of the call.
+        span: first row of the first piece, and one past the last row of the last piece.
+        borders: fla-core's arguments for the borders of sequences and chunks.
     """
 
     pieces: slice
@@ -44,11 +48,11 @@ class _Run:
 
 
 class FlaDeltaRule:
-    """One recurrence by fla's kernels, in bfloat16 or float16 with float32 states.
+    """One recurrence by fla-core's kernels, in bfloat16 or float16 with float32 states.
 
     Args:
-        recurrence: with the delta rule and one decay for all channels.
-        own_gradients: compute gradients within chunks by a kernel of ours or products of torch, where fla refuses to.
+        recurrence: a recurrence with the delta rule and one decay per head.
+        own_gradients: whether chunk_gradients.py replaces a kernel that fla-core refuses to run on some GPUs.
     """
 
     def __init__(self, recurrence: Recurrence, own_gradients: bool = False) -> None:
@@ -107,7 +111,7 @@ class FlaDeltaRule:
             w, _, _ = self._within(k=own["k"], v=own["v"], g=g, beta=own["beta"], **run.borders)
             common = {"q": own["q"], "k": own["k"], "do": do, "g": g, "scale": self._what.scale, **run.borders}
             du = self._gradients_of_additions(**common)
-            # The states themselves are not read: they say only that their gradients are wanted.
+            # fla-core does not read h0; it returns the gradients of the first states only if h0 is given.
             _, gradients[run.pieces], _ = self._state_gradients(
                 **common, w=w, dv=du, h0=self._states(rows, run.pieces.stop - run.pieces.start)
             )
@@ -147,15 +151,19 @@ class FlaDeltaRule:
         return before
 
     def _gradients_within_chunks(self) -> AbstractContextManager[Any]:
+        """A context in which fla-core calls :func:`chunk_gradients`, if this kernel has own gradients."""
         return patch.object(self._fla, "chunk_bwd_dqkwg", chunk_gradients) if self.own_gradients else nullcontext()
 
     def _states(self, rows: CoreRows, count: int, width: int | None = None) -> torch.Tensor:
+        """New memory for ``count`` states, whose last dimension is ``width``; None for V."""
         heads, key_dim, value_dim = self._what.state_shape
         return rows.v.new_empty(count, heads, key_dim, width or value_dim, dtype=torch.float32)
 
 
 def let_fla_differentiate(kernel: RecurrentKernel) -> None:
-    """Let fla's own functions compute gradients within chunks as a chosen kernel does, for whoever calls them."""
+    """Lets fla-core's public functions call :func:`chunk_gradients` from now on, if ``kernel`` has own gradients.
+
+    It is for comparisons with models that call these functions."""
     if isinstance(kernel, FlaDeltaRule) and kernel.own_gradients:
         from fla.ops.gated_delta_rule import chunk
 
@@ -163,12 +171,13 @@ def let_fla_differentiate(kernel: RecurrentKernel) -> None:
 
 
 def _named(rows: CoreRows, run: _Run) -> dict[str, torch.Tensor]:
-    """The rows of a run under fla's names, as one sequence."""
+    """The rows of a run by fla-core's names of arguments, with a leading dimension of 1."""
     named = zip(("q", "k", "v", "g", "beta"), rows.at(run.span).all, strict=True)
     return {name: each[None].contiguous() for name, each in named}
 
 
 def _runs(spans: Sequence[Span], device: torch.device) -> Iterator[_Run]:
+    """Groups pieces that follow each other in memory."""
     first = 0
     for at in range(1, len(spans) + 1):
         if at == len(spans) or spans[at][0] != spans[at - 1][1]:
@@ -177,10 +186,12 @@ def _runs(spans: Sequence[Span], device: torch.device) -> Iterator[_Run]:
             first = at
 
 
-@lru_cache(maxsize=64)  # all layers of a micro-batch have the same pieces, forward and backward
+@lru_cache(maxsize=64)  # All layers of a micro-batch have the same pieces, in forward and backward.
 def _borders(lengths: tuple[int, ...], device: torch.device) -> dict[str, torch.Tensor]:
-    """First rows of pieces that follow each other, and (piece, number) of all chunks; fla would wait for the GPU to
-    count these."""
+    """fla-core's arguments for the borders of pieces with these lengths.
+
+    They are the first rows of pieces and the end, and for each chunk its piece and its number there. fla-core would
+    find the chunks itself, but would wait for the GPU."""
     ends = np.cumsum((0, *lengths))
     numbers = [np.arange(0, end - begin, CHUNK_ROWS) // CHUNK_ROWS for begin, end in pairwise(ends)]
     pieces = np.repeat(np.arange(len(lengths)), [len(each) for each in numbers])

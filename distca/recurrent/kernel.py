@@ -1,8 +1,13 @@
-"""The interface of kernels of recurrent cores: they take pieces of documents, each from a state to a state.
+"""The interface of kernels of recurrent cores, which go over rows of a document from a state to the next state.
 
-Shape suffixes: N rows of the home rank (padding included), H heads, K elements of a head of q or k, V of one of v; P
-pieces that are asked for. States and their gradients are float32 at least: bfloat16 ones lose 1,000 times as much over
-128 pieces.
+``plan/recurrence.py`` has the formula. A document may be cut over ranks. A *piece* is a run of its rows on one rank,
+and a kernel computes some pieces at a time. A whole piece turns the state S before it into A·S + B, where A is its
+*transition* and B its *own state*; both together are its *summary*. Ranks send each other summaries, so that each can
+compute the states before its pieces. ``runtime/recurrent_call.py`` calls kernels. Implementations are reference.py and
+fla_delta_rule.py.
+
+Shape suffixes: N rows of a rank (padding included), H heads, K elements of a head of q or k, V of one of v; P pieces of
+a call. States and their gradients have at least float32. In bfloat16 they lose 1,000 times as much over 128 pieces.
 """
 
 from __future__ import annotations
@@ -23,10 +28,10 @@ class CoreRows:
 
     Attributes:
         q: q_NHK, repeated for the heads that share it.
-        k: k_NHK.
+        k: k_NHK, repeated for the heads that share it.
         v: v_NHV.
-        g: g_NH, or g_NHK; not above 0.
-        beta: beta_NH.
+        g: g_NH, or g_NHK with a decay for each channel of k: logarithms of the state's decay, 0 or less.
+        beta: beta_NH, factors on what each row adds to the state.
     """
 
     q: torch.Tensor
@@ -41,7 +46,7 @@ class CoreRows:
 
     @property
     def all(self) -> tuple[torch.Tensor, ...]:
-        """All five."""
+        """The five tensors, in this order."""
         return self.q, self.k, self.v, self.g, self.beta
 
     def at(self, span: Span) -> CoreRows:
@@ -50,7 +55,7 @@ class CoreRows:
 
 
 class RecurrentKernel(Protocol):
-    """Computes one recurrence. Rows outside the pieces that are asked for are neither read nor written."""
+    """Computes one recurrence. Rows outside of the given pieces are neither read nor written."""
 
     name: str
 
@@ -62,16 +67,28 @@ class RecurrentKernel(Protocol):
         o_NHV: torch.Tensor,
         wanted: bool = True,
     ) -> torch.Tensor:
-        """Fill ``o_NHV`` for the pieces, and return the states behind them, or no state unless ``wanted``: those of
-        many short documents are large. ``states_PHKV``: the states before the pieces, None for zeros."""
+        """Computes the outputs of pieces, and the states behind them.
+
+        Args:
+            rows: rows of the rank.
+            spans: the pieces.
+            states_PHKV: the states before the pieces; None for zeros.
+            o_NHV: the outputs; rows of the pieces are written.
+            wanted: whether the states behind pieces are returned. Those of many short documents take much memory.
+
+        Returns:
+            The states behind the pieces [P, H, K, V]; P is 0 unless they are ``wanted``.
+        """
         ...
 
     def summaries(self, rows: CoreRows, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return B_PHKV and the transitions A [P, *transition_shape]: the state behind a piece is A·S + B."""
+        """Returns the pieces' own states B_PHKV and transitions A [P, *transition_shape]."""
         ...
 
     def state_gradients(self, rows: CoreRows, spans: Sequence[Span], do_NHV: torch.Tensor) -> torch.Tensor:
-        """Return the gradients of the states before the pieces, for outputs alone."""
+        """Returns the part of the gradients of the states before the pieces that comes from the pieces' outputs.
+
+        The other part, from the states behind them, is their gradients times the pieces' transitions."""
         ...
 
     def backward(
@@ -84,22 +101,33 @@ class RecurrentKernel(Protocol):
         gradients: CoreRows,
         wanted: bool = True,
     ) -> torch.Tensor:
-        """Fill ``gradients`` for the pieces, and return those of the states before them, or none unless ``wanted``.
-        ``states_PHKV``: the states before them, ``dstates_PHKV``: gradients of the states behind them; None for
-        zeros."""
+        """Computes the gradients of the pieces' rows, and of the states before the pieces.
+
+        Args:
+            rows: rows of the rank.
+            spans: the pieces.
+            states_PHKV: the states before the pieces; None for zeros.
+            do_NHV: gradients of the outputs.
+            dstates_PHKV: gradients of the states behind the pieces; None for zeros.
+            gradients: gradients of the rows; those of the pieces are written.
+            wanted: whether the gradients of the states before pieces are returned.
+
+        Returns:
+            The gradients of the states before the pieces [P, H, K, V]; P is 0 unless they are ``wanted``.
+        """
         ...
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states of rows of ``dtype``: float32 at least."""
+    """The dtype of states for rows of ``dtype``: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def carried(transition: torch.Tensor, state: torch.Tensor, backward: bool = False) -> torch.Tensor:
-    """A·S for [..., H, K, V] states, or Aᵀ·dS for their gradients.
+    """Applies a transition A: A·S for a state S, or Aᵀ·dS for a gradient dS of a state.
 
     Args:
-        transition: [..., H, K, K], or [..., H, K or 1, 1] of a diagonal.
+        transition: [..., H, K, K] matrices, or [..., H, K or 1, 1] diagonals of them.
         state: [..., H, K, V].
         backward: whether ``state`` is a gradient.
     """

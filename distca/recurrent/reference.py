@@ -1,12 +1,14 @@
-"""Recurrent cores in plain torch: exact in float64, on any device.
+"""A kernel of recurrent cores in plain torch, for any device and dtype; other kernels are compared with it in float64.
 
-Rows are processed in chunks. G are the sums of decays in a chunk, and S is the state before it. The rows' additions u
-solve a triangular system; outputs and the next state are then matrix products:
+The formula of ``plan/recurrence.py`` goes row by row. Here rows are processed in *chunks* of 16, with matrix products.
+S is the state before a chunk, and G_i is the sum of g from the chunk's first row to row i. Each row adds k_i u_iᵀ to
+the state. The u of a chunk (U) solve a triangular system, and then give the outputs and the next state:
 
     (1 + tril(β_i e^{G_i−G_j} k_i·k_j, −1)) U = β (V − (K e^G) S)
     O = scale · ((Q e^G) S + tril(e^{G_i−G_j} q_i·k_j) U),   S ← e^{G_C} S + (K e^{G_C−G})ᵀ U
 
-Shape suffixes as in ``kernel.py``; C and D rows of a chunk.
+Without the delta rule U is β V. Shape suffixes: N rows, H heads, K elements of a head of q or k, V of one of v; P
+pieces of documents; C and D rows of a chunk.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from distca.plan.recurrence import Recurrence
 from distca.recurrent.kernel import CoreRows, Span, wide
 
 _CHUNK_ROWS = 16
+"""Rows of a chunk."""
 
 
 class ReferenceRecurrence:
-    """One recurrence in plain torch; gradients are autograd's, of one piece at a time."""
+    """One recurrence in plain torch. It computes one piece at a time, and its gradients are autograd's."""
 
     name = "reference"
 
@@ -51,7 +54,7 @@ class ReferenceRecurrence:
         transitions = own.new_empty(len(spans), *what.transition_shape)
         for at, piece in enumerate(rows.at(span) for span in spans):
             if what.delta:
-                # One pass for both: columns of zeros beside v begin with the unit matrix as their state.
+                # One pass gives both B and A: v gets K more columns of zeros, whose state begins as the unit matrix.
                 zeros = piece.v.new_zeros(*piece.k.shape)
                 both = CoreRows(piece.q, piece.k, torch.cat((piece.v, zeros), dim=2), piece.g, piece.beta)
                 unit = torch.eye(what.key_dim, dtype=own.dtype, device=own.device).expand(what.heads, -1, -1)
@@ -102,7 +105,7 @@ class ReferenceRecurrence:
 
 
 def _scan(rows: CoreRows, state_HKV: torch.Tensor, what: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
-    """o_NHV in float32 or more, and the state behind the rows."""
+    """Returns o_NHV in at least float32, and the state behind the rows; ``state_HKV`` is the state before them."""
     outputs = []
     for chunk in zip(*(each.split(_CHUNK_ROWS) for each in rows.all), strict=True):
         heads_first = CoreRows(*(each.to(state_HKV.dtype).transpose(0, 1) for each in chunk))
@@ -112,11 +115,12 @@ def _scan(rows: CoreRows, state_HKV: torch.Tensor, what: Recurrence) -> tuple[to
 
 
 def _chunk(rows: CoreRows, state_HKV: torch.Tensor, what: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of a chunk's rows, heads first, and the state behind them."""
+    """Returns the outputs of a chunk's rows, heads first, and the state behind them."""
+    # "sums" are G, "decay" [H, C, D, K or 1] is e^{G_C−G_D} for rows D up to C, and "additions" become U.
     q_HCK, k_HCK, v_HCV = rows.q, rows.k, rows.v
     sums = (rows.g if what.decay_by_channel else rows.g[..., None]).cumsum(dim=1)  # [H, C, K or 1]
     count = sums.shape[1]
-    apart = sums[:, :, None] - sums[:, None]  # [H, C, D, K or 1], 0 or less where row D is not behind row C
+    apart = sums[:, :, None] - sums[:, None]  # [H, C, D, K or 1]
     behind = torch.ones(count, count, dtype=torch.bool, device=sums.device).triu(1)
     decay = apart.masked_fill(behind[:, :, None], -torch.inf).exp()
     additions = v_HCV
@@ -133,7 +137,7 @@ def _chunk(rows: CoreRows, state_HKV: torch.Tensor, what: Recurrence) -> tuple[t
 
 
 def _products(left_HCK: torch.Tensor, right_HDK: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """[H, C, D] products of rows, each with what is left of row D at row C; zero where D is behind C."""
+    """[H, C, D] dot products of rows, times the decay from row D to row C; zero if D is behind C."""
     if decay.shape[-1] == 1:
         return (left_HCK @ right_HDK.mT) * decay[..., 0]
     return torch.einsum("hck,hdk,hcdk->hcd", left_HCK, right_HDK, decay)

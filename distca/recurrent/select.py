@@ -1,4 +1,8 @@
-"""The choice of the kernel that computes a recurrent core, which proves itself on a GPU before it is used."""
+"""The choice of the kernel for recurrent cores (linear attention, SSM): the reference on CPUs, fla-core's on GPUs.
+
+A kernel for GPUs is first checked against the reference (self_check.py). All ranks choose together, once for each
+recurrence, and the choice is logged.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from distca.recurrent.tuned import use_tuned
 logger = logging.getLogger(__name__)
 
 FLA_CORE = "0.6.0"
-"""The version of fla-core whose inner functions are called."""
+"""The version of fla-core that is used. Private functions of it are called, so another version is refused."""
 
 
 def choose_recurrent_kernel(
@@ -31,17 +35,18 @@ def choose_recurrent_kernel(
     dtype: torch.dtype,
     deterministic: bool = False,
 ) -> RecurrentKernel:
-    """Return the kernel for ``recurrence`` on ``device``: the reference on a CPU, fla's on a GPU. Every rank calls it
-    together.
+    """Returns the kernel for ``recurrence`` on ``device``: the reference on a CPU, fla-core's on a GPU.
+
+    All ranks call it at the same time, since they exchange their reasons against a kernel.
 
     Args:
         recurrence: the formula, and this rank's heads.
         device: this rank's device.
-        dtype: of q, k and v.
-        deterministic: two runs have to be bitwise equal.
+        dtype: dtype of q, k and v.
+        deterministic: whether two runs must be bitwise equal.
 
     Raises:
-        SupportError: no kernel for it can run on the GPU, or is right there; the message says why.
+        SupportError: no kernel can run on the GPU and computes right results; the message says why.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -56,6 +61,9 @@ def choose_recurrent_kernel(
 
 @cache
 def _proved(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) -> RecurrentKernel:
+    """Returns the first kernel that passes its check: fla-core's as it is, then with gradients within chunks of ours.
+
+    The latter may come from a Triton kernel, or, if this fails the check, from products of torch."""
     objection = first_objection(why_not(recurrence, dtype))
     against: list[str] = []
     if objection is None:
@@ -81,7 +89,7 @@ def _proved(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) ->
 
 
 def _prove_rows(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) -> None:
-    """Lets torch compute the convolution where its kernels are wrong on any rank."""
+    """Checks the Triton kernels of the convolution. If they are wrong on any rank, torch computes it on all ranks."""
     objection = first_objection(check_rows(recurrence, dtype, device))
     if objection is not None:
         refuse("convolution")
@@ -89,7 +97,7 @@ def _prove_rows(recurrence: Recurrence, device: torch.device, dtype: torch.dtype
 
 
 def why_not(recurrence: Recurrence, dtype: torch.dtype) -> str | None:
-    """Why fla's kernels cannot run, part of a sentence, or None if they can; whether they are right is not asked."""
+    """Returns the reason why fla-core's kernels cannot run, as a part of a sentence, or None; it checks no results."""
     if importlib.util.find_spec("fla") is None:
         return f"fla-core is not installed: install distca[recurrent], which has fla-core {FLA_CORE}"
     if _version() != FLA_CORE:
@@ -104,9 +112,10 @@ def why_not(recurrence: Recurrence, dtype: torch.dtype) -> str | None:
 
 
 def _version() -> str:
+    """The version of fla-core."""
     try:
         return metadata.version("fla-core")
-    except metadata.PackageNotFoundError:  # a folder of its sources
+    except metadata.PackageNotFoundError:  # It is not installed as a package, but its sources are on the path.
         import fla
 
         return str(getattr(fla, "__version__", "of an unknown version"))

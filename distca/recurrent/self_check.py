@@ -1,5 +1,9 @@
-"""Whether a kernel of recurrent cores computes on this machine what the reference computes in float64: outputs, states,
-summaries and all gradients of pieces of odd lengths. Tensors are compared as wholes and by piece and head."""
+"""The check of a kernel for recurrent cores on this machine, against the reference kernel in float64.
+
+Before it is chosen (select.py), a kernel computes a few *pieces* (runs of rows of documents) of odd lengths: outputs,
+states, summaries and all gradients. Each tensor is compared as a whole, and by *parts*: the numbers of one piece and
+head. :func:`check_rows` does the same for the convolution before the core.
+"""
 
 from __future__ import annotations
 
@@ -19,40 +23,41 @@ from distca.recurrent.reference import ReferenceRecurrence
 logger = logging.getLogger(__name__)
 
 LENGTHS = (1, 3, 63, 64, 65, 150)
-"""Rows of the pieces: up to three chunks of 64."""
+"""Rows of the pieces. Kernels compute chunks of 64 rows, so the longest piece has three."""
 
 _WHOLE, _BLOCK = 1.5, 6.0
-"""How far off a right kernel may be, in units of the dtype's spacing of numbers at 1 (2^-7 in bfloat16): a tensor as a
-whole, and the part of it that belongs to a piece and head."""
+"""The largest error, relative to the norm, of a tensor as a whole and of one of its parts. The unit is the dtype's
+spacing of numbers at 1, 2^-7 in bfloat16. A kernel beyond it is refused."""
 _LEAST = 0.5
-"""A part counts as at least so large, by the root mean square of its piece and by that of its tensor: in few rows a
-head's gradient can be a small difference of large numbers."""
+"""The smallest norm with which a part's error is compared. It is this times the root mean square norm of parts, in the
+same piece or in the whole tensor, whichever is larger. In few rows a head's gradient can be a small difference of large
+numbers."""
 
 
 def check(
     kernel: RecurrentKernel, what: Recurrence, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> str | None:
-    """Prove a kernel on this machine; it is compiled by this.
+    """Compiles a kernel and checks it.
 
     Args:
         kernel: the kernel.
         what: the recurrence.
-        dtype: of q, k, v and outputs.
-        device: where they live.
-        seed: of the numbers.
+        dtype: dtype of q, k, v and outputs.
+        device: their device.
+        seed: seed of the random inputs.
 
     Returns:
-        Why the kernel cannot be trusted, part of a sentence; None if it is right.
+        The reason why the kernel cannot be trusted, as a part of a sentence; None for a right kernel.
     """
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             tensor, excess = furthest(kernel, what, dtype, device, seed)
-    except Exception as error:  # compilers and drivers raise anything
+    except Exception as error:  # Compilers and drivers raise errors of any kind.
         logger.debug("The self-check of the kernel %s failed.", kernel.name, exc_info=True)
         first_line = (str(error).splitlines() or [""])[0]
         return f"it fails: {first_line or type(error).__name__}"
     finally:
-        with suppress(Exception):  # of a GPU that a kernel left broken
+        with suppress(Exception):  # A wrong kernel may have left the GPU in an error state.
             torch.cuda.empty_cache()
     return f"its {tensor} is {excess:.3g} times as far off the reference as rounding explains" if excess > 1 else None
 
@@ -60,9 +65,9 @@ def check(
 def furthest(
     kernel: RecurrentKernel, what: Recurrence, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> tuple[str, float]:
-    """The tensor that is furthest off, and how far as a part of what rounding explains."""
+    """Returns the name of the tensor with the largest error, and this error over the largest that is allowed."""
     ends = list(accumulate((0, *LENGTHS)))
-    # One row more, which stands for padding; two runs of pieces, as the fourth is left out.
+    # One further row is padding. The fourth piece is left out, so pieces do not all follow each other in memory.
     spans = [span for span in pairwise(ends) if span[1] - span[0] != 64]
     rows, do, states, dstates = _inputs(what, ends[-1] + 1, len(spans), dtype, device, seed)
     actual = outcome(kernel, rows, spans, do, states, dstates)
@@ -77,7 +82,7 @@ def furthest(
 def _inputs(
     what: Recurrence, rows: int, pieces: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[CoreRows, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows and dO; states before the pieces and gradients of those behind."""
+    """Returns rows, dO, the states before the pieces and the gradients of the states behind them."""
     generator = torch.Generator().manual_seed(seed + 1)
     states, dstates = (torch.randn(pieces, *what.state_shape, generator=generator).to(device) for _ in range(2))
     return *drawn_rows(what, rows, dtype, device, seed), states, dstates
@@ -86,8 +91,7 @@ def _inputs(
 def drawn_rows(
     what: Recurrence, count: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[CoreRows, torch.Tensor]:
-    """Rows as a projection gives them, drawn on the CPU, so that they are the same everywhere, and gradients of
-    outputs."""
+    """Returns random rows of a core and gradients of its outputs, drawn on the CPU: the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -111,7 +115,8 @@ def outcome(
     states: torch.Tensor,
     dstates: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Everything that a kernel computes, by name; rows that are not asked for are zero unless it wrote them."""
+    """Returns all that a kernel computes, by name. Rows outside of the pieces are zero, unless the kernel wrote
+    them."""
     o, gradients = torch.zeros_like(rows.v), rows.zeros_like()
     found = {"o": o, "state behind a piece": kernel.forward(rows, spans, states, o)}
     found["own state"], found["transition"] = kernel.summaries(rows, spans)
@@ -121,7 +126,9 @@ def outcome(
 
 
 def _excess(actual: torch.Tensor, expected: torch.Tensor, spans: list[Span], spacing: float) -> float:
-    """Infinite where there is no number, or where a row was written that nobody asked for."""
+    """The largest error of the tensor and of its parts, over the largest that is allowed.
+
+    It is infinite if there is a nan, or if a row outside of the pieces was written."""
     off, size = (actual.double() - expected).square(), expected.square()
     excess = (off.sum() / size.sum()).sqrt() / (_WHOLE * spacing)
     if len(expected) != len(spans):  # rows, not states
@@ -148,18 +155,19 @@ def _by_head(part: torch.Tensor) -> torch.Tensor:
 
 
 def check_rows(what: Recurrence, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why kernels of the convolution cannot be trusted, part of a sentence; None if they are right.
+    """Returns the reason why the convolution's kernels cannot be trusted, as a part of a sentence; None if they are
+    right.
 
     Args:
         what: the recurrence, with this rank's heads.
-        dtype: of rows and weights.
-        device: where they live.
+        dtype: dtype of rows and weights.
+        device: their device.
     """
     return why_wrong(partial(_rows_of_pieces, what), dtype, device)
 
 
 def _rows_of_pieces(what: Recurrence, draw: Draw) -> Outputs:
-    """q, k and v of pieces of which some continue documents, and all gradients."""
+    """q, k and v of some pieces, and all gradients; two thirds of the pieces continue documents, and so have a halo."""
     ends, arrived = list(accumulate((0, *LENGTHS))), 5
     continues = [number % 3 != 1 for number in range(len(LENGTHS))]
     picked = torch.randint(0, arrived + 1, (sum(continues), what.halo_rows), generator=draw.generator)

@@ -1,7 +1,8 @@
 """The configurations of fla-core's Triton kernels that were fastest on Hopper GPUs.
 
-By itself fla-core tries up to 12 configurations of each kernel at a machine's first start. That compiles for minutes,
-and the tiny pieces of a self-check decide. fla-core can read chosen configurations from a folder instead.
+By default fla-core tries up to 12 configurations of each kernel when it first runs on a machine. That takes minutes to
+compile. It would also choose by the tiny inputs of the self-check, which run first. fla-core can read the
+configurations from a folder instead.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ _HOPPER_CAPABILITY = (9, 0)
 
 
 def use_tuned(device: torch.device) -> None:
-    """Let fla-core take the configurations of this GPU, if they are known and the user has not named others.
+    """Lets fla-core read its configurations from :data:`HOPPER`, in this process.
+
+    Does nothing if the GPU is no Hopper, or if the user has named another folder in FLA_CONFIG_DIR.
 
     Args:
-        device: this rank's GPU. The setting holds for the process.
+        device: this rank's GPU.
     """
     if torch.cuda.get_device_capability(device) != _HOPPER_CAPABILITY or "FLA_CONFIG_DIR" in os.environ:
         return
     from fla.ops.utils import cache
 
-    if cache.FLA_CACHE_MODE is cache.FlaCacheMode.DISABLED:  # read from the environment, perhaps long before
+    if cache.FLA_CACHE_MODE is cache.FlaCacheMode.DISABLED:  # fla-core has read the environment when it was imported.
         os.environ["FLA_CONFIG_DIR"] = str(HOPPER)
         cache.FLA_CACHE_MODE = cache.FlaCacheMode.FULL
