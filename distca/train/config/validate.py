@@ -10,13 +10,11 @@ from pathlib import Path
 from distca.errors import ConfigError, PlanError
 from distca.plan.cost.table_file import load_table, open_table
 from distca.sizes.fp8_shapes import unfit_widths
-from distca.sizes.head_dims import unserved
 from distca.train.config.cli import changed, known_settings, value_of
-from distca.train.config.initial import first_scaling
 from distca.train.config.names import with_settings
-from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
+from distca.train.config.schema import RESUME_BY_NAME, RunConfig
 from distca.train.config.validate_data import data_problems
-from distca.train.config.validate_models import expert_problems, expert_ranks_problems, hybrid_problems, latent_problems
+from distca.train.config.validate_models import expert_ranks_problems, model_problems
 from distca.train.config.validate_servers import servers_problems
 from distca.words import count
 
@@ -73,10 +71,7 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None, 
         config = changed(config, [(setting, _ON_CPUS[setting][0]) for setting in needing])  # they are said once
         problems = (
             list(needing.values())
-            + _model(config, vocabulary)
-            + expert_problems(config)
-            + hybrid_problems(config)
-            + latent_problems(config)
+            + model_problems(config, vocabulary)
             + _kernel(config)
             + _fp8(config)
             + _fewer_bytes(config)
@@ -127,76 +122,6 @@ def _needing_gpus(config: RunConfig) -> dict[str, str]:
         for setting, value in values.items()
         if value not in _ON_CPUS[setting]
     }
-
-
-def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
-    """Its sizes, also over tensor-parallel ranks."""
-    model, tp = config.model, config.parallel.tp
-    problems = _heads(model) + _layer_types(model)
-    if vocabulary is not None and model.vocabulary and model.vocabulary < vocabulary:
-        remedy = "raise it, or set it to 0"
-        if config.checkpoint.init_from:
-            remedy = _remedy_of_folder(config)
-        problems.append(f"model.vocabulary is {model.vocabulary}, but the data uses {vocabulary} tokens; {remedy}.")
-    sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads")}
-    if all(kind.mlp.experts.count for kind in model.layer_kinds):
-        del sizes["ffn"]  # of dense layers alone
-    for name, size in sizes.items():
-        if size % tp:
-            problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
-    scaling = model.rope_scaling.problems() + model.rope_scaling.unused(first_scaling(config))
-    if wrong := model.rope_scaling.frequencies_problem(int(model.resolved_head_dim * model.variant.rotary_percent)):
-        scaling.append(wrong)
-    problems += [f"model.rope_scaling.{problem}" for problem in scaling]
-    return problems + [f"model.variant.{problem}" for problem in model.variant.problems(model.layers)]
-
-
-def _remedy_of_folder(config: RunConfig) -> str:
-    """Returns the remedy for a tokenizer with more tokens than a folder's embedding."""
-    folder, tokenizer = Path(str(config.checkpoint.init_from)), Path(config.data.tokenizer)
-    if folder in (tokenizer, tokenizer.parent):
-        return (
-            f"{tokenizer} is the model's own, but its embedding has no rows for all of them: take tokens that were "
-            "added out of its tokenizer.json, or give the embedding more rows (resize_token_embeddings of transformers)"
-        )
-    return "it is that of checkpoint.init_from, so use the tokenizer of that folder"
-
-
-def _heads(model: ModelConfig) -> list[str]:
-    problems: list[str] = []
-    if model.latent.kv_rank:  # which has widths of its own
-        return problems
-    if model.head_dim == 0 and model.hidden % model.heads:
-        problems.append(
-            f"model.hidden {model.hidden} is not divisible by model.heads {model.heads}; "
-            "change one or set model.head_dim."
-        )
-    elif why := unserved(model.resolved_head_dim):
-        problems.append(f"The head dimension is {why}; change model.head_dim, or model.hidden or model.heads.")
-    if model.heads % model.kv_heads:
-        problems.append(f"model.heads {model.heads} is not divisible by model.kv_heads {model.kv_heads}; change one.")
-    return problems
-
-
-def _layer_types(model: ModelConfig) -> list[str]:
-    """Returns a sentence for each problem with the types of layers and their window."""
-    types, problems = model.layer_types, []
-    if not 1 <= len(types) <= model.layers:
-        problems.append(
-            f"model.layer_types has {len(types)} types, but the model has {model.layers} layers; "
-            f"give 1 to {model.layers}."
-        )
-    if "window" in types and model.window < 1:
-        problems.append(
-            f"model.layer_types has layers of type window, but model.window is {model.window}; set it to the tokens "
-            "that a token attends to there, 1 or more."
-        )
-    if "window" not in types and model.window:
-        problems.append(
-            f"model.window is {model.window}, but no layer is of type window; name them in model.layer_types, or set "
-            "model.window to 0."
-        )
-    return problems
 
 
 def _kernel(config: RunConfig) -> list[str]:

@@ -1,18 +1,96 @@
-"""Settings of models that cannot work: with experts, with hybrid stacks and with latent attention."""
+"""Settings of models that cannot work: sizes, and those of experts, hybrid stacks and latent attention."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from distca.models.hybrid import DELTA_NET, EXPERTS, RECURRENT
 from distca.models.shape import ModelShape
 from distca.models.variant import Variant
-from distca.train.config.schema import RunConfig
+from distca.sizes.head_dims import unserved
+from distca.train.config.initial import first_scaling
+from distca.train.config.schema import ModelConfig, RunConfig
 from distca.words import count
 
 
-def expert_problems(config: RunConfig) -> list[str]:
-    """Sentences on what cannot work, whatever the number of ranks."""
+def model_problems(config: RunConfig, vocabulary: int | None) -> list[str]:
+    """Sentences on what cannot work, whatever the number of ranks; ``vocabulary`` is the data's, where it is known."""
+    problems = _sizes(config, vocabulary) + _experts(config)
+    return problems + _hybrid(config) + _latent(config)
+
+
+def _sizes(config: RunConfig, vocabulary: int | None) -> list[str]:
+    """The model's sizes, also over tensor-parallel ranks."""
+    model, tp = config.model, config.parallel.tp
+    problems = _heads(model) + _layer_types(model)
+    if vocabulary is not None and model.vocabulary and model.vocabulary < vocabulary:
+        remedy = "raise it, or set it to 0"
+        if config.checkpoint.init_from:
+            remedy = _remedy_of_folder(config)
+        problems.append(f"model.vocabulary is {model.vocabulary}, but the data uses {vocabulary} tokens; {remedy}.")
+    sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads")}
+    if all(kind.mlp.experts.count for kind in model.layer_kinds):
+        del sizes["ffn"]  # of dense layers alone
+    for name, size in sizes.items():
+        if size % tp:
+            problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
+    scaling = model.rope_scaling.problems() + model.rope_scaling.unused(first_scaling(config))
+    if wrong := model.rope_scaling.frequencies_problem(int(model.resolved_head_dim * model.variant.rotary_percent)):
+        scaling.append(wrong)
+    problems += [f"model.rope_scaling.{problem}" for problem in scaling]
+    return problems + [f"model.variant.{problem}" for problem in model.variant.problems(model.layers)]
+
+
+def _remedy_of_folder(config: RunConfig) -> str:
+    """Returns the remedy for a tokenizer with more tokens than a folder's embedding."""
+    folder, tokenizer = Path(str(config.checkpoint.init_from)), Path(config.data.tokenizer)
+    if folder in (tokenizer, tokenizer.parent):
+        return (
+            f"{tokenizer} is the model's own, but its embedding has no rows for all of them: take tokens that were "
+            "added out of its tokenizer.json, or give the embedding more rows (resize_token_embeddings of transformers)"
+        )
+    return "it is that of checkpoint.init_from, so use the tokenizer of that folder"
+
+
+def _heads(model: ModelConfig) -> list[str]:
+    problems: list[str] = []
+    if model.latent.kv_rank:  # which has widths of its own
+        return problems
+    if model.head_dim == 0 and model.hidden % model.heads:
+        problems.append(
+            f"model.hidden {model.hidden} is not divisible by model.heads {model.heads}; "
+            "change one or set model.head_dim."
+        )
+    elif why := unserved(model.resolved_head_dim):
+        problems.append(f"The head dimension is {why}; change model.head_dim, or model.hidden or model.heads.")
+    if model.heads % model.kv_heads:
+        problems.append(f"model.heads {model.heads} is not divisible by model.kv_heads {model.kv_heads}; change one.")
+    return problems
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    """Returns a sentence for each problem with the types of layers and their window."""
+    types, problems = model.layer_types, []
+    if not 1 <= len(types) <= model.layers:
+        problems.append(
+            f"model.layer_types has {len(types)} types, but the model has {model.layers} layers; "
+            f"give 1 to {model.layers}."
+        )
+    if "window" in types and model.window < 1:
+        problems.append(
+            f"model.layer_types has layers of type window, but model.window is {model.window}; set it to the tokens "
+            "that a token attends to there, 1 or more."
+        )
+    if "window" not in types and model.window:
+        problems.append(
+            f"model.window is {model.window}, but no layer is of type window; name them in model.layer_types, or set "
+            "model.window to 0."
+        )
+    return problems
+
+
+def _experts(config: RunConfig) -> list[str]:
     experts, parallel = config.model.experts, config.parallel
     problems = [f"model.experts.{problem}" for problem in experts.problems(config.model.layers)]
     if not experts.count:
@@ -76,8 +154,7 @@ def expert_ranks_problems(config: RunConfig, world_size: int) -> list[str]:
     ]
 
 
-def hybrid_problems(config: RunConfig) -> list[str]:
-    """Sentences on what cannot work, whatever the number of ranks."""
+def _hybrid(config: RunConfig) -> list[str]:
     hybrid, model, tp = config.model.hybrid, config.model, config.parallel.tp
     problems = [f"model.hybrid.{problem}" for problem in hybrid.problems(model.layers)]
     if not hybrid.pattern or problems:
@@ -130,8 +207,7 @@ def _not_in_hybrid_stacks(config: RunConfig) -> list[str]:
     return problems
 
 
-def latent_problems(config: RunConfig) -> list[str]:
-    """Sentences on what cannot work, whatever the number of ranks."""
+def _latent(config: RunConfig) -> list[str]:
     latent, model = config.model.latent, config.model
     problems = [f"model.latent.{problem}" for problem in latent.problems()]
     if not latent.kv_rank:
