@@ -3,7 +3,9 @@
     python -m benchmarks.predict --ranks 4 --gpu 'NVIDIA H200' --links 280 240 --output predicted.json -- \\
         --output out/run --modes packed cp4-keep distca --contexts 131072 --batches 8 --warm-up 2 -- \\
         --config configs/llama-8b.yaml --model.layers 4 --model.vocabulary 32000 --data.tokens_per_rank 131072
+
     python -m benchmarks.predict --of pipeline --ranks 4 --output predicted.json -- --output x.json --pp 2 -- SETTINGS
+
     python -m benchmarks.predict --predicted predicted.json --beside out/run/benchmark.json --output beside.json
 
 Behind the first ``--`` are the arguments of ``benchmarks.throughput``, with the model's settings behind another one.
@@ -110,7 +112,7 @@ class Machine:
 
     @property
     def described(self) -> dict[str, Any]:
-        """As in the report of a run."""
+        """GPUs and links, as in the report of a run."""
         names = ("all_to_all_gb_per_s", "all_gather_gb_per_s")
         return {"hardware": f"{self.ranks} × {self.gpu}", "links": dict(zip(names, self.links, strict=True))}
 

@@ -23,7 +23,7 @@ def described(settings: Settings, world_size: int) -> dict[str, Any]:
 
 
 def config_described(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """What a step of ``world_size`` ranks depends on, of a run's settings."""
+    """The settings of a run that a step of ``world_size`` ranks depends on."""
     parallel, cad, train = config.parallel, config.cad, config.train
     return {
         "deal": True,  # older reports have runs without
