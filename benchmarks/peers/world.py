@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distca.cluster.environment import check_gpus_usable, gpu_of, launched
-from distca.cluster.parent import end_with_torchrun
+from distca.cluster.process import end_with_torchrun
 from distca.cluster.world import World, initialize
 from distca.transport.collective import nccl_goes_first
 

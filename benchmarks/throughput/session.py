@@ -26,7 +26,7 @@ from benchmarks.throughput.table import links
 from distca.attention import AttentionSpec, KernelError, choose_kernel
 from distca.attention.self_check import check
 from distca.baselines import BaselineError, Mode
-from distca.cluster.verdict import first_objection
+from distca.cluster.agreement import first_objection
 from distca.cluster.world import World
 from distca.errors import ConfigError
 from distca.versions import header

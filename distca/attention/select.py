@@ -19,7 +19,7 @@ from distca.attention.kernel import Kernel
 from distca.attention.reference import ReferenceKernel
 from distca.attention.self_check import AttentionSpec, Verdict, check
 from distca.attention.torch_flash import TorchFlashKernel
-from distca.cluster.verdict import first_objection
+from distca.cluster.agreement import first_objection
 from distca.errors import KernelError
 from distca.sizes.head_dims import unserved_by
 

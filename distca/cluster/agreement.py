@@ -1,4 +1,8 @@
-"""All ranks must plan alike, each on its own: otherwise one waits for rows that nobody sends."""
+"""Compares between ranks what each rank found by itself: its plan of a step, or an objection to a kernel.
+
+Every rank plans each step by itself, without messages. If two plans differed, a rank would wait for rows that no rank
+sends. So ranks compare checksums before a step runs.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +24,16 @@ T = TypeVar("T")
 
 _PLANNED, _ENDED, _FAILED = range(3)
 _FIRST_WORD_S = 3.0
-"""In which ranks leave the word to the one that could not plan: it knows the trace."""
+"""Seconds that other ranks wait before they report a rank's failure, as that rank reports it with its traceback."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Numbers that two ranks have alike if they made the same of the same.
+    """The checksums of a step, which are equal on two ranks with the same plan of the same documents.
 
     Attributes:
-        plan: of a plan, as :func:`distca.plan.plan.fingerprint` gives it.
-        documents: of what the plan's documents contain.
+        plan: the checksum of the plan, from :func:`distca.plan.plan.fingerprint`.
+        documents: the checksum of some token ids and of the weights of documents.
     """
 
     plan: int
@@ -40,10 +44,10 @@ _NOTHING = Fingerprint(0)
 
 
 class Agreement:
-    """Compares what ranks planned, step by step. All ranks create it together.
+    """Compares ranks' plans, step by step; all ranks create it together.
 
-    It has process groups of its own, so that the thread that plans can ask while the step before runs. Ranks may plan
-    several loops of steps by turns, all in the same order: one thread of each rank plans them all.
+    It has its own process group, so that the planning thread can use it while the previous step runs. Several loops of
+    steps may alternate, in the same order on all ranks. One thread of each rank plans them all.
     """
 
     def __init__(self) -> None:
@@ -51,16 +55,16 @@ class Agreement:
         self._loops = 0
 
     def on(self, steps: Iterable[T], fingerprint: Callable[[T], Fingerprint], first: int = 1) -> Iterator[T]:
-        """The steps, of which each is handed on once all ranks have planned it alike; every rank calls it.
+        """Returns an iterator over the steps, which yields a step once all ranks have it; all ranks call it together.
 
         Args:
-            steps: each is planned when it is asked for.
-            fingerprint: of what was planned.
-            first: number of the first one, for messages; the same on every rank.
+            steps: an iterable that plans a step at each ``next``.
+            fingerprint: a function that returns the checksums of a step.
+            first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError: on every rank, if one planned otherwise, has fewer steps or is in another loop, and if another
-                one could not plan. The one that could not raises what it met.
+            PlanError: plans or documents differ between ranks, a rank has fewer steps, or ranks are in different loops.
+                All ranks raise it. If a rank could not plan, that rank raises its own error and the others this one.
         """
         self._loops += 1
         return self._compared(iter(steps), fingerprint, self._loops, first)
@@ -68,6 +72,7 @@ class Agreement:
     def _compared(
         self, planning: Iterator[T], fingerprint: Callable[[T], Fingerprint], loop: int, first: int
     ) -> Iterator[T]:
+        """Yields the steps of loop number ``loop``."""
         for number in count(first):
             try:
                 step = next(planning, None)
@@ -89,6 +94,7 @@ class Agreement:
         found: Fingerprint = _NOTHING,
         failure: Exception | None = None,
     ) -> None:
+        """Compares this rank's step with all others; arguments are this rank's."""
         mine = torch.tensor([state, loop, number, found.plan, found.documents], dtype=torch.int64)
         everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(everyone, mine, group=self._group)
@@ -118,7 +124,7 @@ class Agreement:
             )
 
     def _tell_failure(self, number: int, rank: int, failure: Exception | None) -> None:
-        """Raise on the ranks that could plan what another one could not."""
+        """Tells all ranks how ``rank`` failed in step ``number``; raises on the ranks that have not failed."""
         said = str(failure)
         if failure is not None and not isinstance(failure, DistcaError):
             said = traceback.format_exception_only(failure)[-1].strip()
@@ -130,13 +136,32 @@ class Agreement:
 
 
 def _unlike_first(values: Sequence[Any]) -> str | None:
-    """Returns, in words, the ranks that have another value than the first one; None if all have the same."""
+    """Returns in words which ranks have another value than rank 0; None if all values are equal."""
     if len(set(values)) == 1:
         return None
     return _who([each != values[0] for each in values], True)
 
 
 def _who(values: list[int] | list[bool], which: int) -> str:
+    """Returns in words which ranks have the value ``which``: "2 of 8 ranks (1, 5)"."""
     ranks = np.flatnonzero([value == which for value in values])
     some = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return f"{len(ranks)} of {len(values)} ranks ({some})"
+
+
+def first_objection(mine: str | None) -> str | None:
+    """Returns on all ranks the objection of the lowest rank that has one; None if no rank has one.
+
+    All ranks call it together. Without torch.distributed it returns this process's objection.
+
+    Args:
+        mine: this rank's objection as part of a sentence, such as "the kernel is wrong"; None without one.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, objection in enumerate(everyone):
+        if objection is not None:
+            return f"on rank {rank}, {objection}" if rank else objection
+    return None

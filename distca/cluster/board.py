@@ -1,7 +1,7 @@
-"""A board in the store of torch.distributed: ranks post there that their nodes live, and what the run ends with.
+"""A board on which ranks post signs of life of their nodes and the failure that ends the run.
 
-A store that is gone may keep who asks it waiting without end. So only threads of this module ask, and the others see
-what they learnt last and how long ago.
+The board is a part of torch.distributed's key-value store. If the store is gone, a question to it may never return. So
+only threads of this module ask it. Other threads read the latest answer and its age.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from distca.log import MISTAKE
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
+"""Seconds between two looks at the store."""
 _BEAT_S = 5.0
+"""Seconds between two signs of life of a rank."""
 _PREFIX = "distca/health"
 
 
@@ -30,12 +32,12 @@ class Failure:
     """The failure that ends a run.
 
     Attributes:
-        rank: who says it.
-        kind: of the error, by which ranks that all refuse for one reason see that it has been said; empty where no rank
-            failed but one was lost.
+        rank: the rank that posted it.
+        kind: class name of the error. Ranks often find the same mistake; a rank whose own mistake has this name does
+            not report it once more. Empty where a rank was lost without an error.
         sentence: what happened.
-        details: a trace, or what to do next.
-        code: with which exit code all ranks end.
+        details: a traceback, or what to do next.
+        code: the exit code of all ranks.
     """
 
     rank: int
@@ -46,27 +48,27 @@ class Failure:
 
     @property
     def is_mistake(self) -> bool:
-        """Whether a user's mistake ends the run: ranks may all find it, each by itself."""
+        """Whether the failure is a user's mistake, which all ranks may find by themselves."""
         return self.code == MISTAKE
 
 
 class Board:
-    """One rank's view of the store.
+    """One rank's access to the board, with a thread that reads it once a second.
 
     Args:
         rank: this rank.
-        nodes: name of each rank's node.
-        store: where it is; None takes that of this process's world.
+        nodes: by rank, the name of its node.
+        store: the store that has the board; None takes the one of torch.distributed in this process.
 
     Attributes:
-        failure: what the run ends with, once any rank has posted it.
+        failure: the failure that ends the run; None until a rank has posted one.
     """
 
     def __init__(self, rank: int, nodes: Sequence[str], store: dist.Store | None = None) -> None:
         self.failure: Failure | None = None
         self._size, names = len(nodes), sorted(set(nodes))
         self._node, self._names = names.index(nodes[rank]), names
-        # One rank of a node listens for the other nodes.
+        # The first rank of each node looks for signs of life of the other nodes.
         self._listens = nodes.index(nodes[rank]) == rank and len(names) > 1
         self._beats = {name: (0, time.monotonic()) for name in names}
         self._answered = time.monotonic()
@@ -77,7 +79,9 @@ class Board:
         self._thread.start()
 
     def post(self, failure: Failure, seconds: float = 3.0) -> Failure:
-        """End the run with ``failure``, unless it ends already; returns what it ends with."""
+        """Posts a failure, unless another rank was first; returns the failure that ends the run.
+
+        It waits for the store no longer than ``seconds``."""
 
         def ask() -> None:
             if self._store.add(f"{_PREFIX}/failures", 1) == 1:
@@ -90,7 +94,7 @@ class Board:
         return self.failure or failure
 
     def heard(self, expected: int, seconds: float) -> None:
-        """Say that this rank has said what the run ends with, and wait until ``expected`` ranks have."""
+        """Posts that this rank has reported the failure; waits at most ``seconds`` until ``expected`` ranks have."""
 
         def ask() -> None:
             self._store.add(f"{_PREFIX}/heard", 1)
@@ -100,28 +104,28 @@ class Board:
         self._within(seconds, ask)
 
     def lost_nodes(self, seconds: float) -> list[str]:
-        """Nodes that have not been heard of for so long; only one rank of each node looks."""
+        """Returns the nodes without a sign of life for ``seconds``; empty on all but the first rank of a node."""
         now = time.monotonic()
-        if not self._listens or self.silence() > _BEAT_S:  # who hears nothing cannot say who is silent
+        if not self._listens or self.silence() > _BEAT_S:  # without answers of the store there is no news of nodes
             return []
         return [name for name, (_, at) in self._beats.items() if name != self._names[self._node] and now - at > seconds]
 
     def silence(self) -> float:
-        """Seconds since the store answered last."""
+        """Returns the seconds since the store answered last."""
         return time.monotonic() - self._answered
 
     @property
     def broken(self) -> float:
-        """Seconds since which every question to the store has failed; 0 where the last one did not."""
+        """The seconds since questions to the store have begun to fail; 0 if the last one was answered."""
         return 0.0 if self._broken_at is None else time.monotonic() - self._broken_at
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Ends the thread that reads the board."""
         self._stop.set()
         self._thread.join(5)
 
     def _within(self, seconds: float, ask: Any) -> None:
-        """Call ``ask``, but not wait for it any longer; what it raises says only that the store is gone."""
+        """Calls ``ask`` in a thread and waits for it at most ``seconds``. Its errors are not raised."""
 
         def quietly() -> None:
             try:
@@ -148,6 +152,7 @@ class Board:
                 self._broken_at = self._broken_at or time.monotonic()
 
     def _beat(self) -> None:
+        """Counts up this node's signs of life; on the first rank of a node also reads those of the other nodes."""
         self._store.add(f"{_PREFIX}/beat/{self._names[self._node]}", 1)
         for name in self._names if self._listens else ():
             beats = self._store.add(f"{_PREFIX}/beat/{name}", 0)
@@ -155,12 +160,12 @@ class Board:
                 self._beats[name] = (beats, time.monotonic())
 
     def _read(self) -> None:
-        """Reads the failure that was posted; it comes right after the count of failures."""
+        """Reads the failure that another rank has posted, or is about to post, as it counted it up before."""
         self.failure = self.failure or Failure(**json.loads(self._store.get(f"{_PREFIX}/failure")))
 
 
 def _own_connection(store: Any) -> Any:
-    """A connection to the store that nobody else waits on."""
+    """Returns a new connection to the store, as a waiting question would block other users of a connection."""
     if store is None:
         store = dist.distributed_c10d._get_default_store()
     return store.clone()

@@ -1,5 +1,7 @@
-"""The place among all ranks that a launcher gives this process through its environment. An impossible one is refused in
-a sentence."""
+"""Reads this process's rank from the environment variables that a launcher sets; refuses impossible values.
+
+Launchers are torchrun, pretrain_llama.sh and Slurm's srun.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,20 @@ from distca.errors import LaunchError
 from distca.words import count
 
 _RESOLVE_S = 10.0
+"""The longest time to look up the address of rank 0's node, in seconds."""
 _LARGEST_PORT = 65535
 
 
 @dataclass(frozen=True)
 class Launched:
-    """This process among those that were started with it.
+    """The place of this process among the ranks of a run. The defaults are a process that no launcher started.
 
     Attributes:
-        rank: its number.
-        size: how many there are.
-        local_rank: its number on this node.
-        address: name of rank 0's node; empty without a launcher.
-        port: on it; 0 without a launcher.
+        rank: this process's rank.
+        size: number of ranks.
+        local_rank: this process's number among the ranks of its node.
+        address: name or address of rank 0's node; empty without a launcher.
+        port: the port of that node at which ranks meet; 0 without a launcher.
     """
 
     rank: int = 0
@@ -38,11 +41,10 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched:
-    """Returns the place that torchrun, or pretrain_llama.sh through srun, gave this process. Without a launcher the
-    process is the only one.
+    """Returns this process's place among the ranks; without a launcher it is the only rank.
 
     Raises:
-        LaunchError: it says only a part, or something that cannot be.
+        LaunchError: a variable is missing or has an impossible value.
     """
     size = _number(environment, "WORLD_SIZE", 1)
     if size is None:
@@ -68,13 +70,13 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """This server without a model among those of a run.
+    """The place of this process among the servers without a model, which compute attention for the ranks that train.
 
     Attributes:
-        number: its number, from 0.
-        local_rank: number of its GPU on this node.
-        address: name of the node of the homes' rank 0.
-        port: on it.
+        number: this server's number, from 0.
+        local_rank: number of this server's GPU on its node.
+        address: name or address of the node of rank 0.
+        port: the port of that node at which ranks and servers meet.
     """
 
     number: int
@@ -84,10 +86,10 @@ class ServerPlace:
 
 
 def served(environment: Mapping[str, str] = os.environ) -> ServerPlace:
-    """Returns the place that a launcher gave this server without a model.
+    """Returns this process's place among the servers without a model.
 
     Raises:
-        LaunchError: it says only a part, or something that cannot be.
+        LaunchError: a variable is missing or has an impossible value.
     """
     number, port = _number(environment, "SERVER", 0), _number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
     address = environment.get("MASTER_ADDR", "")
@@ -102,11 +104,13 @@ def served(environment: Mapping[str, str] = os.environ) -> ServerPlace:
 
 
 def step_tasks(environment: Mapping[str, str]) -> int | None:
-    """The number of tasks, at least, that srun started with this process, itself included; None where nothing says so.
-    Which variables there are depends on the version of Slurm and on how the tasks were asked for."""
+    """Returns the least number of tasks that srun has started together with this one; None where no variable tells.
+
+    It reads several variables, as their presence depends on the version of Slurm and on srun's options."""
     names = ["SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"]
     if environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID"):
-        names.append("SLURM_TASKS_PER_NODE")  # elsewhere of the job, in which this may be the only process
+        # Only in a step does this variable count its tasks. Elsewhere it counts those of the job.
+        names.append("SLURM_TASKS_PER_NODE")
     said = [_tasks(environment, name) for name in names if environment.get(name)]
     for name in ("SLURM_PROCID", "SLURM_LOCALID"):
         number = environment.get(name, "")
@@ -116,21 +120,21 @@ def step_tasks(environment: Mapping[str, str]) -> int | None:
 
 
 def _tasks(environment: Mapping[str, str], name: str) -> int:
-    """A count of Slurm's, which may be by node: 20 of "8(x2),4"; 0 where it is none."""
+    """Returns the number of tasks in a variable of Slurm, which may list them by node: "8(x2),4" is 20."""
     parts = re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?(?:,|$)", environment.get(name, ""))
     return sum(int(tasks) * int(nodes or 1) for tasks, nodes in parts)
 
 
 def check_gpus_usable(usable: bool, version: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse to train on the CPU where GPUs are meant.
+    """Refuses to train on CPUs by accident: where there are GPUs, or the user asked for some, but torch has none.
 
     Args:
-        usable: torch can use a GPU.
-        version: torch's.
-        environment: of this process.
+        usable: whether torch can use a GPU.
+        version: torch's version, for the message.
+        environment: this process's environment variables.
 
     Raises:
-        LaunchError: there are GPUs, or they were asked for.
+        LaunchError: torch cannot use a GPU, and the machine has one or the user asked for one.
     """
     if usable or environment.get("CUDA_VISIBLE_DEVICES") == "" or environment.get("GPUS_PER_NODE") == "0":
         return
@@ -145,10 +149,14 @@ def check_gpus_usable(usable: bool, version: str, environment: Mapping[str, str]
 
 
 def gpu_of(local_rank: int, visible: int) -> int:
-    """Number of the GPU of a rank, given how many this process sees: its own, or the only one where each sees one.
+    """Returns the number of a rank's GPU among those that the process sees. If it sees only one, it takes that.
+
+    Args:
+        local_rank: the rank's number on its node.
+        visible: number of GPUs that the process sees.
 
     Raises:
-        LaunchError: there is none for it.
+        LaunchError: there are fewer GPUs than ranks of the node.
     """
     if visible == 1:
         return 0
@@ -161,6 +169,7 @@ def gpu_of(local_rank: int, visible: int) -> int:
 
 
 def _alone(environment: Mapping[str, str]) -> Launched:
+    """Returns the place of the only rank; refuses variables which say that there are others."""
     if environment.get("RANK"):
         raise LaunchError(
             f"RANK is {environment['RANK']}, but WORLD_SIZE is not set, so this process does not know how many ranks "
@@ -181,6 +190,7 @@ def _alone(environment: Mapping[str, str]) -> Launched:
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, most: int | None = None) -> int | None:
+    """Returns a variable's whole number, from ``least`` to ``most``; None where it is not set or empty."""
     value = environment.get(name)
     if not value:
         return None
@@ -191,7 +201,7 @@ def _number(environment: Mapping[str, str], name: str, least: int, most: int | N
 
 
 def _check_resolvable(address: str) -> None:
-    """torch would ask again and again, for minutes, with a warning each time."""
+    """Refuses an address that cannot be looked up. torch would try for minutes, with a warning each time."""
     said: list[str] = []
 
     def ask() -> None:
@@ -213,5 +223,5 @@ def _check_resolvable(address: str) -> None:
 
 
 def _has_gpus() -> bool:
-    """Returns whether NVIDIA's driver knows a GPU, without a library of it."""
+    """Whether NVIDIA's driver has a GPU, by files in /proc and /dev, so without CUDA."""
     return any(Path("/proc/driver/nvidia/gpus").glob("*")) and any(Path("/dev").glob("nvidia[0-9]*"))

@@ -1,12 +1,14 @@
-"""Watching over the ranks of a run: when one fails, dies or is lost, all others say so and end within seconds.
+"""Watches over the ranks of a run: when one fails, dies or is lost, all others report that and end within seconds.
 
-A rank that is gone leaves the others waiting for it: on NCCL inside the driver, on gloo until a connection breaks, on
-NVSHMEM for ever. Therefore a thread of every rank looks around once a second. It looks at the processes of its node,
-and at the waits that streams queued (:mod:`distca.cluster.waits`). From the store of torch.distributed it learns of
-other nodes and of failures (:mod:`distca.cluster.board`). The thread works while the main thread waits for a GPU or for
-other ranks.
+Without it the other ranks would wait for the lost one: with NCCL in the driver, with gloo until a connection breaks,
+with NVSHMEM forever. So a thread of every rank looks once a second at three things:
 
-Ranks end by leaving at once: whoever takes leave politely, of a process group for example, waits for the others.
+- the processes of its node, which may have died;
+- the waits that CUDA streams have queued, which may never pass (:mod:`distca.cluster.waits`);
+- the board in torch.distributed's store, with signs of life of other nodes and failures (:mod:`distca.cluster.board`).
+
+The thread works while the main thread waits for a GPU or for other ranks. A rank ends by ``os._exit``. A proper end,
+which closes process groups, would wait for the other ranks.
 """
 
 from __future__ import annotations
@@ -39,42 +41,50 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 71
-"""A rank that waits for one which has ended leaves with this code."""
+"""The exit code of a rank that waited for rows of a rank which has ended."""
 
 _ENDING = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that schedulers and launchers send before they end a run."""
 _PERIOD_S = 1.0
+"""Seconds between two looks."""
 _DEATH_S = 1.0
-"""Until a dead process is named: it may have posted what it died of."""
+"""Seconds before a dead process is reported. Meanwhile the error of which it died may appear on the board."""
 _FAILURE_S = 3.0
-"""Until an error is posted as this rank's own: it may follow from the death of another, which is named sooner."""
+"""Seconds before this rank reports its own error. The error may follow from another rank's death, which is then found
+and reported in its place."""
 _MISTAKE_S = 3.0
-"""Until this rank repeats the mistake that another one posted: it may be about to find the same."""
+"""Seconds before this rank repeats a mistake that another rank posted. It may find the mistake itself meanwhile."""
 _HEARD_S = 4.0
-"""Until a rank ends that has said why: a launcher that sees one end may end the others before they have said it."""
+"""The longest time in seconds that a rank waits, after its report, for the other ranks' reports. A launcher that sees a
+rank end may kill the others before they have reported."""
 _LOST_S = 40.0
-"""Until a node that gives no sign of life counts as lost."""
+"""Seconds without a sign of life after which a node counts as lost."""
 _BROKEN_S = 5.0
-"""Until a server without a model ends whose connection to the store is closed: its homes are gone."""
+"""Seconds after which a server without a model ends, if its connection to the store is closed: its homes are gone."""
 _WAIT_GRACE_S = 4.0
+"""Seconds before a rank ends because it waits for a rank that has ended. Other reports, which say more, come first."""
 _WARN_EVERY_S = 60.0
+"""Seconds of a wait after which a warning is logged, and seconds between two warnings."""
 _GO_ON = "Go on from the last checkpoint."
 
 _of_process: Health | None = None
-"""A process needs no two of them: what queues waits finds the one that watches its run."""
+"""The watcher of this process, which :func:`watch_waits` uses; None without one."""
 
 
 class Health:
-    """Watches over the ranks of a group. They make it together, after torch.distributed is initialised.
+    """Watches over the ranks of a group; they create it together, after torch.distributed is initialised.
 
     Args:
-        group: the ranks; None are all of the world.
-        ends_with_ranks: every death ends this rank; otherwise only that of a rank that a queued wait needs.
-        give_up: ends this process with an exit code, whatever its threads wait for.
-        pool: homes and servers without a model, where there are some; they are watched over in place of a group.
+        group: the ranks that are watched; None for all ranks.
+        ends_with_ranks: True ends this rank when any rank has died. False ends it only when a rank has died for which a
+            queued wait of this rank waits.
+        give_up: a function that ends this process with an exit code, whatever its threads are waiting for.
+        pool: in runs with servers without a model, all ranks (called homes) and servers; they are watched in place of
+            ``group``.
 
     Attributes:
-        asked_by: the signal that asked this rank to end, while it and all others could go on; empty without one.
+        asked_by: the name of the signal that asked this rank to end, if all ranks could go on; empty without one. The
+            caller saves and ends.
     """
 
     def __init__(
@@ -100,7 +110,7 @@ class Health:
         self.asked_by = ""
         self._stops_when_asked = False
         self._doing = "starting"
-        # The main thread may find the same failure as the watching one; neither may end the process before it was said.
+        # The main thread and the watching one may find the same failure. The lock lets one of them report it in full.
         self._leaving = threading.Lock()
         self._waits: list[Waits] = []
         self._warned_at = 0.0
@@ -119,26 +129,29 @@ class Health:
 
     @property
     def servers(self) -> list[str]:
-        """Hosts of servers without a model, in order."""
+        """The host names of servers without a model, in order."""
         return [] if self._pool is None else [each.host for each in self._pool.everyone[self._pool.homes :]]
 
     def doing(self, what: str) -> None:
-        """Note what this rank is at, such as "step 7"; a failure is said to have happened in it."""
+        """Notes the present activity of this rank, such as "step 7", for reports of failures."""
         self._doing = what
 
     def stops_when_asked(self) -> None:
-        """From here on SIGTERM only sets ``asked_by``, unless another rank is the reason for it. SIGUSR1 always does no
-        more: it is sent some time before a run has to end."""
+        """Makes SIGTERM only set ``asked_by`` from now on, unless a rank has failed.
+
+        SIGUSR1 always only sets ``asked_by``: schedulers send it some time before a run has to end."""
         self._stops_when_asked = True
 
     def watch_waits(self, group: dist.ProcessGroup, missing: Callable[[Wait], list[int]]) -> Waits:
-        """Watch the waits for peers in ``group`` that are noted in what this returns; ``missing`` as there."""
+        """Returns an object in which waits for ranks of ``group`` can be noted, and watches them from then on.
+
+        ``missing`` is as in :class:`distca.cluster.waits.Waits`."""
         self._waits.append(Waits(dist.get_process_group_ranks(group), missing))
         return self._waits[-1]
 
     @contextmanager
     def ends_failures(self) -> Iterator[None]:
-        """End all ranks with what is raised inside: before anything is cleaned up that could wait for them."""
+        """Ends all ranks if the ``with`` block raises an error, before a clean-up could wait for other ranks."""
         try:
             yield
         except KeyboardInterrupt:
@@ -147,28 +160,29 @@ class Health:
             self.fail(error)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this rank and all others with an error, or with what it follows from: a rank that died before."""
+        """Ends this rank and all others with an error, or with another rank's death that was its cause."""
         failure = self._failure_of(error)
         end = time.monotonic() + (0 if isinstance(error, DistcaError) else _FAILURE_S)
         while time.monotonic() < end and self._known() is None and not self._dead():
             time.sleep(0.1)
         dead = self._dead()
         self._end(self._death_of(dead) if dead and not isinstance(error, DistcaError) else failure, failure.kind)
-        raise SystemExit(failure.code)  # only where giving up is a stand-in
+        raise SystemExit(failure.code)  # reached only in tests, whose give_up does not end the process
 
     def part(self) -> None:
-        """Stop watching, on all ranks: from here on they may end one by one. Every rank calls it together. Servers
-        without a model end then."""
+        """Ends the watch on all ranks, so that they may end one by one; all ranks call it together.
+
+        Servers without a model are told to end."""
         dist.barrier()
         self.stop()
-        dist.barrier()  # nobody ends while another one still watches
+        dist.barrier()  # no rank ends while another one still watches
         if self._pool is not None:
             self._pool.let_servers_go()
         if threading.current_thread() is threading.main_thread():
             _forget_signals(signal.SIG_IGN)  # a scheduler may repeat them, when nothing is left to save
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Ends the watch of this rank."""
         global _of_process
         self._stop.set()
         if self._board is not None:
@@ -178,13 +192,14 @@ class Health:
             _of_process = None
 
     def _hear_signals(self) -> None:
-        """Let the thread know at once when this process is told to end: the main thread may be waiting in a place where
-        Python cannot run a handler."""
+        """Makes the watching thread receive signals at once, through a pipe.
+
+        Python runs signal handlers in the main thread, and that may be waiting inside a library."""
         if threading.current_thread() is not threading.main_thread():
             return
         os.set_blocking(self._woken, False)
         for number in _ENDING:
-            signal.signal(number, lambda *_: None)  # the thread acts
+            signal.signal(number, lambda *_: None)  # the watching thread acts on it
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=_forget_signals)
 
@@ -197,7 +212,8 @@ class Health:
                 self._look_at_ranks(next((number for number in _ENDING if number in told), None))
 
     def _signals(self, seconds: float) -> bytes:
-        """Wait for signals; an interrupt from the keyboard reaches all ranks and needs no words."""
+        """Returns the signals that came within ``seconds``. SIGINT ends the watch: all ranks get it, and need no
+        report."""
         if not select.select([self._wake], [], [], seconds)[0]:
             return b""
         signals = os.read(self._wake, 4096)
@@ -206,10 +222,11 @@ class Health:
         return signals
 
     def _look_at_ranks(self, told: signal.Signals | None) -> None:
+        """Ends this process if the board, a process, a node or the signal ``told`` is a reason for it."""
         board, pool = self._board, self._pool
         assert board is not None
         if pool is not None and pool.is_server and board.broken < _BROKEN_S and pool.is_over():
-            self._leave(0)  # whatever its main thread waits for: it holds nothing
+            self._leave(0)  # this is a server that homes have let go; it has nothing to save
         if told is not None or self._dead():
             self._wait_for(lambda: board.failure is not None or (told is not None and bool(self._dead())), _DEATH_S)
         if board.failure is not None:
@@ -225,7 +242,7 @@ class Health:
         elif board.silence() > _LOST_S or (pool is not None and pool.is_server and board.broken >= _BROKEN_S):
             self._end(self._loss_of_store(board.silence()))
         elif told is not None and (self._stops_when_asked or told == signal.SIGUSR1):
-            # A scheduler may tell a rank twice: by itself and by its launcher.
+            # Only the first signal counts, as a scheduler and a launcher may each send one.
             self.asked_by = self.asked_by or told.name
         elif told is not None:
             self._leave(128 + told)
@@ -244,8 +261,8 @@ class Health:
             if not gone:
                 self._warn(stuck)
                 continue
-            # A run that ends with its ranks names the death by itself, and knows the step as well. And a rank that
-            # ended as it should delivered before.
+            # The other look reports the death with more details, if it is on. And a rank that ended properly has sent
+            # its rows before, so the wait will pass.
             if self._stop.wait(_WAIT_GRACE_S) or (stuck := waits.stuck()) is None or not self._gone(stuck):
                 continue
             self._end(self._waited_for(stuck, gone))
@@ -269,7 +286,7 @@ class Health:
     def _known(self) -> Failure | None:
         return None if self._board is None else self._board.failure
 
-    # What is said.
+    # The reports.
 
     def _failure_of(self, error: BaseException) -> Failure:
         if isinstance(error, DistcaError):
@@ -340,19 +357,19 @@ class Health:
         words += [self._name(rank) for rank in ranks if rank not in homes]
         return " and ".join(words)
 
-    # How it ends.
+    # The end of the process.
 
     def _end(self, failure: Failure, kind: str = "") -> None:
-        """Say what the run ends with, this failure or what was posted before, and end this process.
+        """Reports the failure that ends the run and ends this process.
 
         Args:
-            failure: what this rank found.
-            kind: of its own error, if it failed.
+            failure: the failure that this rank found; a failure that was posted before takes its place.
+            kind: the class name of this rank's own error, if it failed.
         """
         with self._leaving:
             found = failure if self._board is None else self._board.post(failure)
             if found.rank == self._rank or not found.is_mistake or found.kind != kind:
-                with suppress(OSError, ValueError):  # standard error may be closed, which must keep nobody alive
+                with suppress(OSError, ValueError):  # standard error may be closed; the process ends nevertheless
                     self._say(found)
                 _flush()
             if self._board is not None:
@@ -379,8 +396,10 @@ def _store_of(pool: Members | None) -> dist.Store | None:
 
 
 def watch_waits(group: dist.ProcessGroup, missing: Callable[[Wait], list[int]]) -> Waits:
-    """Waits for peers in ``group`` that are watched from when they are noted: by what watches over this process's run
-    already, or else by a watcher of their own. All ranks of the group call it together."""
+    """Returns an object in which waits for ranks of ``group`` can be noted; all ranks of the group call it together.
+
+    The process's watcher watches these waits. If there is none, one is created, which ends this rank only for a rank
+    that such a wait needs. ``missing`` is as in :class:`distca.cluster.waits.Waits`."""
     health = _of_process or Health(group, ends_with_ranks=False)
     return health.watch_waits(group, missing)
 
@@ -390,7 +409,7 @@ def _list(numbers: Any) -> str:
 
 
 def _flush() -> None:
-    # A progress bar hides the cursor.
+    # The cursor is shown again, as a progress bar hides it.
     flushes = [handler.flush for handler in logging.getLogger().handlers] + [lambda: console().show_cursor(True)]
     for flush in (*flushes, sys.stdout.flush, sys.stderr.flush):
         with suppress(OSError, ValueError):
@@ -398,7 +417,9 @@ def _flush() -> None:
 
 
 def _forget_signals(then: signal.Handlers = signal.SIG_DFL) -> None:
-    """In a forked child: it shares the pipe, but what it is told does not concern this rank."""
+    """Sets the handlers of the ending signals to ``then``, and no longer writes signals to the pipe.
+
+    A forked child calls it: it shares the pipe with this rank, but its signals do not concern this rank."""
     signal.set_wakeup_fd(-1)
     for number in _ENDING:
         signal.signal(number, then)

@@ -1,7 +1,7 @@
-"""The network interface on which gloo's process groups listen. On one node it is loopback, on several the one that
-leads to MASTER_ADDR.
+"""Chooses the network interface on which gloo's process groups listen.
 
-By itself gloo takes the interface that the host's name leads to, which others outside the run may reach.
+On one node it is loopback, on several nodes the interface from which MASTER_ADDR is reached. By itself gloo would take
+the interface of the host's name. Processes outside the run might reach that.
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ import psutil
 LOOPBACK = "127.0.0.1"
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _ANY_PORT = 9
-"""Nothing is sent to it: the system is only asked for the way to an address."""
+"""A port to ask the system for the way to an address. No packet is sent to it."""
 
 _chosen: str | None = None
+"""The interface that :func:`bind_gloo` chose last; it differs from the variable if the user has set that."""
 
 
 def on_one_node(size: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher says that all ranks are on this node, and all servers without a model too."""
+    """Whether all ``size`` ranks, and all servers without a model, are on this node, by the launcher's variables."""
     here = size == 1 or environment.get("LOCAL_WORLD_SIZE") == str(size)
     return here and pool_on_one_node(environment)
 
 
 def pool_on_one_node(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher says that servers without a model are on the node of the ranks; also without any."""
+    """Whether all servers without a model are on the ranks' only node, by the launcher's variables. True without
+    servers."""
     return environment.get("POOL_NODES", "1") == "1"
 
 
 def bind_gloo(address: str = LOOPBACK) -> None:
-    """Let process groups of this process that are made from now on listen on one interface. A variable that the user
-    set stays, and gloo chooses where no interface of this node leads to the address.
+    """Makes gloo's process groups that are created from now on listen on the interface that leads to an address.
+
+    A variable GLOO_SOCKET_IFNAME that the user has set stays. If no interface leads to the address, gloo chooses.
 
     Args:
-        address: name or address of rank 0's node; where all ranks are on one node, loopback.
+        address: name or address of rank 0's node; loopback if all ranks are on one node.
     """
     global _chosen
     if os.environ.get(_VARIABLE, _chosen) != _chosen:
@@ -50,10 +53,10 @@ def bind_gloo(address: str = LOOPBACK) -> None:
 
 
 def interface_to(address: str) -> str | None:
-    """The interface from which this node reaches an address, such as "eth0"; None where none is known.
+    """Returns the interface from which this node reaches an address, such as "eth0"; None if none is found.
 
-    Many nodes know their own name by a loopback address, on which other nodes would not find them: that counts only
-    where it was given as such.
+    On many nodes the node's own name stands for a loopback address, at which other nodes cannot reach it. So loopback
+    is returned only if ``address`` is itself a loopback address.
     """
     own = _own_address(address)
     if own is None or (ipaddress.ip_address(own).is_loopback and not _is_loopback(address)):
@@ -65,6 +68,7 @@ def interface_to(address: str) -> str | None:
 
 
 def _is_loopback(address: str) -> bool:
+    """Whether an address is "localhost" or a loopback address; False for other names."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -72,7 +76,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _own_address(address: str) -> str | None:
-    """From which packets to an address leave; on the node that has the address, this one itself."""
+    """Returns this node's own address from which it would send packets to ``address``; None if there is no way."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:

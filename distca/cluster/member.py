@@ -1,6 +1,8 @@
-"""Homes and servers without a model of one run: how they meet before it begins, and how servers learn that it is over.
+"""Makes the ranks of a run and its servers without a model known to each other, and ends the servers after the run.
 
-Homes alone are torch.distributed's default world. Both meet in the store behind it (``distca.cluster.pool_store``).
+Ranks that train are called homes. They alone are in torch.distributed's default world. Servers without a model compute
+core attention for them. All of them meet in the key-value store behind the homes' world
+(``distca.cluster.pool_store``), also servers that come later.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from distca.cluster.process import Member
 logger = logging.getLogger(__name__)
 
 MEETING = timedelta(minutes=9)
-"""In which servers have to come; other homes wait in a collective meanwhile, which gives up after ten."""
+"""The time in which servers have to come. All homes but the first wait in a collective meanwhile, which fails after 10
+minutes."""
 _LEAVING_S = 10.0
+"""Seconds that the first home waits for servers to end after the run."""
 _MISSING = (
     "Server {} of the {} that `servers` asks for has not come: start servers with SERVERS={} of pretrain_llama.sh, "
     "on every machine alike."
@@ -29,13 +33,13 @@ _MISSING = (
 
 
 class Members:
-    """All homes, then all servers; every process of the run makes one.
+    """All processes of a run: homes by rank, then servers by number. Every process creates one.
 
     Attributes:
-        everyone: homes by rank, then servers by number.
-        own: this process's number among them.
-        homes: how many of them are homes.
-        store: the place where they tell each other how they are.
+        everyone: the processes in this order.
+        own: this process's number in this order.
+        homes: the number of homes.
+        store: the store that all of them can reach.
     """
 
     def __init__(self, meeting: PoolStore, everyone: list[Member], own: int, homes: int) -> None:
@@ -43,10 +47,13 @@ class Members:
 
     @staticmethod
     def of_homes(servers: int) -> Members:
-        """Meet on a home; every home calls it together.
+        """Returns the members on a home, once all servers have come; all homes call it together.
+
+        Args:
+            servers: the number of servers that the run asks for.
 
         Raises:
-            LaunchError: a server does not come.
+            LaunchError: a server does not come in time.
         """
         meeting, homes = PoolStore(c10d._get_default_store(), "run"), dist.get_world_size()
         everyone = [Member.here()] * homes
@@ -63,14 +70,14 @@ class Members:
 
     @staticmethod
     def of_server(store: dist.Store, number: int) -> Members:
-        """Meet on a server.
+        """Returns the members on a server, once the homes have written the list.
 
         Args:
-            store: that of the homes' world.
-            number: of this server, from 0.
+            store: the store of the homes' world.
+            number: this server's number, from 0.
 
         Raises:
-            LaunchError: no homes come.
+            LaunchError: no homes come in time.
         """
         meeting = PoolStore(store, "run")
         meeting.put(f"server/{number}", Member.here())
@@ -78,7 +85,7 @@ class Members:
         me = Member.here()
         if me in everyone:
             return Members(meeting, everyone, homes + number, homes)
-        return Members(meeting, [*everyone, me], len(everyone), homes)  # it comes while homes train
+        return Members(meeting, [*everyone, me], len(everyone), homes)  # this server comes during the run
 
     @property
     def is_server(self) -> bool:
@@ -87,28 +94,29 @@ class Members:
 
     @property
     def may_go(self) -> set[int]:
-        """The members without whom the run goes on: servers."""
+        """The numbers of the members whose end does not end the run: the servers."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return set(range(self.homes, len(self.everyone))) if device in MAY_GO else set()
 
     @property
     def store(self) -> dist.Store:
-        """The store that all of them know, without a prefix that only homes have."""
+        """The store that all members can reach, without the prefix of the homes' world."""
         return self._meeting.store
 
     def name(self, number: int) -> str:
-        """The name of a process in sentences."""
+        """Returns the name of a member for messages: "Rank 3" or "Server 0"."""
         return f"Rank {number}" if number < self.homes else f"Server {number - self.homes}"
 
     def is_over(self) -> bool:
-        """On a server: whether homes have let their servers go. The first such answer says that it leaves."""
+        """Whether the homes have told servers to end; a server asks, and notes in the store that it leaves."""
         if not self._meeting.has("over"):
             return False
         self._meeting.put(f"left/{self.own - self.homes}", True)
         return True
 
     def let_servers_go(self) -> None:
-        """On homes, when nobody watches over others any more: servers end, and the first home waits until they do."""
+        """Tells servers to end, and waits until they have; only the first home does so. The watch over ranks must have
+        ended."""
         if self.own:
             return
         self._meeting.put("over", True)

@@ -1,8 +1,9 @@
-"""The place where homes and servers without a model meet: a store that both reach, and process groups over all of them.
+"""The key-value store and the process groups that connect the ranks of a run with servers without a model.
 
-Homes alone are torch.distributed's default world, because Megatron-Core divides all of it among its groups. Servers are
-processes with a world of their own. Both know the store behind the homes' world. Under a prefix of it the homes' first
-rank leaves messages that servers read one after the other, and each server leaves its answers.
+Ranks that train are called homes; servers without a model compute core attention for them. Homes alone are
+torch.distributed's default world, because Megatron-Core divides that whole world among its groups. Each server has a
+world of its own. All of them reach the store behind the homes' world. Under a prefix of that store the homes' first
+rank writes messages, which servers read one after the other, and servers write answers.
 """
 
 from __future__ import annotations
@@ -24,29 +25,30 @@ from distca.cluster.timeout import TIMEOUT
 from distca.errors import LaunchError
 
 POLL_S = 0.002
-"""Seconds between two looks at the store. Nobody waits inside it: its connection is shared by a process's threads."""
+"""Seconds between two looks at the store. A waiting call of the store would block its connection for all threads of the
+process."""
 EXCHANGE = timedelta(seconds=30)
-"""Time in which an exchange of rows over gloo has to end. Gloo does not always tell a rank that waits to send of
-connections that its peer has closed, and it would wait for ever. A slower exchange counts as a rank that is gone."""
+"""The time in which an exchange of rows over gloo has to end; after it the other rank counts as gone. A rank that waits
+to send does not always learn from gloo that the connection was closed, and would wait forever."""
 MAY_GO = ("cpu", "cuda")
-"""Kinds of devices on which a server without a model may go or come while homes train."""
+"""The types of devices on which servers without a model may go and come during a run."""
 _OUTLIVES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-"""Variables with which NCCL's group ends what is under way when a rank is gone, but not this process too. torch reads
-them when it makes the group."""
+"""Environment variables by which a lost rank ends NCCL's operations, but not this process. torch reads them when it
+creates a group."""
 _KEPT = 256
-"""Messages that the store keeps: by then every server has answered to the older ones."""
+"""The number of latest messages that the store keeps. All servers have answered to older ones by then."""
 
 
 class PoolStore:
-    """One process's view of the store.
+    """One process's access to the store.
 
     Args:
-        store: that of the homes' world, or another one that all reach.
-        pool: number of the pool: the homes of a run may make several, one after the other. "run" is what is about the
-            run itself.
+        store: the store of the homes' world, or another one that homes and servers reach.
+        pool: the number of a pool, as homes of a run may create several pools one after the other. "run" is for
+            messages about the run itself.
 
     Attributes:
-        store: without any prefix.
+        store: the store without a prefix.
     """
 
     def __init__(self, store: dist.Store, pool: int | str = 0) -> None:
@@ -59,22 +61,27 @@ class PoolStore:
         self._telling = threading.Lock()
 
     def put(self, key: str, value: Any) -> None:
-        """Leave a picklable ``value`` for others."""
+        """Writes a value, which can be pickled, for other processes."""
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes too
 
     def has(self, key: str) -> bool:
-        """Whether something is there under ``key``."""
+        """Whether the store has a value under ``key``."""
         return bool(self._store.check([key]))
 
     def drop(self, key: str) -> None:
-        """Take away what is there under ``key``, if anything is."""
+        """Deletes the value under ``key``, if there is one."""
         self._store.delete_key(key)
 
     def take(self, key: str, patience: timedelta = TIMEOUT, why: str = "") -> Any:
-        """Returns what others left under ``key``, once it is there.
+        """Waits for the value under ``key`` and returns it; the value stays in the store.
+
+        Args:
+            key: the key.
+            patience: the longest time to wait.
+            why: the message if no value comes in time; empty for a general one.
 
         Raises:
-            LaunchError: it is not there in time; ``why`` says what is wrong then.
+            LaunchError: no value comes in time.
         """
         until = time.monotonic() + patience.total_seconds()
         while not self._store.check([key]):
@@ -87,7 +94,7 @@ class PoolStore:
         return pickle.loads(self._store.get(key))
 
     def tell(self, kind: str, content: Any = None) -> None:
-        """Leave the next message for servers; the homes' first rank does."""
+        """Writes the next message for servers; only the homes' first rank calls it."""
         with self._telling:
             self.put(f"message/{self._messages}", (kind, content))
             if self._messages >= _KEPT:
@@ -96,22 +103,22 @@ class PoolStore:
 
     @property
     def told(self) -> int:
-        """How many messages were left, or heard, so far."""
+        """The number of messages so far: written on the homes' first rank, read on a server."""
         return self._messages
 
     def hear_from(self, message: int) -> None:
-        """Hear message number ``message`` next."""
+        """Makes ``message`` the number of the next message that this server reads."""
         self._messages = message
 
     def count(self, key: str, more: int = 0) -> int:
-        """A number that all of them count up; returns what it is then."""
+        """Adds ``more`` to a number that all processes share; returns the sum."""
         return int(self._store.add(key, more))
 
     def hear(self, patience: timedelta) -> tuple[str, Any]:
-        """The next message, on a server.
+        """Waits for the next message on a server; returns its kind and content.
 
         Raises:
-            LaunchError: none comes in time.
+            LaunchError: no message comes in time.
         """
         found: tuple[str, Any] = self.take(
             f"message/{self._messages}", patience, "The homes have said nothing for too long: their run has ended."
@@ -122,32 +129,34 @@ class PoolStore:
     def group(
         self, name: str, rank: int, size: int, device: torch.device, patience: timedelta = TIMEOUT
     ) -> dist.ProcessGroup:
-        """A group over ranks of several worlds, whose first collective has run; all of them call it together.
+        """Returns a process group over homes and servers, which are in different worlds; all members call it together.
+
+        Its first collective has run, so that all members are connected.
 
         Args:
-            name: of the group, the same on all its ranks.
-            rank: this process's, in the group.
-            size: how many ranks it has.
-            device: of this process: rows of GPUs go by NCCL, of CPUs by gloo.
-            patience: in which all must come.
+            name: the group's name, the same on all members.
+            rank: this process's rank in the group.
+            size: number of ranks in the group.
+            device: this process's device; the group uses NCCL on GPUs and gloo on CPUs.
+            patience: the time in which all members have to connect.
 
         Raises:
-            RuntimeError: one did not.
+            RuntimeError: a member did not connect.
         """
         with _without_split(), _outliving_ranks():
             group, _ = c10d._new_process_group_helper(
                 size,
                 rank,
-                [],  # no ranks of the default world, which some of its members are not in
+                [],  # the members are not all in the default world, so they have no ranks there
                 c10d.Backend("nccl" if device.type == "cuda" else "gloo"),
                 dist.PrefixStore(name, self._store),
                 group_name=c10d.GroupName(f"{self._name}/{name}"),
                 timeout=patience,
             )
-        # By ranks of the default world; the others, of whom some are in other worlds, have no such rank here.
+        # torch maps ranks of the default world to ranks of the group. Members in other worlds get negative numbers.
         places = {-1 - place: place for place in range(size) if place != rank}
         c10d._world.pg_group_ranks[group] = {dist.get_rank(): rank} | places
-        # NCCL connects ranks at their first collective: now, and not while others wait for rows.
+        # NCCL connects ranks at the first collective. It runs now, so that no rank waits for it in a step.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         exchange = TIMEOUT if device.type == "cuda" else EXCHANGE
         if patience != exchange:
@@ -156,24 +165,26 @@ class PoolStore:
 
 
 def break_off(group: dist.ProcessGroup) -> None:
-    """Let what is under way in a group end at once, whatever it waits for: NCCL does. Gloo's exchanges end with their
-    timeout, or when connections close."""
+    """Ends the operations of a group that are under way, also if they wait for a lost rank. This works for NCCL.
+
+    Operations of gloo end with their timeout, or when connections are closed."""
     if "nccl" in str(dist.get_backend(group)):
         group._get_backend(torch.device("cuda")).abort()  # type: ignore[attr-defined]
 
 
 def give_up(group: dist.ProcessGroup) -> None:
-    """Give up a group, of which a rank may be gone. Gloo's connections close with the last reference to the group, and
-    ranks that wait for this one then get an error."""
+    """Closes a group in which a rank may be gone. Ranks that wait for this one then get an error.
+
+    Connections of gloo are closed when the last reference to the group goes."""
     if "nccl" in str(dist.get_backend(group)):
-        c10d._abort_process_group(group)  # destroying it would wait for other ranks
+        c10d._abort_process_group(group)  # destroy_process_group would wait for other ranks
     else:
         dist.destroy_process_group(group)
 
 
 @contextmanager
 def _outliving_ranks() -> Iterator[None]:
-    """Let this process live on when ranks of a group that is made inside are gone."""
+    """Sets the variables of ``_OUTLIVES`` while a group is created, so that this process outlives the group's ranks."""
     before = {name: os.environ.get(name) for name in _OUTLIVES}
     os.environ.update(_OUTLIVES)
     try:
@@ -188,8 +199,9 @@ def _outliving_ranks() -> Iterator[None]:
 
 @contextmanager
 def _without_split() -> Iterator[None]:
-    """Let NCCL make a communicator of its own: from one whose device is bound it would split ranks off, and servers are
-    none of its ranks."""
+    """Makes NCCL create a new communicator for a group.
+
+    If the default group is bound to a device, torch splits the group's ranks off from it. Servers are not in it."""
     world = c10d._get_default_group()
     bound = world.bound_device_id
     world.bound_device_id = None

@@ -1,9 +1,9 @@
-"""Watching over a pool with servers without a model: whether they live, and whether their pool is to be given up.
+"""Watches over a pool of ranks (homes) and servers without a model; breaks its exchanges off when a server is gone.
 
-A rank that waits for rows of one that is gone does not always learn of it: gloo may keep closed connections to itself,
-NCCL's kernels spin, and a lost node closes none. So a thread of every rank of the pool looks into its store twice a
-second. Servers leave signs of life there. The homes' first rank says when a server's stay away. All ranks then break
-off what is under way.
+A rank that waits for rows of a lost one does not always learn of the loss. Gloo may not report a closed connection,
+kernels of NCCL spin, and a lost node closes no connection. So every rank and server has a thread that looks into the
+pool's store twice a second. Servers count up signs of life there. The homes' first rank notes in the store when they
+stay away. All threads see the note and break off the exchanges of their rank.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ QUIET_S = 20.0
 
 
 class Breakable(Protocol):
-    """A transport that can be broken off.
+    """A transport whose exchanges can be broken off.
 
     Attributes:
-        broken: whether it is.
+        broken: whether they were, or an exchange has failed.
     """
 
     broken: bool
 
     def break_off(self) -> None:
-        """Let exchanges that are under way fail; called from another thread."""
+        """Makes exchanges that are under way fail; it may be called from another thread."""
         ...
 
 
 class PoolWatch:
-    """One rank's thread that watches over its pool.
+    """One process's watching thread.
 
     Args:
-        store: the pool's.
-        me: the server without a model that leaves signs of life; None on homes.
+        store: the pool's store.
+        me: this process, on a server without a model, which counts up signs of life; None on homes.
     """
 
     def __init__(self, store: PoolStore, me: Process | None = None) -> None:
@@ -59,30 +59,30 @@ class PoolWatch:
         atexit.register(self.stop)
 
     def begin(self, generation: int, transport: Breakable, servers: Sequence[Process] = ()) -> None:
-        """Watch over a generation of the pool.
+        """Starts to watch over a generation of the pool, which is the pool between two changes of its servers.
 
         Args:
-            generation: its number.
-            transport: this rank's, to all others.
-            servers: those whose signs of life this rank looks for; one rank does.
+            generation: the generation's number.
+            transport: this rank's transport in the pool.
+            servers: the servers whose signs of life this rank reads; empty on all ranks but the homes' first.
         """
         with self._changing:
             self._generation, self._transport = generation, transport
             self._seen = {each: (-1, time.monotonic()) for each in servers}
 
     def end(self) -> None:
-        """Watch over no pool; nothing is broken off any more when it returns."""
+        """Ends the watch over the generation; after this call its transport is not broken off any more."""
         with self._changing:
             self._transport = None
 
     def stop(self) -> None:
-        """End the thread."""
+        """Ends the thread."""
         self._stop.set()
         self._thread.join(5)
         atexit.unregister(self.stop)
 
     def is_gone(self, server: Process) -> bool:
-        """Whether a server's process has ended, or gives no sign of life."""
+        """Whether a server's process has ended, or has given no sign of life for ``QUIET_S``."""
         _, since = self._seen.get(server, (0, time.monotonic()))
         return not server.is_running() or time.monotonic() - since > QUIET_S
 
@@ -93,10 +93,11 @@ class PoolWatch:
                     self._store.count(_sign(self._me), 1)
                 with self._changing:
                     self._look()
-            except Exception:  # the store may be gone, which others tell
+            except Exception:  # the store may be gone; other threads report that
                 logger.debug("The pool's store does not answer.", exc_info=True)
 
     def _look(self) -> None:
+        """Reads signs of life; notes a lost server in the store; breaks the transport off if it is noted there."""
         transport, key = self._transport, f"broken/{self._generation}"
         if transport is None:
             return

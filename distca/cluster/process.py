@@ -1,24 +1,52 @@
-"""Whether a process that another rank named still exists."""
+"""Identifies processes and machines: whether another rank's process still exists, and ending with one's parent."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from distca.cluster.hostname import machine_name
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+"""The operation of Linux' prctl that asks for a signal when the parent ends."""
+
+
+def machine_name() -> str:
+    """Returns a name that no other machine has: host name and boot id.
+
+    Host names alone are the same on machines that were started from one image."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (boot.read_text().strip() if boot.is_file() else "")
+
+
+def end_with_parent() -> None:
+    """Makes the system send SIGTERM to this process when the thread that started it ends, even if it is killed.
+
+    On other systems than Linux nothing happens. It may be called between fork and exec."""
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def end_with_torchrun(environment: Mapping[str, str] = os.environ) -> None:
+    """Calls :func:`end_with_parent` if torchrun started this process.
+
+    A thread of torchrun starts ranks and waits until they end. Of other launchers that is not known."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        end_with_parent()
 
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process.
+    """A process, identified so that a later process with the same id is another one.
 
     Attributes:
-        pid: its id.
-        space: where that id means something; nodes and containers have spaces of their own.
-        started: clock ticks from the node's boot to its start, which no change of the clock moves; with it a later
-            process of the same id is another one.
+        pid: the process id.
+        space: the machine and the container in which the id is valid.
+        started: clock ticks from the machine's boot to the start of the process. Setting the clock does not change it.
     """
 
     pid: int
@@ -27,12 +55,13 @@ class Process:
 
     @staticmethod
     def here() -> Process:
-        """This one."""
+        """Returns this process."""
         _, started = _state_and_start(os.getpid()) or ("R", 0)
         return Process(os.getpid(), _space(), started)
 
     def is_running(self) -> bool:
-        """Whether it exists and is no zombie; taken for running where that cannot be seen from here."""
+        """Whether the process exists and is no zombie. True for a process on another machine or in another container,
+        as that cannot be seen from here."""
         if self.space != _space():
             return True
         try:
@@ -44,11 +73,11 @@ class Process:
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the run.
+    """A process of a run, with its host.
 
     Attributes:
-        host: name of its node.
-        process: its own.
+        host: the host name of its node, for messages.
+        process: the process.
     """
 
     host: str
@@ -56,12 +85,12 @@ class Member:
 
     @staticmethod
     def here() -> Member:
-        """This process."""
+        """Returns this process with its host."""
         return Member(socket.gethostname(), Process.here())
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """Fields 3 and 22 of its line in /proc; None where there is no such process."""
+    """Returns state and start of a process, fields 3 and 22 of /proc/PID/stat; None if there is no such process."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -70,7 +99,7 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
 
 
 def _space() -> str:
-    """Its name says the node as well: the first space has the same number on every one."""
+    """Returns the machine and the number of its namespace of process ids; the latter alone is equal on all machines."""
     try:
         return f"{machine_name()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

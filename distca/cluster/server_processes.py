@@ -1,8 +1,8 @@
-"""The servers without a model of one machine: a process each, which live and end each by itself.
+"""Starts the servers without a model of one machine, a process each; pretrain_llama.sh runs it.
 
-``python -m distca.cluster.server_processes FIRST COUNT GPU program...`` starts servers FIRST, FIRST + 1 ..., of which
-the first gets GPU number GPU. It ends when all have, with the largest of their exit codes. One that was killed does not
-count: homes go on without it.
+``python -m distca.cluster.server_processes FIRST COUNT GPU program...`` starts COUNT servers with the numbers FIRST,
+FIRST + 1 and so on. They get the GPUs number GPU, GPU + 1 and so on. It ends when all servers have ended, with the
+largest of their exit codes. A server that a signal has killed counts as 0, as the run goes on without it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from distca.cluster.parent import end_with_parent
+from distca.cluster.process import end_with_parent
 
 
 def run(first: int, count: int, gpu: int, program: Sequence[str]) -> int:
-    """Start servers and wait until they have ended; returns the exit code.
+    """Starts servers and waits until they have ended; returns the largest exit code.
 
-    SIGTERM is passed on. A server that is at work goes on nevertheless, until its homes let it go; a second signal ends
-    it.
+    The first SIGTERM is passed on to the servers. A server at work goes on nevertheless, until its run is over. The
+    second SIGTERM kills the servers.
     """
     servers: list[subprocess.Popen[bytes]] = []
     told = 0

@@ -1,7 +1,7 @@
-"""Stores of torch.distributed that listen where the ranks are: for one node on loopback, for several on the interface
-of MASTER_ADDR.
+"""torch.distributed's key-value store, listening on one network interface only.
 
-torch's own listens on every interface, and whoever reaches it can read and write what ranks tell each other.
+torch's own store listens on all interfaces, and any process that reaches it can read and write the ranks' messages.
+These stores listen on loopback if all ranks are on one node, else on the interface of MASTER_ADDR.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from distca.errors import LaunchError
 
 
 class InterfaceStore(TCPStore):
-    """torch's store, on the interface that has the address of its node.
+    """torch's TCPStore, listening on the interface with the address of its node. Arguments are TCPStore's.
 
     Args:
-        host_name: name or address of the node, at which all ranks find it.
-        port: of the store; 0 takes a free one.
-        world_size: ranks; None where that is not known yet.
-        is_master: this process keeps the store.
-        timeout: of what waits for it.
-        wait_for_workers: until all ranks have come.
-        multi_tenant: several stores of this process may share the port.
+        host_name: name or address of the store's node, at which all ranks reach it.
+        port: the store's port; 0 takes a free one.
+        world_size: number of ranks; None if it is not known yet.
+        is_master: whether this process holds the store.
+        timeout: the longest time that a call waits.
+        wait_for_workers: whether to wait here until all ranks have connected.
+        multi_tenant: whether several stores of this process may share the port.
 
     Raises:
-        LaunchError: the port cannot be listened on.
+        LaunchError: this process cannot listen on the port.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class InterfaceStore(TCPStore):
 
 
 class LoopbackStore(InterfaceStore):
-    """torch's store for the ranks of one node, whatever its name: nobody outside can connect to it."""
+    """torch's TCPStore on loopback, whatever ``host_name`` is: no process outside the node can connect to it."""
 
     def __init__(self, host_name: str, *others: object, **named: object) -> None:
         super().__init__(LOOPBACK, *others, **named)  # type: ignore[arg-type]
@@ -71,7 +71,15 @@ class LoopbackStore(InterfaceStore):
 def own_store(
     rank: int, size: int, address: str, port: int, timeout: timedelta, environment: Mapping[str, str] = os.environ
 ) -> InterfaceStore | None:
-    """The store of ranks that no launcher keeps one for; None for others. Every rank calls it together.
+    """Returns the ranks' store, which rank 0 holds; None if torchrun holds one already. All ranks call it together.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        address: name or address of rank 0's node.
+        port: the port on that node.
+        timeout: the longest time that a call of the store waits.
+        environment: this process's environment variables.
 
     Raises:
         LaunchError: rank 0 cannot listen on the port.
@@ -84,12 +92,12 @@ def own_store(
 
 
 def _listen(host_name: str, port: int) -> socket.socket:
-    """A socket on the node's own address; on every interface where the name leads to none that others could reach."""
+    """Returns a socket that listens on the node's address, or on all interfaces if the node has none of that name."""
     for family, address in _addresses(host_name):
         try:
             return socket.create_server((address, port), family=family, backlog=1024)
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:  # such as that of a router in front of this node
+            if error.errno != errno.EADDRNOTAVAIL:  # the address may be that of a router in front of this node
                 raise _occupied(host_name, port, error) from None
     both = socket.has_dualstack_ipv6()
     try:
@@ -101,8 +109,10 @@ def _listen(host_name: str, port: int) -> socket.socket:
 
 
 def _addresses(host_name: str) -> Iterator[tuple[int, str]]:
-    """Families and addresses of a node. Many nodes call themselves by a loopback address, at which others would look
-    for it on themselves: that counts only where it was given as such."""
+    """Yields families and addresses of a node's name.
+
+    On many nodes the node's own name stands for a loopback address, at which other nodes cannot reach it. So loopback
+    counts only if ``host_name`` is "localhost" or a loopback address itself."""
     try:
         given = ipaddress.ip_address(host_name)
     except ValueError:
@@ -114,6 +124,7 @@ def _addresses(host_name: str) -> Iterator[tuple[int, str]]:
 
 
 def _occupied(host_name: str, port: int, error: OSError) -> LaunchError:
+    """Returns the error that a port cannot be listened on."""
     return LaunchError(
         f"Rank 0 cannot listen on port {port} of {host_name} ({error.strerror}).",
         "set MASTER_PORT to a free port, alike for all ranks.",

@@ -1,14 +1,15 @@
-"""The servers that share a machine: the planner sets a higher price on bytes between machines."""
+"""Finds which ranks share a machine: for the planner, which avoids bytes between machines, and for host memory."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch.distributed as dist
 
-from distca.cluster.hostname import machine_name
+from distca.cluster.process import machine_name
 from distca.errors import PlanError
 from distca.plan import Links
 
@@ -16,15 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 def pool_links(tp: int, ranks_per_node: int = 0, others: Sequence[str] = ()) -> Links:
-    """The same on every rank; every rank of the world calls it together.
+    """Returns which servers share a node, the same on every rank; all ranks call it together.
+
+    A server is a rank that computes core attention; consecutive tensor-parallel ranks count as one server here.
 
     Args:
-        tp: tensor-parallel ranks, which are consecutive; a server is where the first of them is.
-        ranks_per_node: consecutive servers that share a node, whatever machines they are on; 0 asks the machines.
-        others: machines of the pool's servers without a model, which follow those of the world.
+        tp: number of tensor-parallel ranks. A server is taken to be on the machine of the first of them.
+        ranks_per_node: number of consecutive servers that the user calls a node; 0 finds it by the machines.
+        others: machines of the servers without a model, which follow the ranks.
 
     Raises:
-        PlanError: such nodes do not divide the servers.
+        PlanError: ``ranks_per_node`` does not divide the number of servers.
     """
     servers = dist.get_world_size() // tp + len(others)
     if ranks_per_node < 0 or (ranks_per_node and servers % ranks_per_node):
@@ -40,7 +43,10 @@ def pool_links(tp: int, ranks_per_node: int = 0, others: Sequence[str] = ()) -> 
 
 
 def links_of(machines: list[str]) -> Links:
-    """Links of servers on ``machines``, the name of each server's."""
+    """Returns the links between servers, given the name of each server's machine.
+
+    Plans treat all servers as on one machine, if machines have different numbers of them, or a machine's servers do not
+    follow each other."""
     runs = [len(list(run)) for _, run in groupby(machines)]
     if len(set(machines)) == 1:
         return Links()
@@ -53,3 +59,20 @@ def links_of(machines: list[str]) -> Links:
         return Links()
     logger.info("Plans prefer servers on the same machine: %d machines of %d.", len(runs), runs[0])
     return Links(runs[0])
+
+
+def fullest_node(need: int, free: int, group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Returns the bytes that ranks need and the bytes that are free on the machine where the former fill most of the
+    latter.
+
+    Args:
+        need: bytes of host memory that this rank needs.
+        free: free bytes of host memory on this rank's machine.
+        group: the ranks, which all call it together; None for all.
+    """
+    mine: Any = (machine_name(), need, free)
+    everyone = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    nodes = [list(ranks) for _, ranks in groupby(sorted(everyone), key=lambda rank: rank[0])]
+    shares = [(sum(need for _, need, _ in ranks), min(free for *_, free in ranks)) for ranks in nodes]
+    return max(shares, key=lambda share: share[0] / max(share[1], 1))

@@ -1,9 +1,7 @@
-"""torchrun with two changes.
+"""torchrun with two changes; ``python -m distca.cluster.torchrun`` takes torchrun's arguments.
 
-Its stores listen on loopback, for one node, or on the interface of MASTER_ADDR. And when a rank has failed, other ranks
-that cannot end themselves are soon ended.
-
-``python -m distca.cluster.torchrun --standalone --nproc-per-node=4 program.py`` takes torchrun's arguments.
+Its key-value stores listen on loopback with ``--standalone``, else on the interface of MASTER_ADDR. When a rank has
+failed, the other ranks get a few seconds to end, and are then killed.
 """
 
 from __future__ import annotations
@@ -23,19 +21,22 @@ from distca.errors import LaunchError
 from distca.log import MISTAKE, die
 
 STOP_S = 3
-"""From the end of a rank that failed until the others are killed. They have had seconds to end with its words."""
+"""Seconds from the end of a rank that failed until the other ranks are killed. They had seconds before: a failing rank
+waits until the others have reported its failure."""
 _torchs_close = PContext.close
 
 
 def run(arguments: list[str]) -> None:
-    """Start the ranks, with torchrun's arguments. A signal ends them and this process, with a shell's exit code of
-    it: who sent it knows why, and torchrun's own trace would hide what ranks said. Of ranks that failed, its table of
-    them is shown, but not below a mistake's sentence, which says it all."""
+    """Starts the ranks, with torchrun's arguments.
+
+    After a signal this process ends with the signal's exit code, 128 and its number, without torchrun's traceback. If a
+    rank has failed, torchrun's table of failures is shown. After a user's mistake it is not, as ranks have shown a
+    sentence."""
     one_node = "--standalone" in arguments
     for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):
         setattr(module, "TCPStore", LoopbackStore if one_node else InterfaceStore)  # noqa: B010
     PContext.close = _close  # type: ignore[assignment,method-assign]
-    logging.getLogger(PContext.__module__).setLevel(logging.CRITICAL)  # of each rank that it ends
+    logging.getLogger(PContext.__module__).setLevel(logging.CRITICAL)  # it would log each rank that is killed
     try:
         main([f"--local-addr={LOOPBACK}", *arguments] if one_node else arguments)
     except SignalException as ended:
@@ -50,7 +51,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _close(ranks: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-    """End ranks; without a signal because one of them has failed."""
+    """Ends the ranks in place of torchrun's method. No signal is given if a rank has failed."""
     _torchs_close(ranks, death_sig, STOP_S if death_sig is None else timeout)
 
 

@@ -1,8 +1,9 @@
-"""Waits that streams queued: which is the oldest that has not passed, and which ranks it still waits for.
+"""Finds the oldest wait of this rank's CUDA streams that has not passed, and the ranks for which it waits.
 
-A stream that waits for a signal in memory waits forever if nobody writes it, and no library notices. Who asks must not
-get stuck with it. A call into CUDA may: while the training thread cannot queue any more work behind the wait, it holds
-locks of the driver. So a thread of its own asks the GPU, and one that does not answer counts as not having delivered.
+The NVSHMEM transport makes streams wait for a signal that another rank writes into memory. If that rank is gone, the
+stream waits forever, and no library reports it. A question to CUDA about the stream may then wait forever too: a full
+stream blocks the training thread inside the driver, with the driver's locks held. So a separate thread asks CUDA. If it
+gets no answer for a while, the wait counts as stuck.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _QUICK_S = 0.2
+"""Seconds that :meth:`Waits.stuck` waits for the asking thread."""
 _ANSWER_S = 20.0
+"""Seconds without an answer of CUDA after which the oldest wait counts as stuck."""
 
 
 class Passed(Protocol):
-    """An object that tells whether a stream has got past a point; a CUDA event is one."""
+    """An object that says whether a stream is past a place in its work, such as a CUDA event."""
 
     def query(self) -> bool: ...
 
@@ -29,10 +32,10 @@ class Wait:
     """A wait that was queued on a stream.
 
     Attributes:
-        passed: tells whether the stream is past it.
-        peers: ranks of the server pool that it waits for.
-        number: the exchange.
-        what: "rows of" that exchange, or "room that is held by" it; for the sentence.
+        passed: says whether the stream is past the wait.
+        peers: the ranks for which it waits, numbered as in the server pool.
+        number: number of the exchange of rows to which it belongs.
+        what: a word for messages: "rows of" the exchange, or "room that is held by" it.
     """
 
     passed: Passed
@@ -46,9 +49,9 @@ class Stuck:
     """The oldest wait that has not passed.
 
     Attributes:
-        wait: it.
-        missing: global ranks that it waits for.
-        seconds: for how long that has been known.
+        wait: the wait.
+        missing: the global ranks that have not sent their signal.
+        seconds: the time since it was first seen as the oldest wait.
     """
 
     wait: Wait
@@ -60,8 +63,9 @@ class Waits:
     """The waits of one rank's streams.
 
     Args:
-        names: global rank of each rank of the server pool.
-        missing: given a wait, the peers that have really not delivered yet; may get stuck.
+        names: the global rank of each rank of the server pool.
+        missing: a function that returns the peers of a wait whose signals have not come yet. It reads GPU memory, so it
+            may not return.
     """
 
     def __init__(self, names: Sequence[int], missing: Callable[[Wait], list[int]]) -> None:
@@ -71,14 +75,14 @@ class Waits:
         self._asked_at = 0.0
         self._answer: tuple[Wait, list[int]] | None = None
         self._oldest: Wait | None = None
-        self._since = 0.0  # when it was first seen as the oldest
+        self._since = 0.0  # the time at which this wait was first seen as the oldest
 
     def note(self, wait: Wait) -> None:
-        """Watch one more wait; waits pass in the order in which they are noted."""
+        """Adds a wait; waits pass in the order in which they are added."""
         self._waits.append(wait)
 
     def stuck(self) -> Stuck | None:
-        """The oldest wait for which somebody is missing; takes no longer than a fraction of a second."""
+        """Returns the oldest wait if a rank's signal is missing for it, else None; it takes a fraction of a second."""
         found = self._ask()
         if found is None:
             self._oldest = None
@@ -89,6 +93,7 @@ class Waits:
         return Stuck(wait, tuple(self._names[peer] for peer in missing), time.monotonic() - self._since)
 
     def _ask(self) -> tuple[Wait, list[int]] | None:
+        """Returns the oldest wait and its missing peers, or None. Without an answer for long, all peers are missing."""
         if self._asking is None:
             self._answer, self._asked_at = None, time.monotonic()
             self._asking = threading.Thread(target=self._ask_gpu, name="distca-waits", daemon=True)
@@ -102,6 +107,7 @@ class Waits:
         return (waits[0], list(waits[0].peers)) if waits and silent else None
 
     def _ask_gpu(self) -> None:
+        """Removes waits that have passed, and answers for the oldest one that is left; runs in the asking thread."""
         while self._waits and self._waits[0].passed.query():
             self._waits.popleft()
         if not self._waits:

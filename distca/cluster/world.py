@@ -1,4 +1,4 @@
-"""This process's place among the ranks, and how they meet."""
+"""Initialises torch.distributed, and holds this process's place among the ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class World:
     """The place of this process in the run.
 
     Attributes:
-        rank: global rank.
+        rank: this process's global rank.
         size: number of ranks.
         device: this rank's device.
-        health: watches over the other ranks; None where nobody does.
+        health: the watch over the other ranks; None without one.
     """
 
     rank: int
@@ -32,11 +32,11 @@ class World:
 
 
 def initialize(told: Launched, backend: str, device: torch.device | None = None) -> None:
-    """Start torch.distributed as the launcher says.
+    """Initialises torch.distributed.
 
     Args:
-        told: by the launcher.
-        backend: of torch.distributed.
+        told: this process's place, from the launcher's variables.
+        backend: torch.distributed's backend, such as "gloo".
         device: this rank's GPU; None on CPUs.
     """
     bind_gloo(LOOPBACK if on_one_node(told.size) else told.address)

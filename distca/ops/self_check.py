@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distca.cluster.verdict import first_objection
+from distca.cluster.agreement import first_objection
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
 from distca.ops.expert_sums import expert_sums
 from distca.ops.gate import SWIGLU, Gate

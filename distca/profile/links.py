@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.cluster.hostname import machine_name
+from distca.cluster.process import machine_name
 from distca.device.clock import Clock
 
 _REPEATS = 10

@@ -13,7 +13,7 @@ from importlib import metadata
 
 import torch
 
-from distca.cluster.verdict import first_objection
+from distca.cluster.agreement import first_objection
 from distca.errors import SupportError
 from distca.ops.triton import refuse
 from distca.plan.recurrence import Recurrence

@@ -25,11 +25,10 @@ import torch
 import torch.distributed as dist
 
 from distca.attention import AttentionSpec, Kernel, choose_kernel
-from distca.cluster.hostname import machine_name
 from distca.cluster.interface import LOOPBACK, bind_gloo
 from distca.cluster.pool_store import MAY_GO, PoolStore
 from distca.cluster.pool_watch import PoolWatch
-from distca.cluster.process import Process
+from distca.cluster.process import Process, machine_name
 from distca.cluster.timeout import TIMEOUT
 from distca.device.host_to_device import uploading
 from distca.errors import DistcaError, LaunchError, SupportError

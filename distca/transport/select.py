@@ -16,7 +16,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 import torch.distributed as dist
 
-from distca.cluster.hostname import machine_name
+from distca.cluster.process import machine_name
 from distca.errors import TransportError
 from distca.transport import cuda_ops
 from distca.transport.collective import CollectiveTransport

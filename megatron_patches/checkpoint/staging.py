@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from distca.cluster.node_memory import fullest_node
 from distca.cluster.timeout import TIMEOUT
+from distca.cluster.topology import fullest_node
 from distca.device.host_memory import free_host_memory
 from distca.device.memory import page_lock, page_unlock
 

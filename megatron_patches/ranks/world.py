@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distca.cluster.environment import check_gpus_usable, gpu_of, launched
-from distca.cluster.parent import end_with_torchrun
+from distca.cluster.process import end_with_torchrun
 from distca.cluster.world import World, initialize
 from distca.device.host_memory import keep_freed_memory
 from distca.errors import LaunchError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from distca.cluster.verdict import first_objection
+from distca.cluster.agreement import first_objection
 from distca.errors import SupportError
 from distca.sizes.fp8_shapes import Fp8
 from megatron_patches.te.quantization import fp8_of, in_fp8

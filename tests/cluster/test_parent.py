@@ -15,7 +15,7 @@ from tests.testing.programs import run
 ROOT = Path(__file__).parents[2]
 STAYS = """
 import os, time
-from distca.cluster.parent import end_with_torchrun
+from distca.cluster.process import end_with_torchrun
 end_with_torchrun()
 os.write(1, b"up\\n")  # at once, or lines of two ranks mix
 time.sleep(240)

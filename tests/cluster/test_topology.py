@@ -1,4 +1,4 @@
-"""Which servers share a machine."""
+"""Which servers share a machine, and which machine's ranks need most of its memory."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from distca.cluster import topology
-from distca.cluster.topology import links_of
+from distca.cluster.topology import fullest_node, links_of
 from distca.errors import PlanError
 from distca.plan import Links
 from distca.testing.ranks import run_ranks
@@ -53,3 +53,16 @@ def _chosen(ranks_per_node: int) -> Links | str:
 def test_a_setting_may_say_who_shares_a_node() -> None:
     assert [run_ranks(2, _chosen, size)[0] for size in (0, 1, 2)] == [Links(), Links(1), Links()]
     assert "`ranks_per_node` is 3, which does not divide the 2 servers" in run_ranks(2, _chosen, 3)[0]
+
+
+def test_ranks_of_a_machine_need_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [("a", 60, 100), ("b", 30, 200), ("a", 10, 90), ("b", 100, 190)]
+
+    def gather(everyone: list[object], mine: object, group: object) -> None:
+        assert mine == ("a", 60, 100) and group is None
+        everyone[:] = ranks
+
+    monkeypatch.setattr(topology, "machine_name", lambda: "a")
+    monkeypatch.setattr(topology.dist, "get_world_size", lambda group: len(ranks))
+    monkeypatch.setattr(topology.dist, "all_gather_object", gather)
+    assert fullest_node(60, 100) == (70, 90)

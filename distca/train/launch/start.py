@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from distca.cluster.parent import end_with_parent
+from distca.cluster.process import end_with_parent
 from distca.train.launch.machines import Machines
 
 _TELL_AGAIN_S = 5.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distca.cluster.node_memory import fullest_node
+from distca.cluster.topology import fullest_node
 from distca.device.host_memory import free_host_memory
 from distca.train.checkpoint.folders import load_initial_weights
 from distca.train.config.schema import RunConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from distca.cluster.hostname import machine_name
+from distca.cluster.process import machine_name
 from distca.train.config.schema import RunConfig
 
 NETWORK_BYTES_PER_S = 50e9

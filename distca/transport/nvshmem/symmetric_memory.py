@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from distca.cluster.health import watch_waits
-from distca.cluster.hostname import machine_name
+from distca.cluster.process import machine_name
 from distca.cluster.waits import Wait
 from distca.errors import TransportError
 from distca.transport import cuda_ops
