@@ -30,6 +30,7 @@ _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
 """Arguments whose values are checked by the functions that choose a transport or a kernel."""
 _WHOLE = {"tokens_per_rank", "servers"}
 """Arguments that are whole numbers."""
+# The least value of each number.
 _LEAST = {"tokens_per_rank": 1, "servers": 0, "tolerance": 0, "nvshmem_buffer_gb": 0, "server_gb_s": 0}
 _MAY_DIFFER = {
     "transport",
@@ -55,9 +56,10 @@ class CadArguments(CadOptions):
             same kernels and Megatron's own layers and schedules.
         deal: True deals a step's documents over its micro-batches anew, so that fewer rows move. It does so only where
             documents may span ranks.
-        level: what all ranks have alike in every phase: attention, or time = with linear layers. Time needs ping_pong
-            and pipeline stages, servers or speeds; without a table linear layers count as an H200's. auto = time where
-            this holds on GPUs without transport nvshmem.
+        level: the seconds that a plan makes about equal on all ranks: those of "attention", or "time", which adds
+            linear layers. "time" needs ``ping_pong``, and pipeline stages, ``servers`` or ``speeds``. Without a cost
+            table linear layers count as on an H200. "auto" is "time" where this holds, on GPUs and with another
+            transport than "nvshmem"; else it is "attention".
         recompute: with "none" backward recomputes the modules that Megatron's configuration names, at most the MLPs.
             With "all" it recomputes everything but core attention. Without ``disaggregate``, "all" recomputes every
             layer as a whole, as Megatron's full recomputation does.
@@ -121,7 +123,7 @@ class CadArguments(CadOptions):
         check_level(self.level, self.disaggregate, stages, self.ping_pong, bool(self.servers or self.speeds))
         if self.speeds and not self.disaggregate:
             raise SupportError(
-                "speeds are given, but disaggregate is False, so each home computes what it has: leave it out."
+                "speeds are given, but disaggregate is False, so each rank computes its own attention: leave them out."
             )
         if self.servers and not self.disaggregate:
             raise SupportError(
@@ -234,5 +236,5 @@ def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, un
         return
     why = "disaggregate is False" if not disaggregate else "ping_pong is False, so idle stages could only wait"
     if disaggregate and stages == 1 and not unlike:
-        why = "there are no pipeline stages, and only stages are ever idle"
+        why = "there are no pipeline stages, servers or speeds, so no rank is ever idle"
     raise SupportError(f"level is 'time', but {why}: set level to 'auto'.")

@@ -65,7 +65,9 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
     }
     for what, there in found.items():
         if there:
-            raise SupportError(f"Servers without a model have not been shown beside {what}: leave `servers` at 0.")
+            raise SupportError(
+                f"Servers without a model have not been shown to be right with {what}: leave `servers` at 0."
+            )
 
 
 class RemoteServers:
@@ -80,8 +82,8 @@ class RemoteServers:
     Attributes:
         transport: moves rows between the ranks of this rank's pool; homes come first, then servers.
         generation: number of the pool's generation, from 0.
-        numbers: the present servers' numbers, in the order in which they follow the homes. Whoever started a server
-            gave it its number. All tensor-parallel ranks' servers are there.
+        numbers: the numbers of the present servers of all tensor-parallel ranks, in the order in which they follow the
+            homes. A server got its number when it was started.
 
     Raises:
         SupportError: the number of servers, the transport or a server's device is not possible.
@@ -91,7 +93,8 @@ class RemoteServers:
     def __init__(self, servers: int, tp: int, transport: str, device: torch.device) -> None:
         if servers % tp:
             raise SupportError(
-                f"`servers` is {servers}, which {tp} tensor-parallel ranks do not divide: each has servers of its own."
+                f"`servers` is {servers}, no multiple of the {tp} tensor-parallel ranks, but each of these has "
+                "servers of its own: set it to a multiple."
             )
         by = "nccl" if device.type == "cuda" else "gloo"
         if transport not in ("auto", by):
@@ -113,8 +116,8 @@ class RemoteServers:
         self.generation = 0
         self._comers: list[Comer] = []  # servers that came during the run and are not in the pool yet
         self._seen = 0  # how many servers have come during the run
-        self._lost: set[int] = set()
-        self._released: set[int] = set()
+        self._lost: set[int] = set()  # numbers of servers that are to leave the pool
+        self._released: set[int] = set()  # those among them that the user let go
         self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
         weakref.finalize(self, self._watch.stop)
         # Small questions between homes go over gloo, if that is there, so that they do not wait for the GPU.

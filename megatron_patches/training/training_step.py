@@ -3,8 +3,8 @@
 Losses are summed over tokens, so gradients are sums too. At the step's end they are divided once, by the number of
 target tokens in the global batch. So every target token has the same weight, whichever rank or micro-batch holds it.
 
-Core attention runs a micro-batch as two nano-batches, ping and pong. Each weight then gets two gradients for every
-micro-batch, where Megatron alone gives one.
+A disaggregated model runs a micro-batch as two nano-batches, ping and pong: transfers of one overlap with compute of
+the other. Each weight then gets two gradients for every micro-batch, where Megatron alone gives one.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _check_uses(model: DistributedDataParallel) -> None:
     for group in groups if model.ddp_config.overlap_grad_reduce else ():
         found = group.per_param_grad_ready_counts
         usual = group.golden_per_param_grad_ready_counts
-        if group.is_first_batch and found:
+        if group.is_first_batch and found:  # in the first step a weight needs at least one gradient
             usual = found | {weight: 1 for weight in group.params if weight not in found}
         for weight in group.params:
             if found.get(weight, 0) != usual.get(weight, 0):

@@ -348,6 +348,7 @@ def test_time_is_levelled_with_stages_only(found: list[dict[str, Any]]) -> None:
         no_stages, at_home, keep = rank["level"]
         assert no_stages == keep
         assert keep == (
-            "level is 'time', but there are no pipeline stages, and only stages are ever idle: set level to 'auto'."
+            "level is 'time', but there are no pipeline stages, servers or speeds, so no rank is ever idle: set level "
+            "to 'auto'."
         )
         assert at_home == "level is 'time', but disaggregate is False: set level to 'auto'."
