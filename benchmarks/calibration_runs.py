@@ -40,6 +40,8 @@ from distca.train.data.corpus import open_corpus, open_sampler
 RESULTS = Path(__file__).parent / "results"
 NVSHMEM_GB_S = 370.0
 """The rate of each GPU over NVLink by copy engines (results/transport.json); NCCL's rates are each file's own."""
+_NCCL_GB_S = 300.0
+"""The rate of each GPU over NVLink by NCCL where a file does not say."""
 _SEED = 1234
 _TWO_PERCENT = (
     "2_gpus_30_batches_pretrain_128k.json",
@@ -421,15 +423,15 @@ def _job(
 ) -> Job:
     """DistCA's rows go by NVSHMEM, unless links are limited; all else by NCCL at the run's own rates."""
     links, limited = content.get("links") or {}, content["link_channels"] is not None
+    rows, collectives = (links.get(f"{name}_gb_per_s", _NCCL_GB_S) for name in ("all_to_all", "all_gather"))
     per_node = int(content.get("socket_nodes", 0))
-    rate = NVSHMEM_GB_S
-    if limited or (per_node and mode.method == "distca") or mode.method in ("ulysses",):
-        rate = links.get("all_to_all_gb_per_s", 300.0)
-    elif mode.method != "distca":
-        rate = links.get("all_gather_gb_per_s", 300.0)
+    if per_node:
+        cluster = Cluster(gpus, per_node, _NCCL_GB_S, rows, network_collective_gb_s=collectives)
+    else:
+        one_sided = mode.method == "distca" and not limited
+        cluster = Cluster(gpus, gpus, NVSHMEM_GB_S if one_sided else rows, nvlink_collective_gb_s=collectives)
     gpu = content.get("hardware", "1 × NVIDIA H200").split(" × ")[1]
     costs = costs_of(gpu, model, tp, settings.get("fp8", "none"), table_of)
-    cluster = Cluster(gpus, per_node, network_gb_s=rate) if per_node else Cluster(gpus, gpus, nvlink_gb_s=rate)
     nccl = limited or per_node > 0
     return Job(model, cluster, costs.full, tp=tp, nccl=nccl, window_costs=costs.windows, **settings)
 

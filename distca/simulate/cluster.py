@@ -22,6 +22,8 @@ class Cluster:
         memory_gib: GiB of memory of a GPU.
         slow_gpus: the last ones, on nodes with another network; 0 for none.
         slow_network_gb_s: GB/s between these nodes, and between them and others.
+        nvlink_collective_gb_s: GB/s in all-gathers and reduce-scatters inside a node; 0 takes ``nvlink_gb_s``.
+        network_collective_gb_s: the same between nodes; 0 takes ``network_gb_s``.
 
     Raises:
         SimulationError: on counts, rates or sizes that no cluster has.
@@ -36,6 +38,8 @@ class Cluster:
     memory_gib: float = 139.8
     slow_gpus: int = 0
     slow_network_gb_s: float = 50.0
+    nvlink_collective_gb_s: float = 0.0
+    network_collective_gb_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("gpus", "gpus_per_node"):
@@ -50,7 +54,10 @@ class Cluster:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise SimulationError(f"`{name}` is {value:g}; it must be above 0.")
-        for name in ("nvlink_latency_us", "network_latency_us"):
+        for name in (
+            *("nvlink_latency_us", "network_latency_us"),
+            *("nvlink_collective_gb_s", "network_collective_gb_s"),
+        ):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise SimulationError(f"`{name}` is {value:g}; it must be 0 or more.")

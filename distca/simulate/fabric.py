@@ -26,6 +26,8 @@ class Fabric:
         network_latency: the same between nodes.
         slow: the last servers, on nodes with a network of their own.
         slow_network: bytes/s of a GPU there.
+        nvlink_collective: bytes/s of a GPU in collectives inside a node; 0 for ``nvlink``.
+        network_collective: the same between nodes; 0 for ``network``.
     """
 
     ranks: int
@@ -36,6 +38,8 @@ class Fabric:
     network_latency: float = 0.0
     slow: int = 0
     slow_network: float = 0.0
+    nvlink_collective: float = 0.0
+    network_collective: float = 0.0
 
     @staticmethod
     def of(cluster: Cluster, tp: int) -> Fabric:
@@ -49,6 +53,8 @@ class Fabric:
             cluster.network_latency_us * 1e-6,
             cluster.slow_gpus // tp,
             cluster.slow_network_gb_s * 1e9,
+            cluster.nvlink_collective_gb_s * 1e9,
+            cluster.network_collective_gb_s * 1e9,
         )
 
     @property
@@ -65,9 +71,10 @@ class Fabric:
         """Bytes/s of a rank and latency of a collective over ``size`` ranks that are ``stride`` apart. Across nodes a
         collective uses the network link of every rank it has there."""
         here = min(size, max(self.per_node // stride, 1))
+        nvlink, network = self.nvlink_collective or self.nvlink, self.network_collective or self.network
         if size <= here:
-            return self.nvlink, self.nvlink_latency
-        return min(self.nvlink, here * self.network), self.network_latency
+            return nvlink, self.nvlink_latency
+        return min(nvlink, here * network), self.network_latency
 
     def everyone(self, degree: int, size: np.ndarray) -> Exchange:
         """Every rank sends ``size`` [R] bytes to each other one of its group of ``degree`` consecutive ranks."""

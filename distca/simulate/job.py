@@ -338,7 +338,7 @@ class Job:
     def _gathered(self) -> float:
         """Seconds per row of one all-gather or reduce-scatter of the residual stream over the tensor-parallel ranks."""
         size = self.model.hidden * VALUE * (self.tp - 1) / self.tp
-        return size / (self.cluster.nvlink_gb_s * 1e9)
+        return size / ((self.cluster.nvlink_collective_gb_s or self.cluster.nvlink_gb_s) * 1e9)
 
     @property
     def rotation(self) -> float:

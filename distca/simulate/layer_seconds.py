@@ -122,8 +122,11 @@ class LayerSeconds:
         residual stream's."""
         model, rates, linear = self.model, self.rates, self.linear
         forward, backward = (rate * rates.linear_factor / self.tp for rate in (linear.forward, linear.backward))
-        again_pre = forward * first if self.recompute == "all" else 0.0
+        # What is computed again gathers and scatters its rows again.
+        gathered = self.gathered
+        again_pre = forward * first + gathered if self.recompute == "all" else 0.0
         again_post = forward * {"none": 0, "mlp": mlp, "all": second + mlp}[self.recompute]
+        again_post += gathered * {"none": 0, "mlp": 2, "all": 3}[self.recompute]
         small = rates.elementwise_s * (2 * model.hidden + width) / self.tp
         # Choosing experts, sorting rows and scores, and sums take about as long as a pass over the experts' inputs
         # (traces of benchmarks/results/experts_a3b_cut_2_gpus.json).
@@ -131,7 +134,7 @@ class LayerSeconds:
         of_experts = rates.elementwise_s * model.experts.topk * wide * (routed > 0) / self.tp
         around, inside = 0.3 * small, 0.7 * small
         elementwise_backward = _BACKWARD - _KEPT * self.keep_outputs
-        gathered, of_forward = self.gathered, forward * routed + _FORWARD * of_experts
+        of_forward = forward * routed + _FORWARD * of_experts
         return RowSeconds(
             pre_forward=forward * first + _FORWARD * around + gathered,
             post_forward=forward * (second + mlp) + _FORWARD * inside + 3 * gathered,

@@ -220,3 +220,17 @@ def test_outputs_that_are_kept_spare_backward_a_part_of_its_elementwise_kernels(
     assert kept.memory_bytes.max() > again.memory_bytes.max()
     with pytest.raises(SimulationError, match="both must be none"):
         step(1e-9, keep_outputs=True, recompute="mlp")
+
+
+@pytest.mark.parametrize("recompute, gathers", [("none", 8), ("mlp", 10), ("all", 12)])
+def test_tensor_parallel_ranks_gather_at_the_rate_of_collectives(recompute: str, gathers: int) -> None:
+    """And once more what is computed again."""
+
+    def step(rate: float) -> float:
+        cluster = Cluster(4, 4, nvlink_collective_gb_s=rate)
+        job = small_job(cluster=cluster, cost=pair_cost(heads=1, kv_heads=1), tp=2, recompute=recompute)
+        found = simulate(job, parse_mode("packed"), documents([(1000, 0), (1000, 1)]))
+        return found.step_s - found.reduction_s
+
+    row = 16 * VALUE / 2  # bytes that one of two ranks gets of a row
+    assert step(1e-3) - step(2e-3) == pytest.approx(2 * gathers * 1000 * row * (1 / 1e6 - 1 / 2e6))

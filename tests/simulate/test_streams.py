@@ -1,5 +1,7 @@
 """Links and streams of two and three ranks, counted by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -91,6 +93,8 @@ def test_collectives_use_every_network_link_of_a_node():
     assert fabric(16, 8).ring(8) == (100 * GB, 1e-3)
     assert fabric(16, 8).ring(16) == (80 * GB, 2e-3)
     assert fabric(16, 1).ring(16) == (10 * GB, 2e-3)
+    collective = replace(fabric(16, 8), nvlink_collective=50 * GB, network_collective=5 * GB)
+    assert collective.ring(8) == (50 * GB, 1e-3) and collective.ring(16) == (40 * GB, 2e-3)
 
 
 def test_a_second_hop_begins_when_the_rank_has_the_first_and_both_are_joined_at_once():
