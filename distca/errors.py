@@ -81,6 +81,10 @@ class OptionError(DistcaError):
     next_step = "change the option that is named and start again."
 
 
+class SimulationError(OptionError):
+    """A cluster, a model or a workload that no step can be predicted for."""
+
+
 class BaselineError(ConfigError):
     """A baseline, in a benchmark or a simulation, that cannot run with these documents, ranks or layers."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from distca.ops.row_dots import row_dots
+from distca.ops.row_sums import row_dots
 
 
 def with_sink(o_THD: torch.Tensor, lse_TH: torch.Tensor, sink_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from distca.ops.output_loss import add_product
-from distca.ops.row_dots import row_dots
+from distca.ops.row_sums import row_dots
 
 _HOPPER = (9, 0)
 _ALIGNED = 8

@@ -14,12 +14,11 @@ import torch
 
 from distca.cluster.agreement import first_objection
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
-from distca.ops.expert_sums import expert_sums
 from distca.ops.gate import SWIGLU, Gate
 from distca.ops.output_loss import add_product
 from distca.ops.rms_norm import add_rms_norm, rms_norm
 from distca.ops.rotary import Rotation, split_and_rotate
-from distca.ops.row_dots import row_dots
+from distca.ops.row_sums import expert_sums, row_dots
 from distca.ops.swiglu import swiglu
 from distca.ops.triton import Operation, refuse
 

@@ -1,7 +1,7 @@
 """Predicts a training step: the project's own planner over simulated streams, links and memory. numpy only."""
 
+from distca.errors import SimulationError
 from distca.simulate.cluster import Cluster
-from distca.simulate.errors import SimulationError
 from distca.simulate.job import Job
 from distca.simulate.model import MODELS, dense
 from distca.simulate.prediction import Prediction

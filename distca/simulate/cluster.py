@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from distca.simulate.errors import SimulationError
+from distca.errors import SimulationError
 
 
 @dataclass(frozen=True)

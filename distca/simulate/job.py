@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from distca.errors import SimulationError
 from distca.models.layer_bytes import Recompute
 from distca.models.shape import ModelShape
 from distca.plan import AttentionKind, AttentionShape, CostModel, Links
@@ -18,7 +19,6 @@ from distca.plan.cost.pool import PoolCost
 from distca.plan.kinds import by_stage, numbered
 from distca.plan.recurrence import Recurrence
 from distca.simulate.cluster import Cluster
-from distca.simulate.errors import SimulationError
 from distca.simulate.fabric import Fabric
 from distca.simulate.layer_seconds import CoreSeconds, LayerSeconds, RowSeconds
 from distca.simulate.model import heads_of_rank

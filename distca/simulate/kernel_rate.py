@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from distca.errors import SimulationError
 from distca.plan import AttentionShape, CostModel
 from distca.plan.cost.scaled import scaled
-from distca.simulate.errors import SimulationError
 
 _LONG = 65_536
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from distca.errors import SimulationError
 from distca.models.experts import Experts
 from distca.models.hybrid import Hybrid
 from distca.models.latent import Latent
 from distca.models.shape import ModelShape
 from distca.plan import AttentionShape
-from distca.simulate.errors import SimulationError
 
 
 def dense(

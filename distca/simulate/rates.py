@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from distca.errors import SimulationError
 from distca.json_file import read_object
-from distca.simulate.errors import SimulationError
 
 RATES = Path(__file__).parent / "rates_h200.json"
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from distca.baselines import Mode
 from distca.baselines.dealing import dealt_anew
+from distca.errors import SimulationError
 from distca.plan import StepPlan, context_rows
 from distca.plan.metrics import receive_buffer_gb
 from distca.plan.recurrent.traffic import recurrent_nanos
 from distca.simulate import memory, one_f_one_b
 from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch, work_of
 from distca.simulate.cad import Cad, planned
-from distca.simulate.errors import SimulationError
 from distca.simulate.heads import check_heads
 from distca.simulate.job import VALUE, Job
 from distca.simulate.prediction import Prediction

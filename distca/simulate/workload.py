@@ -8,7 +8,7 @@ import numpy as np
 
 from distca.baselines.dealing import ranks_of_document
 from distca.data.sampler import MicroBatch, Sampler
-from distca.simulate.errors import SimulationError
+from distca.errors import SimulationError
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from distca.device.to_host import Question
 from distca.models.experts import goes_everywhere
-from distca.ops.expert_sums import expert_sums
 from distca.ops.grouped_linear import Groups
+from distca.ops.row_sums import expert_sums
 
 
 @dataclass(frozen=True)

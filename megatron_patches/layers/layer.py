@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from distca.ops.discard_output import forget_until_backward
+from distca.ops.recomputed import forget_until_backward
 from distca.ops.rotary import Rotation, split_and_rotate
 from distca.runtime.server import keys_and_values
 from megatron_patches.experts.balance import NanoBatch

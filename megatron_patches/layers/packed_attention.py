@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from distca.attention import Kernel
-from distca.ops.discard_output import forget_until_backward
+from distca.ops.recomputed import forget_until_backward
 from distca.runtime.timeline import Timeline
 from megatron_patches.model.layer_kinds import kind_of_layer
 from megatron_patches.steps.batch_context import PackedMicroBatch

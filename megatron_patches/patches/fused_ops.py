@@ -21,10 +21,9 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig, attention
 from megatron.core.transformer.mlp import MLP
 
-from distca.ops.discard_output import forget_until_backward
 from distca.ops.gate import SWIGLU, Gate
 from distca.ops.output_loss import add_product
-from distca.ops.recomputed import recomputed
+from distca.ops.recomputed import forget_until_backward, recomputed
 from distca.ops.rotary import Rotation, split_and_rotate
 from distca.ops.swiglu import fill_swiglu, swiglu
 from megatron_patches.model.expert_fields import sigmoid_gelu

@@ -127,8 +127,8 @@ def _check_core_rows(number, dim, dtype):
 
 def _check_expert_sums(rows, columns, dtype):
     """Some pairs are other ranks', and a row may have none."""
-    from distca.ops.expert_sums import expert_sums as plain
-    from distca.ops.triton.expert_sums import expert_sums
+    from distca.ops.row_sums import expert_sums as plain
+    from distca.ops.triton.row_sums import expert_sums
 
     x, *_ = _draws(4 * rows, columns, dtype)
     pairs = torch.randperm(8 * rows, generator=torch.Generator().manual_seed(rows))[: 4 * rows].view(rows, 4)
@@ -142,7 +142,7 @@ def _check_expert_sums(rows, columns, dtype):
 
 
 def _check_row_dots(rows, columns, dtype):
-    from distca.ops.triton.row_dots import row_dots
+    from distca.ops.triton.row_sums import row_dots
 
     a, b, *_ = _draws(rows, columns, dtype)
     sums = torch.empty(rows)

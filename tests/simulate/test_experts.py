@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.calibration_runs import RESULTS, run_of, workloads_of
 from distca.baselines import parse_mode
+from distca.errors import SimulationError
 from distca.models.experts import Experts
 from distca.simulate import Cluster, Job, dense, simulate
-from distca.simulate.errors import SimulationError
 from distca.simulate.experts import exchange_of_experts
 from distca.simulate.memory import at_home, static_bytes
 from distca.train.config.cli import parse_run_config

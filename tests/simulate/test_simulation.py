@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from distca.baselines import parse_mode
+from distca.errors import SimulationError
 from distca.plan import server_seconds, traffic
 from distca.plan.cost.linear import LinearRate
 from distca.simulate import Cluster, Job, Workload, dense, simulate
 from distca.simulate.cad import planned
-from distca.simulate.errors import SimulationError
 from distca.simulate.job import VALUE
 from distca.simulate.simulation import Prediction
 from distca.sizes.fp8_shapes import Fp8, rows_multiple

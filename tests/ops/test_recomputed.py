@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from distca.ops.discard_output import forget_until_backward
+from distca.ops.recomputed import forget_until_backward
 
 
 def _square(x):

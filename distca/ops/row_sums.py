@@ -1,6 +1,6 @@
-"""Sums over the experts of a row, in a fixed order.
+"""Sums of rows in one pass and a fixed order: dot products of equal rows, and sums over the experts of a row.
 
-P pairs of a row and an expert, R rows, K experts of a row, H columns.
+N rows, D columns; P pairs of a row and an expert, R rows, K experts of a row, H columns.
 """
 
 from __future__ import annotations
@@ -9,6 +9,25 @@ import torch
 
 from distca.ops.cross_entropy import wide
 from distca.ops.triton import has_kernels
+
+
+def row_dots(a_ND: torch.Tensor, b_ND: torch.Tensor) -> torch.Tensor:
+    """Σ_d a[..., d] · b[..., d].
+
+    Args:
+        a_ND: [..., D], contiguous.
+        b_ND: of the same shape and dtype, contiguous.
+
+    Returns:
+        [...] in at least float32, never rounded to a narrower dtype in between. It has no gradient.
+    """
+    sums = a_ND.new_empty(a_ND.shape[:-1], dtype=wide(a_ND.dtype))
+    if has_kernels(a_ND, "row sums"):
+        from distca.ops.triton import row_sums as kernels
+
+        kernels.row_dots(a_ND.flatten(0, -2), b_ND.flatten(0, -2), sums.flatten())
+        return sums
+    return torch.sum(a_ND.to(sums.dtype) * b_ND.to(sums.dtype), -1, out=sums)
 
 
 def expert_sums(x_PH: torch.Tensor, pair_RK: torch.Tensor) -> torch.Tensor:
@@ -22,7 +41,7 @@ def expert_sums(x_PH: torch.Tensor, pair_RK: torch.Tensor) -> torch.Tensor:
         [R, H], added up in at least float32 and rounded once.
     """
     if has_kernels(x_PH, "expert sums"):
-        from distca.ops.triton import expert_sums as kernels
+        from distca.ops.triton import row_sums as kernels
 
         out = x_PH.new_empty(len(pair_RK), x_PH.shape[1])
         kernels.expert_sums(x_PH, pair_RK, out)
