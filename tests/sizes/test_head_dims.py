@@ -8,7 +8,7 @@ from distca.commands.options import check_head_dim
 from distca.errors import OptionError
 from distca.sizes.head_dims import unserved, unserved_by
 from distca.train.config.schema import ModelConfig
-from distca.train.config.validate import _heads
+from distca.train.config.validate_models import _heads
 
 RIGHT = (24, 32, 56, 64, 88, 96, 120, *range(128, 257, 8))
 
