@@ -1,1 +1,1 @@
-"""Operations of a transformer in torch and Triton; no Megatron."""
+"""Fused operations of a transformer in torch and Triton, which do not depend on Megatron."""

@@ -1,6 +1,7 @@
-"""The elementwise part of the cross-entropy over one chunk's logits, which may be a share of the vocabulary.
+"""The elementwise part of the cross-entropy, over the logits of some rows.
 
-N rows, V columns of this rank's share of the vocabulary. Everything is reduced in at least float32.
+With tensor parallelism a rank has the logits of its share of the vocabulary; ``output_loss.py`` calls this and combines
+the ranks' results. N rows, V columns of this rank's share. Everything is added up in at least float32.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from distca.ops.triton import has_kernels
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which numbers of ``dtype`` are added up: float32, or float64 where they are float64."""
+    """The dtype in which numbers of ``dtype`` are added up: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def row_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reduce every row.
+    """Reduces each row of logits to three numbers.
 
     Args:
         logits_NV: this rank's logits.
-        targets_N: int64 column of the target; a column that is not there belongs to another rank.
+        targets_N: int64 column of each row's target; below 0, or V and more, if the target is on another rank.
 
     Returns:
-        [N] each, float32 or float64: the row's maximum, the sum of exp(logit − maximum), and the target's logit, which
-        is 0 where the target belongs to another rank.
+        [N] each, float32 or float64: the row's maximum, the sum of exp(logit − maximum), and the target's logit. The
+        last is 0 if the target is on another rank.
     """
     if has_kernels(logits_NV, "cross-entropy"):
         from distca.ops.triton import cross_entropy as kernels
@@ -40,13 +41,13 @@ def row_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[to
 def logits_to_gradient_(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, lse_N: torch.Tensor, weights_N: torch.Tensor
 ) -> None:
-    """Replace logits by the gradient of the weighted sum of the rows' losses.
+    """Replaces logits by the gradient of the weighted sum of the rows' losses.
 
     Args:
         logits_NV: this rank's logits; overwritten.
-        targets_N: as for :func:`row_statistics`.
-        lse_N: log of the sum of exponentials over the whole vocabulary, float32 or float64.
-        weights_N: weight of each row's loss, of the same type.
+        targets_N: as in :func:`row_statistics`.
+        lse_N: logarithm of the sum of exponentials over the whole vocabulary, float32 or float64.
+        weights_N: weight of each row's loss, of the same dtype.
     """
     if has_kernels(logits_NV, "cross-entropy"):
         from distca.ops.triton import cross_entropy as kernels

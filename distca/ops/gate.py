@@ -1,4 +1,4 @@
-"""The gates of MLPs that are computed in one pass."""
+"""The gates of MLPs that the fused activation (swiglu.py) computes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gate:
-    """The function of a gate g and of the number u that it lets through: g · sigmoid(slope · g) · (u + offset).
+    """The function g · sigmoid(slope · g) · (u + offset) of a gate g and a gated number u.
 
     Attributes:
         slope: 1 for SwiGLU.
         offset: 0 for SwiGLU.
-        limit: most of g, and of u both ways; 0 for none.
+        limit: first g is clamped to at most this, and u to between minus this and this; 0 for no limit.
     """
 
     slope: float = 1.0

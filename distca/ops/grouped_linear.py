@@ -1,6 +1,10 @@
-"""Linear layers of many experts at once, each for the rows that are its own.
+"""The linear layers of a rank's experts: each expert's weight is applied to the rows that were sent to this expert.
 
-Array legend: P rows, of one expert after the other; E experts; I and O columns of the input and of the output.
+Rows are sorted by expert. On Hopper one grouped product of torch computes all experts, elsewhere one product each.
+``megatron_patches/experts/grouped.py`` builds the experts' MLPs from this.
+
+Array legend: P rows, those of one expert after those of the other; E experts; I and O columns of the input and of the
+output.
 """
 
 from __future__ import annotations
@@ -16,18 +20,20 @@ from distca.ops.output_loss import add_product
 from distca.ops.row_sums import row_dots
 
 _HOPPER = (9, 0)
+"""The compute capability of the GPUs for which torch's grouped product is used."""
 _ALIGNED = 8
-"""Columns of operands in bfloat16 are a multiple of it: torch's grouped product wants strides of 16 bytes."""
+"""Columns of operands must be a multiple of it: torch's grouped product needs strides of 16 bytes, 8 bfloat16 numbers.
+Other sizes are computed expert by expert."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The rows of each expert.
+    """The numbers of rows of each expert.
 
     Attributes:
-        rows: of each expert, on the host.
-        ends_E: [experts] int32 where its rows end, on the rows' device.
-        last_first: the experts are in the reverse of their order.
+        rows: number of rows of each expert, on the host.
+        ends_E: int32 one past the last row of each expert, on the rows' device.
+        last_first: whether the experts are in reverse order. ``megatron_patches/experts/grouped.py`` has the reason.
     """
 
     rows: list[int]
@@ -43,9 +49,9 @@ def grouped_linear(
     Args:
         x_PI: rows, contiguous.
         weights: [O, I] of each expert.
-        groups: of the rows.
-        into_main_grad: gradients of weights are added to their ``main_grad``, as Megatron-Core's linear layers do with
-            ``gradient_accumulation_fusion``.
+        groups: the numbers of rows of each expert.
+        into_main_grad: whether gradients of weights are added to their ``main_grad``, as Megatron-Core's linear layers
+            do with ``gradient_accumulation_fusion``.
     """
     out: torch.Tensor = _GroupedLinear.apply(x_PI, groups, into_main_grad, *weights)
     return out
@@ -81,8 +87,8 @@ def add_biases(
     Args:
         x_PO: rows.
         biases: [O] of each expert.
-        groups: of the rows.
-        scale_P: factors of the biases, one for each row.
+        groups: the numbers of rows of each expert.
+        scale_P: a factor on the bias for each row; None for 1.
     """
     out: torch.Tensor = _AddBiases.apply(x_PO, scale_P, groups, *biases)
     return out
@@ -98,7 +104,7 @@ class _AddBiases(torch.autograd.Function):
         bias_PO = _of_rows(biases, groups, len(x_PO))
         if scale_P is None:
             return x_PO + bias_PO
-        return torch.addcmul(x_PO, bias_PO, scale_P[:, None], out=bias_PO)  # a GPU casts in the same pass
+        return torch.addcmul(x_PO, bias_PO, scale_P[:, None], out=bias_PO)  # one pass on GPUs, cast included
 
     @staticmethod
     @once_differentiable
@@ -109,25 +115,28 @@ class _AddBiases(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 d_scale = row_dots(d_PO.contiguous(), _of_rows(biases, ctx.groups, len(d_PO))).to(scale_P.dtype)
             scaled = torch.mul(d_PO, scale_P[:, None], out=torch.empty_like(d_PO))
-        # One sum after the other: rows that are added by index are rounded after each, and come in any order.
+        # One sum for each expert. index_add would round after each row, in an order that changes from run to run.
         parts = zip(biases, ctx.needs_input_grad[3:], scaled.split(ctx.groups.rows), strict=True)
         return d_PO, d_scale, None, *(part.sum(0).to(bias.dtype) if needed else None for bias, needed, part in parts)
 
 
 def _of_rows(biases: Sequence[torch.Tensor], groups: Groups, rows: int) -> torch.Tensor:
-    """[P, O] the bias of each row's expert; the host is asked nothing."""
+    """[P, O] the bias of each row's expert, computed on the device without waiting for it."""
     numbers_P = torch.arange(rows, dtype=groups.ends_E.dtype, device=groups.ends_E.device)
     expert_P = torch.searchsorted(groups.ends_E, numbers_P, right=True)
     return torch.stack(tuple(biases)).index_select(0, expert_P)
 
 
 def _product(_: torch.Tensor, d_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weight."""
     return d_out.t() @ rows
 
 
 def _into_main_grads(weights: Sequence[torch.Tensor]) -> Any:
-    """A function that adds a weight's gradient to its ``main_grad``, and returns what autograd gets in its place:
-    Megatron reduces a gradient when autograd brings one, and does not read it."""
+    """Returns a function that adds a weight's gradient to its ``main_grad``.
+
+    The function returns a tensor without values for autograd. Megatron's hooks only need to see that a gradient has
+    come, and do not read it."""
     unread = torch.empty_like(weights[0])
 
     def add(weight: Any, d_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -141,7 +150,7 @@ def _into_main_grads(weights: Sequence[torch.Tensor]) -> Any:
 
 
 def _products(x_PI: torch.Tensor, weights: Sequence[torch.Tensor], groups: Groups, *, transposed: bool) -> torch.Tensor:
-    """Each row times its expert's weight, or its transpose."""
+    """Each row times its expert's weight, or with ``transposed`` times the weight's transpose."""
     columns = weights[0].shape[0 if transposed else 1]
     if not len(x_PI):
         return x_PI.new_zeros(0, columns)
@@ -157,7 +166,8 @@ def _products(x_PI: torch.Tensor, weights: Sequence[torch.Tensor], groups: Group
 
 
 def lie_evenly(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether weights lie at equal distances in one memory, one after the other: all are one operand as they lie."""
+    """Whether weights lie at equal distances in one storage, so that a view of it is the operand of a grouped
+    product."""
     first, places = weights[0], [each.data_ptr() for each in weights]
     distance = places[1] - places[0] if len(places) > 1 else first.nbytes
     even = places == [places[0] + number * distance for number in range(len(places))]
@@ -166,8 +176,9 @@ def lie_evenly(weights: Sequence[torch.Tensor]) -> bool:
 
 
 def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns [E, O, I]: a view where weights lie evenly, else a copy. That takes the time in which a GPU reads and
-    writes all of a layer's experts, for each product."""
+    """Returns all weights as [E, O, I]: a view if they lie evenly, else a copy.
+
+    A copy costs each product the time to read and write all experts of the layer."""
     if not lie_evenly(weights):
         return torch.stack(tuple(weights))
     first = weights[0].detach()
@@ -176,6 +187,7 @@ def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -184,6 +196,6 @@ def is_grouped(x_PI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     if not hasattr(torch.nn.functional, "grouped_mm") or any(size % _ALIGNED for size in weight_OI.shape):
         return False
     if x_PI.is_cuda:
-        # Of Blackwell's, experts without rows had gradients of what memory held before.
+        # On Blackwell, torch's grouped product left the gradients of experts without rows uninitialised.
         return x_PI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_PI.device) == _HOPPER
-    return x_PI.dtype == torch.float32  # so that tests on CPUs call it as GPUs do
+    return x_PI.dtype == torch.float32  # Tests on CPUs thus call it, too.

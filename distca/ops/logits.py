@@ -1,4 +1,4 @@
-"""The changes to logits before the softmax: a factor, and a soft limit."""
+"""Changes to the output layer's logits before the softmax: a factor and a soft limit, which some models have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distca.ops.cross_entropy import wide
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Logits l become m l, and with a limit c they become c tanh(m l / c).
+    """Logits l become m · l, or with a limit c they become c · tanh(m · l / c).
 
     Attributes:
         multiplier: m.
@@ -22,18 +22,18 @@ class LogitTransform:
     softcap: float = 0.0
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """New logits of the same type, differentiable."""
+        """Returns the changed logits in the same dtype, differentiable."""
         if self.softcap:
             bounded = torch.tanh(logits.to(wide(logits.dtype)) * (self.multiplier / self.softcap))
             return (bounded * self.softcap).to(logits.dtype)
         return logits if self.multiplier == 1.0 else logits * self.multiplier
 
     def apply_(self, logits: torch.Tensor, gradient: bool) -> torch.Tensor | float:
-        """Overwrite ``logits`` with the new ones, by torch; limits are computed in at least float32.
+        """Overwrites ``logits`` with the changed ones, without autograd; limits are computed in at least float32.
 
         Returns:
-            What gradients of the new logits are multiplied by to become those of the old ones: one number, or with a
-            limit and where ``gradient`` asks for it a tensor like ``logits``.
+            The derivative of the changed logits by the given ones. It is a number, or with a limit and ``gradient`` a
+            tensor like ``logits``.
         """
         if not self.softcap:
             if self.multiplier != 1.0:
@@ -47,3 +47,4 @@ class LogitTransform:
 
 
 AS_THEY_ARE = LogitTransform()
+"""No change."""

@@ -1,12 +1,13 @@
 """The output layer and its cross-entropy as one operation that never holds all logits.
 
-The logits of 128K tokens over a vocabulary of 128K are 33 GB in bfloat16, and their float32 copies twice that. So
-forward does all the work, a chunk of rows at a time. It computes the chunk's logits, reduces them to the loss, and
-turns them into the loss's gradient in place. It multiplies that into the gradients of the hidden rows and of the
-weight. These are three matrix products in total, and no logits are computed twice. Backward only multiplies the
-finished gradients by the gradient of the loss. So forward must know the rows' weights (the loss mask).
+The logits of 128K tokens over a vocabulary of 128K are 33 GB in bfloat16, and a float32 copy has twice as much. So
+forward does all the work, a *chunk* of rows at a time. It computes the chunk's logits, reduces them to the loss, and
+turns them into the gradient of the loss in place. From this it computes the gradients of the hidden rows and of the
+weight. These are three matrix products, and no logits are computed twice. Backward only multiplies these gradients by
+the gradient of the loss. So forward must know the weight of each row's loss (the loss mask).
 
-N rows, H hidden size, V this rank's share of the vocabulary.
+With tensor parallelism each rank has some rows of the weight, a share of the vocabulary. N rows, H hidden size, V size
+of this rank's share.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from distca.ops.triton import is_trusted
 
 @dataclass(frozen=True)
 class VocabularyShards:
-    """How the output layer is shared among tensor-parallel ranks.
+    """The sharing of the output layer among tensor-parallel ranks.
 
     Attributes:
         group: the tensor-parallel ranks.
-        sequence_parallel: every rank holds its contiguous share of the rows; otherwise all hold all rows.
-        vocabulary: token ids, where the layer has more rows: those behind are padding, left out of the softmax.
+        sequence_parallel: whether each rank holds a contiguous share of the hidden rows; otherwise all hold all rows.
+        vocabulary: number of token ids, if the weight has more rows. The further rows are padding, and are left out of
+            the softmax. None without padding.
     """
 
     group: dist.ProcessGroup
@@ -41,12 +43,14 @@ class VocabularyShards:
 
     @property
     def shares(self) -> int:
-        """Into how many shares the rows are cut."""
+        """The number of shares into which the hidden rows are cut."""
         return self.group.size() if self.sequence_parallel else 1
 
     def mask_padding_(self, logits: torch.Tensor) -> None:
-        """Lower this rank's logits of padding to the least number, whose exponential is 0 beside any other, and 1 where
-        a rank has nothing else.
+        """Sets this rank's logits of padding to the smallest finite number.
+
+        Beside any other logit its exponential is 0. It is finite, so that a rank with nothing but padding computes no
+        nan.
 
         Args:
             logits: [..., V], overwritten.
@@ -65,21 +69,21 @@ def output_loss(
     logits_bytes: int = LOGITS_BYTES,
     transform: LogitTransform = AS_THEY_ARE,
 ) -> torch.Tensor:
-    """Sum of the rows' cross-entropies, the same on every tensor-parallel rank.
+    """Weighted sum of the rows' cross-entropies, the same on every tensor-parallel rank.
 
     Args:
-        hidden_NH: input of the output layer; under sequence parallelism this rank's share of the rows.
+        hidden_NH: input of the output layer; with sequence parallelism this rank's share of the rows.
         weight_VH: this rank's rows of the output layer's weight.
         labels_N: int64 target of every row (of all shares, in the order of the ranks).
         loss_mask_N: weight of every row's loss.
-        shards: how the layer is shared.
-        logits_bytes: the most bytes that one chunk's logits may take. A limit of logits needs three to five times as
-            many for a while.
-        transform: what becomes of the logits before the softmax.
+        shards: the sharing of the layer among ranks.
+        logits_bytes: the largest size of one chunk's logits, in bytes. A ``transform`` with a limit needs three to five
+            times as much for a while.
+        transform: changes of logits before the softmax.
 
     Returns:
-        A float32 scalar, float64 for float64 input. Where gradients are enabled it can be differentiated once with
-        regard to hidden_NH and weight_VH; the weight's gradient is added up in float32 and rounded once.
+        A float32 scalar, float64 for float64 input. If gradients are enabled it can be differentiated once with respect
+        to hidden_NH and weight_VH. The weight's gradient is added up in float32 and rounded once.
     """
     gradients = torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad)
     work = _Chunks(hidden_NH.detach(), weight_VH.detach(), labels_N, loss_mask_N, shards, logits_bytes, transform)
@@ -96,19 +100,19 @@ def log_probabilities(
 ) -> torch.Tensor:
     """Logarithm of the probability of every row's target, the same on every tensor-parallel rank.
 
-    What each row will weigh is known in backward only, so backward computes the logits again, a chunk at a time.
+    The gradients of rows are known only in backward. So backward computes the logits again, a chunk at a time.
 
     Args:
-        hidden_NH: input of the output layer; under sequence parallelism this rank's share of the rows.
+        hidden_NH: input of the output layer; with sequence parallelism this rank's share of the rows.
         weight_VH: this rank's rows of the output layer's weight.
         labels_N: int64 target of every row (of all shares, in the order of the ranks).
-        shards: how the layer is shared.
-        logits_bytes: the most bytes that one chunk's logits may take. A limit of logits needs three to five times as
-            many for a while.
-        transform: what becomes of the logits before the softmax.
+        shards: the sharing of the layer among ranks.
+        logits_bytes: the largest size of one chunk's logits, in bytes. A ``transform`` with a limit needs three to five
+            times as much for a while.
+        transform: changes of logits before the softmax.
 
     Returns:
-        [N] float32, float64 for float64 input; can be differentiated once with regard to hidden_NH and weight_VH.
+        [N] float32, float64 for float64 input; can be differentiated once with respect to hidden_NH and weight_VH.
     """
     return _LogProbabilities.apply(  # type: ignore[no-any-return]
         hidden_NH, weight_VH, labels_N, shards, logits_bytes, transform
@@ -160,16 +164,19 @@ class _OutputLoss(torch.autograd.Function):
 def _scaled(
     d_hidden_NH: torch.Tensor, d_weight_VH: torch.Tensor, upstream: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both gradients times the gradient of the loss; the weight's in ``dtype``."""
     rounded_VH = torch.empty_like(d_weight_VH, dtype=dtype)
     torch.mul(d_weight_VH, upstream, out=rounded_VH)
     return d_hidden_NH * upstream, rounded_VH
 
 
 class _Chunks:
-    """The walk over chunks of rows; under sequence parallelism a chunk takes the same rows of every rank's share.
+    """The computation over chunks of rows. With sequence parallelism a chunk has the same rows of every rank's share.
+
+    Arguments are those of :func:`output_loss`.
 
     Attributes:
-        row_losses: [shares, rows of a share] the rows' losses without weights, once all chunks are done.
+        row_losses: [shares, rows of a share] the rows' losses without weights, after :meth:`run`.
     """
 
     def __init__(
@@ -184,6 +191,8 @@ class _Chunks:
     ) -> None:
         self._hidden, self._weight, self._shards, self._transform = hidden_NH, weight_VH, shards, transform
         self._wide = wide(hidden_NH.dtype)
+        # "limit" is the largest number of a share's rows in a chunk, "_step" the number that makes chunks equally
+        # large.
         first_column = shards.group.rank() * len(weight_VH)
         self._targets = (labels_N - first_column).view(shards.shares, -1)
         self._row_weights = loss_mask_N.to(self._wide).view(shards.shares, -1)
@@ -193,7 +202,8 @@ class _Chunks:
         self.row_losses = torch.zeros_like(self._row_weights)
 
     def run(self, gradients: bool) -> tuple[torch.Tensor, ...]:
-        """The loss and, where wanted, the gradients of hidden rows (their type) and weight (at least float32)."""
+        """Returns the loss and, with ``gradients``, those of the hidden rows (in their dtype) and of the weight (in at
+        least float32)."""
         loss = torch.zeros((), dtype=self._wide, device=self._hidden.device)
         d_hidden = torch.empty_like(self._hidden) if gradients else None
         d_weight = torch.zeros_like(self._weight, dtype=self._wide) if gradients else None
@@ -214,11 +224,13 @@ class _Chunks:
                 add_product(d_weight, logits.t(), hidden)
                 if started is not None:
                     started.wait()
-            del logits, slope  # or the next chunk's would be beside them
+            del logits, slope  # Their memory is then free for the next chunk.
         return (loss,) if d_hidden is None or d_weight is None else (loss, d_hidden, d_weight)
 
     def _gathered(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(rows of a share, those rows of all shares) of every chunk; the next chunk travels while one is used."""
+        """Yields for each chunk its rows of a share, as a slice, and these rows of all shares.
+
+        The rows of the next chunk are gathered while one is used."""
         slices = [slice(begin, begin + self._step) for begin in range(0, len(self._hidden), self._step)]
         if self._shards.shares == 1:
             yield from ((rows, self._hidden[rows]) for rows in slices)
@@ -240,7 +252,9 @@ class _Chunks:
     def _reduce(
         self, maximum_N: torch.Tensor, sum_N: torch.Tensor, target_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log of the sum of exponentials, the target's logit) over the whole vocabulary, [N] each."""
+        """Combines the results of :func:`row_statistics` of all ranks.
+
+        Returns [N] the logarithm of the sum of exponentials over the whole vocabulary, and [N] the target's logit."""
         if self._shards.group.size() == 1:
             return maximum_N + sum_N.log(), target_N
         highest_N = maximum_N.clone()
@@ -250,8 +264,9 @@ class _Chunks:
         return highest_N + both[0].log(), both[1]
 
     def _start_sum(self, d_logits_NV: torch.Tensor, out: torch.Tensor) -> Any:
-        """Put the hidden rows' gradient into ``out``, under sequence parallelism this rank's rows of it; returns what
-        must be waited for, if anything."""
+        """Starts writing the gradient of the hidden rows to ``out``; with sequence parallelism this rank's rows of it.
+
+        Returns the pending collective, or None if there is none."""
         group = self._shards.group
         if self._shards.shares > 1:
             return dist.reduce_scatter_tensor(out, d_logits_NV @ self._weight, group=group, async_op=True)
@@ -260,10 +275,10 @@ class _Chunks:
 
 
 def add_product(sum_VH: torch.Tensor, a_VN: torch.Tensor, b_NH: torch.Tensor) -> None:
-    """sum_VH += a_VN @ b_NH, without rounding the product to a type narrower than that of ``sum_VH``."""
+    """sum_VH += a_VN @ b_NH; if torch can do so, without rounding the product to the narrower dtype of a and b."""
     if not sum_VH.is_cuda or sum_VH.dtype == a_VN.dtype:
         sum_VH.addmm_(a_VN.to(sum_VH.dtype), b_NH.to(sum_VH.dtype))
     elif "dtype_out" in torch.ops.aten.addmm.overloads() and is_trusted("weight gradients"):
         torch.addmm(sum_VH, a_VN, b_NH, out_dtype=sum_VH.dtype, out=sum_VH)
-    else:  # torch before 2.8, or one whose product is wrong: rounded after all, once per chunk
+    else:  # torch before 2.8, or a product that failed its check: each product is rounded once.
         sum_VH += a_VN @ b_NH

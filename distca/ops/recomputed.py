@@ -1,4 +1,4 @@
-"""Activations that are computed again in backward, and not kept until then."""
+"""Activations that are not kept until backward, which computes them again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def recomputed(function: Function, x: torch.Tensor) -> torch.Tensor:
-    """function(x), whose backward computes it again; can be differentiated once.
+    """Returns function(x), whose backward computes the function again; can be differentiated once.
 
     Args:
-        function: of one tensor, and of nothing else that needs a gradient.
+        function: a function of one tensor. It must use no other tensor that needs a gradient.
         x: its input.
     """
     out: torch.Tensor = _Recomputed.apply(x, function)
@@ -39,18 +39,18 @@ class _Recomputed(torch.autograd.Function):
 
 
 def forget_until_backward(out: torch.Tensor, fill: Callable[[torch.Tensor], None], used: torch.Tensor) -> None:
-    """Free the memory of ``out`` until the gradient of ``used`` is there, and compute it again then.
+    """Frees the memory of ``out``, and computes it again when backward reaches ``used``.
 
     Args:
-        out: a tensor with memory of its own, whose users are done and need it again only in backward.
-        fill: writes the same numbers into it, without autograd.
-        used: the output of what used ``out``, all of it; where it needs no gradient nothing is done.
+        out: a tensor with a storage of its own. The operation that read it has run, and needs it again in backward.
+        fill: writes the same numbers into the tensor that it gets, without autograd.
+        used: the output of the operation that read ``out``. If it needs no gradient, nothing is done.
     """
     if not used.requires_grad:
         return
     size = out.untyped_storage().nbytes()
     out.untyped_storage().resize_(0)
-    # Emptied when it was used: hooks live as long as the loss does, and would keep the tensors until then.
+    # The hook empties this list. Hooks live as long as the graph, and would keep the tensors alive so long.
     forgotten = [(out, fill)]
 
     def restore(_: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ def forget_until_backward(out: torch.Tensor, fill: Callable[[torch.Tensor], None
             again, refill = forgotten.pop()
             again.untyped_storage().resize_(size)
             with torch.no_grad():
-                # .data: autograd counts changes of saved tensors, and this one restores what was saved.
+                # .data hides the write from autograd, which refuses saved tensors that were changed.
                 refill(again.data)
 
     used.register_hook(restore)

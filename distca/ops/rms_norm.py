@@ -8,12 +8,12 @@ from distca.ops.triton import has_kernels
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """[..., columns] of the type of ``x``; on GPUs computed in float32 and rounded once.
+    """Returns the norm [..., columns] in the dtype of ``x``; on GPUs it is computed in float32 and rounded once.
 
     Args:
         x: [..., columns].
-        weight: [columns] of the type of ``x`` or of a wider one.
-        epsilon: is added to the mean of squares.
+        weight: [columns], in the dtype of ``x`` or a wider one.
+        epsilon: added to the mean of squares.
     """
     if has_kernels(x, "RMSNorm"):
         from distca.ops.triton import rms_norm as kernels
@@ -25,16 +25,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sum and its norm, in one pass on GPUs, which also adds both gradients in one pass.
+    """Returns a sum and its norm. On GPUs one kernel computes both, and one kernel both gradients.
 
     Args:
         x: [..., columns], the residual stream.
-        branch: what is added to it, of the same shape and type; None for nothing.
-        weight: as for :func:`rms_norm`.
-        epsilon: likewise.
+        branch: the output that is added to it, in the same shape and dtype; None for nothing.
+        weight: as in :func:`rms_norm`.
+        epsilon: as in :func:`rms_norm`.
 
     Returns:
-        x + branch, and what :func:`rms_norm` returns for that sum as it is rounded to its type.
+        x + branch, rounded to its dtype, and the norm of this rounded sum.
     """
     if has_kernels(x, "RMSNorm"):
         from distca.ops.triton import rms_norm as kernels
@@ -45,7 +45,7 @@ def add_rms_norm(
 
 
 def fill_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
-    """Write what :func:`rms_norm` returns into ``out``, which is contiguous, without autograd."""
+    """Writes the result of :func:`rms_norm` to ``out``, which is contiguous, without autograd."""
     if has_kernels(x, "RMSNorm"):
         from distca.ops.triton import rms_norm as kernels
 
@@ -55,4 +55,5 @@ def fill_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: to
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The norm by torch."""
     return torch.nn.functional.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, epsilon).to(x.dtype)

@@ -1,7 +1,7 @@
-"""The rotation of q and k by their positions, in one pass with the split of the QKV projection.
+"""The rotation of q and k by their positions (RoPE), in one pass with the split of the QKV projection.
 
-Shapes: N rows, F = (H + 2G)·D columns of a QKV projection, H query heads, G key/value heads; D head_dim, E pairs that
-are turned in a head.
+RoPE turns *pairs* of a head's numbers by angles that depend on the position. N rows; F = (H + 2G)·D columns of a QKV
+projection; H query heads, G key/value heads, D head dimension; E pairs of a head that are turned.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from distca.ops.triton import has_kernels
 
 @dataclass(frozen=True)
 class Rotation:
-    """How the rows of one nano-batch are turned by their positions, in one layer or in several.
+    """The rotation of some rows, for all layers with the same angles.
 
     Attributes:
-        cos_NE: float32.
-        sin_NE: float32.
-        passed: the last dimensions of each head, which stay as they are.
-        interleaved: a pair is two neighbours; otherwise it is the same place in both halves of what is rotated.
-        query_scale_N: factor of each row's query, float32; None where queries are not scaled by their position.
+        cos_NE: float32 cosines of the angles.
+        sin_NE: float32 sines of the angles.
+        passed: number of each head's last elements that are not turned.
+        interleaved: whether a pair is two neighbours. Otherwise it is element i of the first half and element i of the
+            second half of the elements that are turned.
+        query_scale_N: float32 factor on each row's query; None if queries are not scaled by their position.
     """
 
     cos_NE: torch.Tensor
@@ -34,12 +35,12 @@ class Rotation:
 
     @staticmethod
     def of(angles: torch.Tensor, head_dim: int | None = None, interleaved: bool = False) -> Rotation:
-        """Returns the rotation by [rows, 1, 1, dims] angles, each of which is there for both numbers of its pair.
+        """Makes the rotation from Megatron's angles.
 
         Args:
-            angles: of the first ``dims`` dimensions of a head.
-            head_dim: width of a head; None where all of it is rotated.
-            interleaved: the angles of a pair are neighbours.
+            angles: [rows, 1, 1, dims] of the first ``dims`` elements of a head; both elements of a pair have the same.
+            head_dim: elements of a head; None if all are turned.
+            interleaved: whether a pair is two neighbours.
         """
         dims = angles.shape[-1]
         each = angles[:, 0, 0, ::2] if interleaved else angles[:, 0, 0, : dims // 2]
@@ -47,26 +48,26 @@ class Rotation:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
+        """Elements of a head."""
         return 2 * self.cos_NE.shape[1] + self.passed
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the kernels for GPUs know this kind of rotation."""
+        """Whether the Triton kernel can compute this rotation: it turns whole heads, and pairs are not neighbours."""
         return not self.passed and not self.interleaved
 
 
 def split_and_rotate(mixed_NF: torch.Tensor, rotation: Rotation, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a QKV projection as megatron lays it out and rotate q and k by their positions.
+    """Splits a QKV projection in Megatron's layout, and rotates q and k.
 
     Args:
-        mixed_NF: for each group its query heads, its key and its value.
-        rotation: of the same rows.
-        groups: key/value heads.
+        mixed_NF: the projection's output: for each key/value head its query heads, the key and the value.
+        rotation: the rotation of these rows.
+        groups: number of key/value heads.
 
     Returns:
-        q_NHD and kv_N2GD, differentiable with regard to mixed_NF. On GPUs one kernel reads and writes every number
-        once, and computes in float32; rotations of a part of each head and interleaved ones have none.
+        q_NHD and kv_N2GD, differentiable with respect to mixed_NF. On GPUs one kernel reads and writes every number
+        once, and computes in float32, if it can compute this rotation.
     """
     if rotation.has_kernel and has_kernels(mixed_NF, "rotation"):
         from distca.ops.triton import rotary as kernels
@@ -83,7 +84,7 @@ def split_and_rotate(mixed_NF: torch.Tensor, rotation: Rotation, groups: int) ->
 
 
 def _turn_by(rotation: Rotation, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns what turns [rows, heads, head_dim] of a type."""
+    """Returns a function that turns [rows, heads, head_dim] of the ``dtype``, in torch."""
     cos_N1E, sin_N1E = (x.to(dtype)[:, None] for x in (rotation.cos_NE, rotation.sin_NE))
 
     def turn(x_NHD: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Sums of rows in one pass and a fixed order: dot products of equal rows, and sums over the experts of a row.
+"""Sums of rows in one pass and a fixed order: dot products of two tensors' rows, and sums over a row's experts.
 
-N rows, D columns; P pairs of a row and an expert, R rows, K experts of a row, H columns.
+A row is sent to K experts, and each such *pair* of a row and an expert gives an output row. N rows, D columns; P pairs,
+R rows, K experts of a row, H columns.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from distca.ops.triton import has_kernels
 
 
 def row_dots(a_ND: torch.Tensor, b_ND: torch.Tensor) -> torch.Tensor:
-    """Σ_d a[..., d] · b[..., d].
+    """Returns the sum over d of a[..., d] · b[..., d], without autograd.
 
     Args:
         a_ND: [..., D], contiguous.
         b_ND: of the same shape and dtype, contiguous.
 
     Returns:
-        [...] in at least float32, never rounded to a narrower dtype in between. It has no gradient.
+        [...] in at least float32, computed without rounding to a narrower dtype.
     """
     sums = a_ND.new_empty(a_ND.shape[:-1], dtype=wide(a_ND.dtype))
     if has_kernels(a_ND, "row sums"):
@@ -31,11 +32,11 @@ def row_dots(a_ND: torch.Tensor, b_ND: torch.Tensor) -> torch.Tensor:
 
 
 def expert_sums(x_PH: torch.Tensor, pair_RK: torch.Tensor) -> torch.Tensor:
-    """Returns the sums of pairs by row, without autograd.
+    """Returns for each row the sum of its pairs' outputs, without autograd.
 
     Args:
-        x_PH: contiguous.
-        pair_RK: [R, K] int64, contiguous; numbers from P on stand for no pair.
+        x_PH: outputs of pairs, contiguous.
+        pair_RK: int64 numbers of each row's pairs, contiguous; P or more stands for no pair.
 
     Returns:
         [R, H], added up in at least float32 and rounded once.

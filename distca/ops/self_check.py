@@ -1,6 +1,7 @@
-"""Whether fused operations compute on this machine what their plain versions compute in float64, forward and backward.
+"""The check of fused operations on this machine, against their plain torch versions in float64, forward and backward.
 
-An operation that is further off than its dtype explains is not run: its plain version takes its place, on all ranks.
+``CAD`` calls :func:`check_operations` before a model is built. If an operation's error is larger than rounding
+explains, its plain version runs instead, on all ranks, with a warning.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from distca.ops.triton import Operation, refuse
 logger = logging.getLogger(__name__)
 
 _ROWS, _COLUMNS = 112, 10_016
-"""Rows of an operand, and columns of logits: more than a block, and multiples of 16, for which training compiles."""
+"""Rows of operands, and columns of logits. Both are larger than a kernel's block. They are multiples of 16, because
+Triton compiles a version of a kernel for these, which training runs."""
 _WHOLE, _ROW = 1.0, 4.0
-"""How far off a right operation may be, in units of the dtype's spacing of numbers at 1: a tensor, and any row of it.
-What is computed in float32 and rounded once is 0.25 units off."""
+"""The largest error, relative to the norm, of a tensor as a whole and of one of its rows. The unit is the dtype's
+spacing of numbers at 1. An operation beyond it is refused. One that computes in float32 and rounds once has an error of
+0.25."""
 _SUM = 256.0
-"""The same of sums in float32."""
+"""A further error that is allowed, in the spacing of float32 at 1, for the rounding of long sums in float32."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Widths:
         heads: query heads.
         kv_heads: key/value heads.
         head_dim: elements per head.
-        latent: columns of the norms of latent rows.
-        gate: of experts.
+        latent: columns of each further norm, as latent attention (MLA) has them.
+        gate: the gate of experts.
     """
 
     hidden: int
@@ -58,7 +61,14 @@ class Widths:
 
 @dataclass(frozen=True)
 class Draw:
-    """Draws the same numbers for both runs: rounded to ``dtype``, then held in ``held``."""
+    """Draws random numbers that are the same in the run of the operation and in the run in float64.
+
+    Attributes:
+        generator: the source, on the CPU.
+        device: device of the tensors.
+        dtype: the dtype to which numbers are rounded.
+        held: the dtype of the tensors: ``dtype``, or float64 in the run for comparison.
+    """
 
     generator: torch.Generator
     device: torch.device
@@ -69,25 +79,27 @@ class Draw:
         return torch.randn(*shape, generator=self.generator).to(self.dtype).to(self.device, self.held)
 
     def wide(self, *shape: int) -> torch.Tensor:
-        """Numbers between 0 and 1 that are float32 in training."""
+        """Numbers between 0 and 1, for operands that are float32 in training."""
         values = torch.rand(*shape, generator=self.generator).to(self.device)
         return values.to(torch.promote_types(self.held, torch.float32))
 
 
 Outputs = dict[str, torch.Tensor]
+"""Outputs and gradients of an operation by name, for messages."""
 
 
 def check_operations(widths: Widths, dtype: torch.dtype, device: torch.device) -> dict[Operation, str | None]:
-    """Check every fused operation, and let those that are wrong on any rank be computed by their plain versions, with a
-    warning. Every rank calls it together.
+    """Checks every fused operation, and refuses those that are wrong on any rank; then their plain versions run.
+
+    All ranks call it at the same time, since they exchange the results.
 
     Args:
-        widths: of this rank's operands.
+        widths: sizes of this rank's operands.
         dtype: dtype of parameters and activations.
-        device: where they live.
+        device: their device.
 
     Returns:
-        By operation what speaks against it, the same on every rank; None where it is right.
+        By operation the reason why it is refused, the same on every rank; None for a right one.
     """
     found: dict[Operation, str | None] = {}
     for operation, run in _operations(widths).items():
@@ -101,25 +113,26 @@ def check_operations(widths: Widths, dtype: torch.dtype, device: torch.device) -
 
 
 def why_wrong(run: Callable[[Draw], Outputs], dtype: torch.dtype, device: torch.device, seed: int = 0) -> str | None:
-    """Why an operation cannot be trusted, part of a sentence; None if it is right.
+    """Returns the reason why an operation cannot be trusted, as a part of a sentence; None if it is right.
 
     Args:
-        run: computes outputs and gradients by name, in the type of what it draws.
-        dtype: of operands.
-        device: where they live.
-        seed: of the numbers.
+        run: computes outputs and gradients by name, from the inputs that it draws.
+        dtype: dtype of operands.
+        device: their device.
+        seed: seed of the random inputs.
     """
     try:
         actual, exact = (
             run(Draw(torch.Generator().manual_seed(seed), device, dtype, held)) for held in (dtype, torch.float64)
         )
         return next(_too_far(actual, exact), None)
-    except Exception as error:  # compilers and drivers raise anything
+    except Exception as error:  # Compilers and drivers raise errors of any kind.
         logger.debug("The self-check of an operation failed.", exc_info=True)
         return f"it fails: {(str(error).splitlines() or [''])[0] or type(error).__name__}"
 
 
 def _too_far(actual: Outputs, exact: Outputs) -> Iterator[str]:
+    """Yields a part of a sentence for each tensor whose error is too large, as a whole or in a row."""
     for name, values in actual.items():
         dtype, expected = values.dtype, exact[name]
         explained = torch.finfo(dtype).eps, _SUM * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -128,18 +141,19 @@ def _too_far(actual: Outputs, exact: Outputs) -> Iterator[str]:
         row = float((difference_N / norm_N.clamp_min(norm_N.mean() / 4)).max().sqrt())
         for off, units, where in ((whole, _WHOLE, "the whole"), (row, _ROW, "a row")):
             most = units * explained[0] + explained[1]
-            if not off <= most:  # also where it is no number
+            if not off <= most:  # True for nan, too.
                 shown = str(dtype).removeprefix("torch.")
                 yield f"{name} is {off:.2%} off the reference in {where}, and {shown} explains {most:.2%}"
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:
-    """[N] sums of squares of rows; a vector's rows are its elements."""
+    """[N] sums of squares of rows; each element of a vector is a row."""
     rows = x.detach().flatten(1) if x.dim() > 1 else x.detach()[:, None]
     return rows.square().sum(1)
 
 
 def _operations(widths: Widths) -> dict[Operation, Callable[[Draw], Outputs]]:
+    """The check of each operation: a function that runs it."""
     return {
         "rotation": lambda draw: _rotation(draw, widths),
         "SwiGLU": lambda draw: _swiglu(draw, widths.ffn) | _scaled_gate(draw, widths),
@@ -170,8 +184,8 @@ def _swiglu(draw: Draw, ffn: int) -> Outputs:
 
 
 def _scaled_gate(draw: Draw, widths: Widths) -> Outputs:
-    """The check of a clamped gate as experts call it, with numbers on both sides of its limit."""
-    power = math.frexp(widths.gate.limit)[1]  # a power of two leaves numbers exact in every type
+    """The activation of experts, with a factor on each row, and with numbers on both sides of the gate's limit."""
+    power = math.frexp(widths.gate.limit)[1]  # A power of two keeps numbers exact in every dtype.
     x = (2.0**power * draw(_ROWS, 2 * widths.ffn)).requires_grad_()
     factors = draw.wide(_ROWS).requires_grad_()
     scaled = swiglu(x, factors, widths.gate)
@@ -187,7 +201,7 @@ def _norms(draw: Draw, widths: Widths) -> Outputs:
 
 
 def _norm(draw: Draw, columns: int, of: str = "", beside: int = 0) -> Outputs:
-    """``beside``: columns of the rows that are not normalised."""
+    """A norm of the first ``columns`` of rows that have ``beside`` further columns."""
     x, weight = draw(_ROWS, columns + beside)[:, :columns].requires_grad_(), draw(columns).requires_grad_()
     out = rms_norm(x, weight, 1e-5)
     d_x, d_weight = torch.autograd.grad(out, (x, weight), draw(_ROWS, columns))
@@ -195,7 +209,7 @@ def _norm(draw: Draw, columns: int, of: str = "", beside: int = 0) -> Outputs:
 
 
 def _added_norm(draw: Draw, columns: int) -> Outputs:
-    """A layer's way: a branch is added and the sum normalised, with a branch from there, and so on."""
+    """The norms of a layer: a branch is added and the sum is normalised, twice in a row."""
     x, branch, weight = (draw(*shape).requires_grad_() for shape in ((_ROWS, columns), (_ROWS, columns), (columns,)))
     total, normed = add_rms_norm(x, branch, weight, 1e-5)
     same, again = add_rms_norm(total, None, weight, 1e-5)
@@ -228,7 +242,7 @@ def _row_sums(draw: Draw, columns: int) -> Outputs:
 
 
 def _expert_sums(draw: Draw, columns: int) -> Outputs:
-    """Every other pair is another rank's."""
+    """The sums of experts' outputs; half of the pairs have no output on this rank."""
     experts = 4
     pair_RK = torch.randperm(2 * _ROWS * experts, generator=draw.generator)[: _ROWS * experts].view(_ROWS, experts)
     return {"the sums": expert_sums(draw(_ROWS * experts, columns), pair_RK.to(draw.device))}

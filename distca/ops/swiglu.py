@@ -1,6 +1,6 @@
-"""SwiGLU, and what is like it, in one pass forward and one backward.
+"""The activation of MLPs, SwiGLU and similar gates (gate.py), in one pass forward and one backward.
 
-N rows, F columns of the output; the input has 2F, first those of the gate.
+N rows, F columns of the output. The input has 2F columns: first those of the gate, then the gated ones.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from distca.ops.triton import has_kernels
 
 
 def swiglu(x: torch.Tensor, factors: torch.Tensor | None = None, gate: Gate = SWIGLU) -> torch.Tensor:
-    """The gate of the first half of the columns × the second half × the row's factor.
+    """Returns the gate's function of both halves of the columns, times each row's factor.
 
     Args:
         x: [..., 2F], contiguous.
-        factors: [...] of the rows, contiguous, of any floating type; None for 1.
-        gate: how both halves meet.
+        factors: [...] factor on each row's output, contiguous, of any floating dtype; None for 1.
+        gate: the function.
 
     Returns:
         [..., F], computed in at least float32 and rounded once.
@@ -31,7 +31,7 @@ def swiglu(x: torch.Tensor, factors: torch.Tensor | None = None, gate: Gate = SW
 
 
 def fill_swiglu(x: torch.Tensor, out: torch.Tensor, factors: torch.Tensor | None = None, gate: Gate = SWIGLU) -> None:
-    """Write what :func:`swiglu` returns for ``x`` into ``out``, without autograd."""
+    """Writes the result of :func:`swiglu` to ``out``, without autograd."""
     if has_kernels(x, "SwiGLU"):
         from distca.ops.triton import swiglu as kernels
 
@@ -43,6 +43,7 @@ def fill_swiglu(x: torch.Tensor, out: torch.Tensor, factors: torch.Tensor | None
 
 
 def _limited(x: torch.Tensor, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gate's half g and the gated half u, in at least float32, clamped to the gate's limit."""
     g, u = x.to(wide(x.dtype)).chunk(2, dim=-1)
     return (g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)) if gate.limit else (g, u)
 
@@ -79,7 +80,7 @@ class _Swiglu(torch.autograd.Function):
             gradient = gradient * factors[..., None]
         d_g = gradient * up * sigmoid * (1 + gate.slope * g * (1 - sigmoid))
         d_u = gradient * g * sigmoid
-        if gate.limit:  # beyond it nothing changes
+        if gate.limit:  # Clamped numbers have no gradient.
             given_g, given_u = x.chunk(2, dim=-1)
             d_g = d_g * (given_g <= gate.limit)
             d_u = d_u * (given_u.abs() <= gate.limit)

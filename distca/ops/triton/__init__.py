@@ -1,4 +1,4 @@
-"""Triton kernels for the elementwise work at home; imported on GPUs only, everything has a plain torch version too."""
+"""Triton kernels of fused operations. Its files are imported on GPUs only; each operation has a plain torch version."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ Operation = Literal[
     "convolution",
     "gradients within chunks",
 ]
-"""The operations that are fused and have a plain version."""
+"""The names of operations with kernels."""
 
 _refused: set[Operation] = set()
+"""The operations whose kernels failed their check in this process."""
 
 
 def has_kernels(x: torch.Tensor, operation: Operation) -> bool:
-    """Whether an operation's kernels serve this tensor: on a GPU, not float64, and not refused here."""
+    """Whether an operation's kernels compute this tensor: it is on a GPU and not float64, and they are not refused."""
     return x.is_cuda and x.dtype != torch.float64 and is_trusted(operation)
 
 
 def is_trusted(operation: Operation) -> bool:
-    """Whether nobody refused an operation's kernels in this process."""
+    """Whether an operation's kernels are not refused in this process."""
     return operation not in _refused
 
 
 def refuse(operation: Operation) -> None:
-    """Let an operation's plain version run in this process from now on, as its kernels are wrong here."""
+    """Lets the plain version of an operation run in this process from now on, since its kernels are wrong here."""
     _refused.add(operation)

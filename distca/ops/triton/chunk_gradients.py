@@ -1,7 +1,8 @@
-"""Triton kernel of the gradients within chunks of the gated delta rule: one program for a chunk and a head.
+"""Triton kernel of the gradients within chunks of the gated delta rule; one program computes a chunk and a head.
 
-Formulas and arguments are those of ``distca.recurrent.chunk_gradients``. Nothing is in a loop: fla's kernel, which
-Triton 3.4 to 3.7.0 compiles wrongly for Hopper, adds up products over blocks of columns in one.
+Formulas and arguments are explained in ``distca/recurrent/chunk_gradients.py``, which calls it. The kernel has no loop.
+fla-core's kernel adds up products over blocks of columns in a loop, which Triton 3.4 to 3.7.0 compiles wrongly for
+Hopper.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import triton
 import triton.language as tl
 
 _LEAST, _MOST = 16, 128
-"""Columns of a head that a product takes at least, and that a program has room for."""
+"""The smallest and the largest number of a head's columns. Triton's products need 16, and a program has room for 128.
+Other heads are computed by torch."""
 
 
 def serves(*columns: int) -> bool:
-    """Whether heads of so many columns are served: powers of 2 from 16 to 128."""
+    """Whether the kernel can compute heads of these numbers of columns: powers of 2 from 16 to 128."""
     return all(_LEAST <= each <= _MOST and each & (each - 1) == 0 for each in columns)
 
 
@@ -84,7 +86,7 @@ def _chunk_gradients(  # type: ignore[no-untyped-def]
     dw = -tl.dot(du, tl.trans(state), input_precision="ieee")
     q, k = q.to(tl.float32), k.to(tl.float32)
     dg = tl.sum(dq * q, axis=1) - tl.sum(dk * k, axis=1)
-    # The decay of the whole chunk stands in its last row.
+    # The last row's g is the decay of the whole chunk, so it also gets the gradient from the state.
     of_chunk = tl.exp2(g_last) * tl.sum(state.to(tl.float32) * d_state.to(tl.float32)) + tl.sum(dk_of_state * k)
     dg += tl.where(at == rows - 1, of_chunk, 0.0)
     tl.store(dq_of + of_keys, dq.to(dq_of.dtype.element_ty), mask=inside[:, None])

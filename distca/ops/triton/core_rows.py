@@ -1,10 +1,14 @@
 """Triton kernels between a projection and a recurrent core: convolution over pieces, SiLU, norms and copies of heads.
 
-Forward has one pass for each of q, k and v. Backward computes the convolution again: one pass for each gives gradients
-of the convolution's output, and one more those of its rows and weights. Sums are in float32 and rounded once.
+A *piece* is a run of a document's rows on one rank. The convolution reads for each row J rows, itself and J - 1 before
+it. The rows before a piece's first row are its *halo*, which other ranks send (recurrent/convolution.py calls this).
 
-N rows, of which the first R are in pieces; C channels; J rows that the convolution reads; U halo rows; D columns of a
-head.
+Forward has one kernel for each of q, k and v. Backward computes the convolution again. One kernel for each of q, k and
+v gives the gradients of the convolution's output; another gives those of its rows and weights. Sums are in float32 and
+rounded once.
+
+N rows, of which the first R are in pieces; P pieces; C channels; J rows that the convolution reads; U halo rows; D
+columns of a head.
 """
 
 from __future__ import annotations
@@ -17,24 +21,26 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 _ROWS, _ROWS_OF_WEIGHTS, _COLUMNS_OF_WEIGHTS = 16, 64, 64
-"""Rows of a program; and rows and columns of one that computes gradients of weights. They are not tuned."""
+"""Rows of a program; and rows and columns of a program that computes gradients of weights. They are not tuned."""
 
 Taps = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The pieces: int32 [R] piece of each row, then int32 [P, 3] of each piece, then int64 halo rows before pieces.
+"""The pieces in three tensors: int32 [R], int32 [P, 3] and int64.
 
-A piece has its first row, the row behind its last, and the place of its halo in the last tensor. That place is -1 where
-a document begins. U stands for no halo row."""
+The first has each row's piece. The second has each piece's first row, one past its last row, and the index of its first
+halo row in the third tensor. That is -1 if the piece begins a document. The third has the numbers of halo rows among
+the U rows that arrived, J - 1 for each piece that continues a document. U stands for a row before the document's
+start."""
 
 
 class Head:
-    """Columns of the convolution that are heads of q, k or v.
+    """The columns of the convolution that are heads of q, of k or of v.
 
     Args:
         first: the first of these columns.
-        count: heads.
+        count: number of heads.
         dim: columns of a head.
-        copies: outputs of each head, one after the other.
-        epsilon: is added to a head's squared norm, by which it is divided; None for no norm.
+        copies: how often each head is written to the output, for the heads of v that share it.
+        epsilon: added to a head's squared norm, by whose root the head is divided; None for no norm.
     """
 
     def __init__(self, first: int, count: int, dim: int, copies: int = 1, epsilon: float | None = None) -> None:
@@ -45,7 +51,8 @@ class CoreRowsOf(torch.autograd.Function):
     """``apply(mixed_NC, halo_UC, kernel_CJ, bias_C or None, taps, halo_pairs, heads)`` returns [N, heads, D] for each
     of ``heads``.
 
-    ``halo_pairs`` are int64 places in the halo, rows that read these, and how many rows lie between.
+    ``halo_pairs`` are all pairs of a halo row and a row that reads it: the index in the third tensor of ``taps``, the
+    reading row, and the distance of both; int64.
     """
 
     @staticmethod
@@ -130,7 +137,7 @@ def _launch(
 def _of_rows(
     mixed_NC: torch.Tensor, kernel_CJ: torch.Tensor, d_found: torch.Tensor, taps: Taps
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns gradients of the rows, and those of the weights as [J, C] float32, without the halo's part."""
+    """Returns the gradients of the rows, and [J, C] float32 those of the weights without the part of halo rows."""
     piece, table, _ = taps
     (rows, channels), taken = mixed_NC.shape, kernel_CJ.shape[1]
     d_mixed = torch.empty_like(d_found)
@@ -165,7 +172,9 @@ def _of_halo(
     taps: Taps,
     pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Returns gradients of the halo, and adds its part to those of the weights. These are few rows."""
+    """Returns the gradients of halo rows, and adds their part to the weights' gradients.
+
+    Halo rows are few, so torch computes this."""
     place, row, between = pairs
     d_halo = torch.zeros(len(halo_UC) + 1, halo_UC.shape[1], dtype=torch.float32, device=halo_UC.device)
     if len(place):
@@ -247,7 +256,7 @@ def _core_rows_backward(  # type: ignore[no-untyped-def]
         along = tl.sum(value * gradient, axis=1)
         gradient = scale[:, None] * (gradient - value * (scale * scale * along)[:, None])
     gradient *= sigmoid + value * (1.0 - sigmoid)
-    # Padding gets zeros.
+    # Rows of padding get zeros.
     place = d_found + row[:, None] * channels + column
     tl.store(place, gradient.to(d_found.dtype.element_ty), mask=(row < rows)[:, None] & is_column)
 

@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 
 _BLOCK = 8192
+"""The largest number of logits that a program holds at a time."""
 
 
 def row_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See :func:`distca.ops.cross_entropy.row_statistics`."""
+    """Does what :func:`distca.ops.cross_entropy.row_statistics` says."""
     rows, columns = logits_NV.shape
     figures = torch.empty(3, rows, dtype=torch.float32, device=logits_NV.device)
     if rows:
@@ -21,7 +22,7 @@ def row_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[to
 def logits_to_gradient_(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, lse_N: torch.Tensor, weights_N: torch.Tensor
 ) -> None:
-    """See :func:`distca.ops.cross_entropy.logits_to_gradient_`."""
+    """Does what :func:`distca.ops.cross_entropy.logits_to_gradient_` says."""
     rows, columns = logits_NV.shape
     block = _block(columns)
     if rows:

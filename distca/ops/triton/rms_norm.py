@@ -1,5 +1,7 @@
-"""Triton kernels of RMSNorm, and of a sum of two tensors with the norm of it: every row is read once forward and once
-backward."""
+"""Triton kernels of RMSNorm, alone or together with the sum that is normalised.
+
+Every row is read once in forward and once in backward.
+"""
 
 from typing import Any
 
@@ -8,24 +10,28 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-_ROWS_PER_PROGRAM = 64  # backward: each program adds up its rows' share of the weight's gradient
+_ROWS_PER_PROGRAM = 64
+"""Rows of a program in backward, which adds up its rows' part of the weight's gradient."""
 _MOST_PROGRAMS = 2048
+"""The largest number of programs in backward; with more rows than 131,072 each program has more than 64."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See :func:`distca.ops.rms_norm.rms_norm`."""
+    """Does what :func:`distca.ops.rms_norm.rms_norm` says."""
     return _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def add_rms_norm(
     x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`distca.ops.rms_norm.add_rms_norm`."""
+    """Does what :func:`distca.ops.rms_norm.add_rms_norm` says."""
     return _AddRMSNorm.apply(x, branch, weight, epsilon)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def fill(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> torch.Tensor:
-    """Write the norm of ``x`` into ``out``, both contiguous; returns what every row was multiplied by, float32."""
+    """Writes the norm of ``x`` to ``out``, both contiguous.
+
+    Returns the factor of each row, 1 over the root of its mean square, in float32."""
     return _fill(x, None, x, weight, epsilon, out)
 
 
@@ -37,7 +43,7 @@ def _fill(
     epsilon: float,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The same of ``x`` + ``branch``, which is written into ``total``; without a branch of ``x``."""
+    """Does the same with ``x`` + ``branch``, which is written to ``total``; without a branch only with ``x``."""
     assert x.is_contiguous() and out.is_contiguous() and (branch is None or branch.is_contiguous())
     columns = x.shape[-1]
     scale = torch.empty(x.numel() // columns, dtype=torch.float32, device=x.device)
@@ -84,7 +90,7 @@ class _AddRMSNorm(torch.autograd.Function):
         total = x if branch is None else torch.empty_like(x)
         scale = _fill(x, None if branch is None else branch.contiguous(), total, weight, epsilon, out)
         ctx.has_branch = branch is not None
-        # A new view: what is kept for backward must not be a part of the graph.
+        # Autograd sets grad_fn on the returned tensor, so the kept one is detached from it.
         ctx.save_for_backward(total.detach(), weight, scale)
         return total.view_as(total), out
 
@@ -99,10 +105,10 @@ class _AddRMSNorm(torch.autograd.Function):
 def _gradients(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, d_out: torch.Tensor, d_total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of ``x``, to which ``d_total`` is added, and of the weight."""
+    """Returns the gradients of ``x``, with ``d_total`` added, and of the weight."""
     d_out, d_x, rows = d_out.contiguous(), torch.empty_like(x), len(scale)
     programs = max(min(triton.cdiv(rows, _ROWS_PER_PROGRAM), _MOST_PROGRAMS), 1)
-    # Added up in a fixed order: the same bits every time.
+    # The programs' parts are added up in a fixed order, so the sum has the same bits every time.
     shares = torch.zeros(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     if rows:
         _backward[(programs,)](

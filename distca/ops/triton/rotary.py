@@ -1,4 +1,4 @@
-"""Triton kernel that splits a QKV projection into q and k,v and rotates q and k in one pass; backward mirrors it."""
+"""Triton kernel that splits a QKV projection into q and k,v and rotates q and k, in one pass; also for backward."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 def split_and_rotate(
     mixed_NF: torch.Tensor, cos_NE: torch.Tensor, sin_NE: torch.Tensor, groups: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`distca.ops.rotary.split_and_rotate`."""
+    """Does what :func:`distca.ops.rotary.split_and_rotate` says."""
     q_NHD, kv_N2GD = _SplitAndRotate.apply(mixed_NF, cos_NE, sin_NE, groups)  # type: ignore[no-untyped-call]
     return q_NHD, kv_N2GD
 
@@ -80,7 +80,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     BACKWARD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slots: tl.constexpr = HEADS // GROUPS + 2  # of a group in the projection: its query heads, its key, its value
+    slots: tl.constexpr = HEADS // GROUPS + 2  # heads of a group in the projection: its query heads, key and value
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     lane = tl.arange(0, BLOCK_HALF)[None, :]
     inside = (head < HEADS + 2 * GROUPS) & (lane < HALF)

@@ -1,17 +1,17 @@
-"""Triton kernels of dot products of equal rows, and of the sums over the experts of a row."""
+"""Triton kernels of dot products of two tensors' rows, and of the sums of the outputs of a row's experts."""
 
 import torch
 import triton
 import triton.language as tl
 
 _ELEMENTS = 4096
-"""Elements of each tensor that a program holds at a time; it takes as many whole rows as fit, and at least one."""
+"""Elements of each tensor that a program holds. It has as many whole rows as fit, and at least one."""
 _BLOCK = 1024
-"""Columns of the sum over experts that a program computes at most."""
+"""The largest number of columns that a program of the sum over experts computes."""
 
 
 def row_dots(a_ND: torch.Tensor, b_ND: torch.Tensor, sums_N: torch.Tensor) -> None:
-    """See :func:`distca.ops.row_sums.row_dots`; writes into ``sums_N``, float32."""
+    """Does what :func:`distca.ops.row_sums.row_dots` says, and writes to ``sums_N``, float32."""
     assert a_ND.is_contiguous() and b_ND.is_contiguous() and sums_N.is_contiguous()
     rows, columns = a_ND.shape
     width = triton.next_power_of_2(columns)
@@ -32,7 +32,7 @@ def _row_dots(a, b, sums, rows, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr
 
 
 def expert_sums(x_PH: torch.Tensor, pair_RK: torch.Tensor, out_RH: torch.Tensor) -> None:
-    """See :func:`distca.ops.row_sums.expert_sums`; writes into ``out_RH``."""
+    """Does what :func:`distca.ops.row_sums.expert_sums` says, and writes to ``out_RH``."""
     assert x_PH.is_contiguous() and pair_RK.is_contiguous() and out_RH.is_contiguous()
     rows, width = out_RH.shape
     if out_RH.numel():

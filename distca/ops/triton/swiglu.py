@@ -1,6 +1,6 @@
-"""Triton kernels of SwiGLU and gates like it (:class:`distca.ops.gate.Gate`), and of their gradients, in one pass each.
+"""Triton kernels of SwiGLU and similar gates (:class:`distca.ops.gate.Gate`), and of their gradients, in one pass each.
 
-Where rows have factors, the output is multiplied by its row's.
+An output may also be multiplied by a factor of its row.
 """
 
 from typing import Any
@@ -12,10 +12,11 @@ import triton.language as tl
 from distca.ops.gate import Gate
 
 _BLOCK = 2048
+"""The largest number of columns that a program holds at a time."""
 
 
 def swiglu(x_NF2: torch.Tensor, out_NF: torch.Tensor, factors_N: torch.Tensor | None, gate: Gate) -> None:
-    """See :func:`distca.ops.swiglu.swiglu`; writes into ``out_NF``."""
+    """Does what :func:`distca.ops.swiglu.swiglu` says, and writes to ``out_NF``."""
     assert x_NF2.is_contiguous() and out_NF.is_contiguous() and (factors_N is None or factors_N.is_contiguous())
     rows, width = out_NF.shape
     if out_NF.numel():
@@ -24,7 +25,7 @@ def swiglu(x_NF2: torch.Tensor, out_NF: torch.Tensor, factors_N: torch.Tensor | 
 
 
 def swiglu_backward(d_out_NF: torch.Tensor, x_NF2: torch.Tensor, d_x_NF2: torch.Tensor, gate: Gate) -> None:
-    """Gradient with regard to ``x_NF2``, into ``d_x_NF2``."""
+    """Writes the gradient of ``x_NF2`` to ``d_x_NF2``."""
     assert d_out_NF.is_contiguous() and x_NF2.is_contiguous() and d_x_NF2.is_contiguous()
     rows, width = d_out_NF.shape
     if d_out_NF.numel():
@@ -40,7 +41,7 @@ def scaled_swiglu_backward(
     d_factors_N: torch.Tensor,
     gate: Gate,
 ) -> None:
-    """Gradients with regard to ``x_NF2`` and ``factors_N``, into ``d_x_NF2`` and ``d_factors_N``."""
+    """Writes the gradients of ``x_NF2`` and ``factors_N`` to ``d_x_NF2`` and ``d_factors_N``."""
     assert d_out_NF.is_contiguous() and x_NF2.is_contiguous() and d_x_NF2.is_contiguous()
     assert factors_N.is_contiguous() and d_factors_N.is_contiguous()
     rows, width = d_out_NF.shape
@@ -53,14 +54,14 @@ def _block(width: int) -> int:
 
 
 def _constants(width: int, gate: Gate) -> dict[str, Any]:
-    """The arguments that kernels are compiled for."""
+    """The arguments for which the kernels are compiled."""
     of_gate = {"SLOPE": gate.slope, "OFFSET": gate.offset, "LIMIT": gate.limit}
     return {**of_gate, "BLOCK": _block(width), "num_warps": 4}
 
 
 @triton.jit
 def _limited(gate, up, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both within their limit; what is no number stays none."""
+    """Both, clamped to the limit; nan stays nan."""
     if LIMIT > 0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, up)
@@ -70,7 +71,7 @@ def _limited(gate, up, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gradients(gradient, gate, up, SLOPE: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The output, and gradients of the gate and of the number that it lets through."""
+    """The output, and the gradients of the gate and of the gated number."""
     limited, through = _limited(gate, up, LIMIT)
     sigmoid = tl.sigmoid(SLOPE * limited)
     silu = limited * sigmoid
