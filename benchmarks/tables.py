@@ -121,6 +121,12 @@ def calibration_in_short() -> str:
     )
 
 
+def predicted_in_short() -> str:
+    found = kept("predicted_kept")
+    median_error, worst = (percent(found[f"{which}_error"]) for which in ("median", "worst"))
+    return f"median error {median_error}, worst {worst}, of {found['modes']} modes"
+
+
 def calibration_orders() -> str:
     orders = kept("calibration")["orders"]
     return f"{orders['right']} of {orders['pairs']} pairs"
