@@ -4,6 +4,9 @@ With pipeline stages, a *phase* is the forward or the backward that all stages r
 micro-batch in it still computes attention for the others. Every exchange needs all ranks, so the idle rank runs
 stand-ins for its layers, with tensors of 0 rows. The pipeline schedule (``megatron_patches/training``) and servers
 without a model call :func:`serve_forward` and :func:`serve_backward`.
+
+A micro-batch has two parts, the *nano-batches* ping and pong. Shape suffixes: N rows, always 0 here; H heads, D
+elements of a head, V elements of a head of v; C channels of a recurrent layer's convolution.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ BETWEEN_NODES = (
     "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; `transport` nvshmem takes "
     "it all the same"
 )
+"""The reason why "auto" does not take NVSHMEM between nodes, as a part of a sentence."""
 
 _started: dict[tuple[int, ...], tuple[OneSidedTransport, float]] = {}
 """The NVSHMEM transport of this process and the GiB of its memory, by the global ranks of its pool. It has at most one

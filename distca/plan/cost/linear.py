@@ -1,8 +1,8 @@
 """Seconds of linear layers: per token and weight, and of all that a rank computes between two attention layers.
 
-The planner can level all work of a phase, and not attention alone. It then needs to know how long a *home*, a rank that
-holds rows, is busy with the linear layers of its rows: :func:`between_attentions`. The time of a matrix product grows
-with its weights and rows, so one measured rate serves all layers.
+The planner spreads attention over ranks such that all are busy for the same time. For that it may also count the time
+in which a *home*, a rank that holds rows, computes the linear layers of its rows: :func:`between_attentions`. The time
+of a matrix product grows with its weights and rows, so one measured rate serves all layers.
 """
 
 from __future__ import annotations

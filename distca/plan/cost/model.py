@@ -116,7 +116,7 @@ class CostModel(ABC):
         """[N] seconds of the backward kernel, as in :meth:`forward`."""
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[K, N] seconds that each task takes at least, into however many tasks it is cut.
+        """[K, N] seconds that each task takes at least, however it is cut into smaller ones.
 
         By default these are the seconds of the uncut task."""
         return self.per_direction(direction, q_rows, kv_rows)
@@ -130,7 +130,7 @@ class CostModel(ABC):
     def on_servers(
         self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray, server: np.ndarray
     ) -> np.ndarray:
-        """[K, N] seconds of each task on its server; [N] ``server`` has their ranks. By default all are alike."""
+        """[K, N] seconds of each task on its ``server``, [N] ranks. By default all servers are alike."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:

@@ -85,7 +85,7 @@ class PoolCost(CostModel):
         return np.array(self.of_server, np.int64)
 
     def work(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """Returns the unit of work for these tasks, which must be all tasks that are to be computed.
+        """Returns cost models of work, in a unit that follows from these tasks: all that are to be computed.
 
         A server's *slowness* is its seconds for all tasks, over those of a server of mean speed. The mean speed is
         chosen such that 1 / slowness is 1 in the mean over servers. If servers then share all tasks in proportion to

@@ -19,10 +19,12 @@ from distca.plan.cost.model import CostModel, Direction
 from distca.plan.cost.pool import PoolCost
 
 WAITED_FOR = 0.4
-"""The part of its rows' travel time, there and back, that a server is taken to wait without computing. It waits once a
-layer, and a layer has two plans, for ping and pong; so it cannot be much more than a half. It is less, because a plan
-counts the keys of each task, though a server may have them from another task. It was chosen by simulated speeds
-(benchmarks/results/simulated.md)."""
+"""The part of its rows' travel time, there and back, that counts as work of a server without rows.
+
+A layer has two plans, since its rows are computed in two parts, ping and pong, which travel beside each other's
+compute. A server waits about once a layer, so in each plan it waits for about half of the travel time. The part is
+smaller, because a plan counts the keys of each task, though a server may have them from another task. It was chosen by
+simulated speeds (benchmarks/results/simulated.md)."""
 
 
 @dataclass(frozen=True)

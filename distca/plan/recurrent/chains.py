@@ -10,7 +10,8 @@ The first piece of a document sends no transition, since there is no state befor
 Example: a document has pieces on ranks 0, 1 and 2. Rank 0 sends B0 to ranks 1 and 2, and rank 1 sends A1 and B1 to rank
 2. The state before piece 1 is B0, and the state before piece 2 is A1·B0 + B1.
 
-Array legend: P pieces in the direction's order, Q pairs of a piece and a rank that reads its summary, R ranks.
+An *exchange* is one transfer between all ranks. Array legend: P pieces in the direction's order, Q pairs of a piece and
+a rank that reads its summary, R ranks.
 """
 
 from __future__ import annotations

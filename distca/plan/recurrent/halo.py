@@ -5,9 +5,9 @@ of a layer comes a convolution, which reads for each row the ``width`` rows befo
 these belong to earlier pieces: the piece's *halo*. With a width of three the halo may lie on one rank. If pieces are
 short it may lie on three, and in both nano-batches.
 
-Each nano-batch has one exchange. It brings its own rows to pieces of the same nano-batch; ping's also to pieces of
-pong. A rank gets each row once, even if several of its pieces read it. The rows that arrive lie one after the other,
-ping's before pong's, and each piece picks its halo from them.
+Each nano-batch has one *exchange*, a transfer between all ranks. It brings its own rows to pieces of the same
+nano-batch; ping's also to pieces of pong. A rank gets each row once, even if several of its pieces read it. The rows
+that arrive lie one after the other, ping's before pong's, and each piece picks its halo from them.
 
 Array legend: P pieces, H halo rows of all pieces, once for each piece. All arrays are int64.
 """

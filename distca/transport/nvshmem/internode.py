@@ -1,7 +1,11 @@
 """NVSHMEM's writes of rows and signals to *inter-node peers*: ranks on other nodes, whose memory this rank cannot map.
 
 :class:`Peers`, at the end of the file, splits a rank's writes between this file and ``intranode.py``, for peers on the
-same node. NVSHMEM's memory is *symmetric*: each rank has a block of the same layout.
+same node. NVSHMEM's memory is *symmetric*: each rank has a block of the same layout, with a receive buffer.
+
+An *exchange* of rows between all ranks has a number. Peers signal by this number that its rows have arrived, or that
+they have *consumed* the exchange: copied the rows out of their receive buffer. A peer has *room* once it has consumed
+the rows that lay where new ones will be written.
 
 An NVSHMEM *put* copies memory over the network. Its source must be symmetric memory, and puts may finish in any order.
 So rows are first packed into a part of the block, the *staging* memory. Rows that do not fit at once go in several

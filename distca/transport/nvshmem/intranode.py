@@ -3,16 +3,16 @@
 A rank maps the memory of these peers, so it writes to their receive buffers by address. *Exchanges* of rows between all
 ranks are numbered. A *slot* is a 64-bit word: a rank writes an exchange's number to a slot to signal that its rows have
 arrived, or that it has consumed the rows it got. A peer *has room* once it has consumed what lay in the same memory.
-``transport.py`` decides on the memory and calls this file through ``internode.Peers``.
+``transport.py`` chooses the memory and calls this file through ``internode.Peers``.
 
 Large transfers go by copy engines, which take no multiprocessor from compute. Small or scattered rows are written by a
-kernel. Copies and the kernel have a side stream each, on which an exchange is
+kernel. Copies and the kernel have a side stream each, on which an exchange has these steps:
 
     wait until the peers have room · copy to one peer after the other · signal to all of them
 
-A stream that switches between copies and signals leaves the copy engines idle for a while. So a stream signals to a
-group of peers together, after several hundred MiB. Receivers wait for all their senders anyway. A peer without room
-delays the other peers of its group. That is rare: such a peer is a whole round of the receive buffer behind.
+A stream that switches between copies and signals leaves the copy engines idle for a while. So it signals to a group of
+peers together, after 256 MiB. Receivers wait for all their senders anyway. A peer without room delays the other peers
+of its group. That is rare: such a peer is a whole round of the receive buffer behind.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ Places go round the buffer, as in a ring. A receiver *consumes* an exchange when
 Senders may write to a place again once the receiver has consumed all exchanges that lay there. They wait for the newest
 of these, by its number.
 
+An exchange may have two *hops*: rows go to one rank of a node, which hands them on to others there. Both hops share the
+exchange's place.
+
 Example: a buffer of 1 MiB and exchanges of 384 KiB. Exchange 1 has bytes from 0, exchange 2 from 384 KiB, and exchange
 3 from 0 again. Its senders first wait until the receiver has consumed exchange 1.
 

@@ -10,7 +10,10 @@ from scipy.interpolate import RegularGridInterpolator
 
 from distca.errors import PlanError
 from distca.plan import AttentionShape, TableCost, analytic_cost, area_cost, load_table
+from distca.plan.cost.analytic import cost_of_kind
+from distca.plan.cost.scaled import scaled
 from distca.plan.cost.table import LoadFactors
+from distca.plan.kinds import AttentionKind
 
 # Measured on one H200 with flash-attn-4 (32 heads, 8 k,v heads, d 128, causal): q rows, k,v rows, TFLOP/s fwd and bwd.
 MEASURED = [
@@ -60,6 +63,11 @@ def test_cutting_never_makes_the_analytic_cost_less(cuts: list[int], direction: 
 def test_no_queries_cost_nothing() -> None:
     for cost in (analytic_cost(8, 2, 64), area_cost(), table([1, 64], [64, 512])):
         assert (cost.per_direction("both", np.zeros(2, int), np.array([0, 512])) == 0).all()
+
+
+def test_a_window_leaves_the_shape_of_heads() -> None:
+    measured = scaled(analytic_cost(16, 16, 192, value_dim=128), 2.0, 2.0)
+    assert cost_of_kind(AttentionKind(1.0, window=1024), measured).shape == measured.shape
 
 
 @given(st.lists(st.tuples(rows, rows), min_size=1, max_size=5))
