@@ -1,4 +1,7 @@
-"""Predicts a training step: the project's own planner over simulated streams, links and memory. numpy only."""
+"""Predicts the time and memory of a training step, with numpy only; ``distca simulate`` uses it.
+
+It makes the step's plan with this project's planner, and runs the plan on simulated streams and links.
+"""
 
 from distca.errors import SimulationError
 from distca.simulate.cluster import Cluster

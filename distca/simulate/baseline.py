@@ -1,7 +1,7 @@
-"""Steps of the other ways to train: whole documents at home, per-document context parallelism, ring and Ulysses.
+"""Simulates the layers of baselines: whole documents on a rank, context parallelism by document, ring, and Ulysses.
 
-Who holds which tokens is what ``distca.baselines`` says, as in the benchmarks. Array legend: R data-parallel ranks, D
-documents, C ranks of a context-parallel group, P pieces.
+Which rank holds which tokens comes from ``distca.baselines``, as in the benchmarks. There a document is cut into
+pieces, each on one rank of a context-parallel group. Array legend: R data-parallel ranks, D documents.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from distca.simulate.heads import DealtCore, deal_core
 from distca.simulate.job import Job
 from distca.simulate.streams import Arrival, Streams
 
-_CORE = -1  # in place of the number of a kind of attention, a recurrent layer
+_CORE = -1
+"""The number that stands for a recurrent layer, where kinds of attention are numbered from 0."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """The part of a layer's attention that every rank computes before it waits again; [R] seconds each."""
+    """A part of a layer's core attention between two waits.
+
+    Attributes:
+        forward: [R] seconds of the part in forward.
+        backward: [R] seconds of the part in backward.
+    """
 
     forward: np.ndarray
     backward: np.ndarray
@@ -34,19 +40,20 @@ class Block:
 
 @dataclass(frozen=True)
 class Dealt:
-    """A micro-batch as a mode deals it, with what a layer of some kind does. Array legend: R ranks.
+    """A micro-batch in one mode, for layers of one kind of attention. Fields without a use are 0 or empty.
 
     Attributes:
-        rows: [R] rows of every rank.
-        blocks: attention in order: one, or with ring one for every step.
-        copies: [R] seconds of putting keys and values together, forward; backward takes twice that.
-        read_rows: [R] key/value rows that are kept beside the rank's own.
-        gather: [R] seconds of an all-gather of keys and values; 0 without.
-        gathered: [R] bytes that a rank sends in it.
-        halo: exchange of keys and values in place of a gather: of the rows before a rank's own that windows see.
-        before: exchange before attention; backward has it behind attention.
-        behind: exchange behind attention; backward has it before attention.
-        hop: of a ring, keys and values to the next rank.
+        rows: [R] rows of each rank.
+        blocks: the parts of core attention in order. A ring has one for each of its steps, other modes have one.
+        copies: [R] seconds of copying keys and values for the kernel in forward; backward takes twice as long.
+        read_rows: [R] key/value rows that the rank reads and has to hold.
+        gather: [R] seconds of an all-gather of keys and values.
+        gathered: [R] bytes that the rank sends in the all-gather.
+        halo: the exchange in place of the all-gather in layers with a window, of the rows that the window sees.
+        before: the exchange before core attention; in backward it comes after core attention.
+        behind: with Ulysses the exchange after core attention, in backward before it. With context parallelism the
+            exchange of gradients of keys and values after backward.
+        hop: the exchange of a ring's step: keys and values go to the next rank.
     """
 
     rows: np.ndarray
@@ -62,14 +69,16 @@ class Dealt:
 
     @property
     def attention(self) -> np.ndarray:
-        """[R] seconds of core attention of a layer, forward and backward."""
+        """[R] seconds of a layer's core attention, forward and backward together."""
         seconds: np.ndarray = np.sum([block.forward + block.backward for block in self.blocks], axis=0)
         return seconds
 
 
 def work_of(job: Job) -> Work:
-    """Returns the cost of documents by which they are dealt to groups. The benchmarks measure it likewise: by one long
-    document's pairs, or its tokens in layers with a window."""
+    """Returns the seconds per token and per query-key pair, by which modes deal documents to groups.
+
+    Attention of a long document is priced: its seconds count per pair, or per token in layers with a window. The
+    benchmarks measure it in the same way."""
     length = min(job.tokens_per_rank, 65_536)
     per_pair = per_token = 0.0
     for kind in job.model.attention_kinds:
@@ -89,17 +98,17 @@ def work_of(job: Job) -> Work:
 def deal_micro_batch(
     job: Job, mode: Mode, micro_batch: MicroBatch, bins: int, halos: bool = False
 ) -> tuple[Dealt, ...]:
-    """Deal and price one micro-batch: by kind of attention.
+    """Deals a micro-batch to ranks as a mode does; returns the times of a layer for each kind of attention.
 
     Args:
-        job: what runs.
+        job: the model, the cluster and the parallelism.
         mode: a baseline.
-        micro_batch: its documents.
-        bins: that the sampler packed.
-        halos: whether context parallelism sends layers with a window only the rows that they see.
+        micro_batch: the documents.
+        bins: the number of bins into which the sampler packed the documents.
+        halos: True makes context parallelism send layers with a window only the keys and values that they see.
 
     Raises:
-        BaselineError: a document does not fit into a rank or a group of this mode, or windows not into the mode.
+        BaselineError: a document does not fit into a rank or a group of this mode, or the mode has no windows.
     """
     if mode.method in RINGS and any(kind.window for kind in job.kinds):
         raise BaselineError(f"{mode.name} has no layers with windows; choose another mode.")
@@ -130,7 +139,9 @@ def deal_micro_batch(
 
 
 def _with_halos(job: Job, gathering: Dealt, pieces: Pieces, lengths: np.ndarray, window: int) -> Dealt:
-    """Layers with a window exchange the rows before every piece that its rank does not have, each once."""
+    """Returns the micro-batch for layers with a window, in which ranks get only the rows that their windows see.
+
+    Each row travels once to a rank. Gradients go back the same way."""
     home = plan_at_home(layout_of(pieces, lengths, job.data_parallel))
     rows = traffic(replace(home, windows=(window,))).kv
     size = rows.rows * job.shape.kv_bytes
@@ -144,7 +155,8 @@ def _with_halos(job: Job, gathering: Dealt, pieces: Pieces, lengths: np.ndarray,
 
 
 def _gathering(job: Job, degree: int, alone: Dealt, read: np.ndarray) -> Dealt:
-    """Context parallelism: every rank of a group gets all keys and values, and reads ``read`` [R] rows of them."""
+    """Returns the micro-batch with context parallelism: each rank of a group of ``degree`` ranks gets all keys and
+    values, and reads ``read`` [R] rows of them."""
     fabric, shape = job.stage_fabric, job.shape
     most = _of_the_fullest(alone.rows, degree)
     rate, latency = fabric.ring(degree)
@@ -160,7 +172,8 @@ def _gathering(job: Job, degree: int, alone: Dealt, read: np.ndarray) -> Dealt:
 
 
 def _exchanging(job: Job, degree: int, alone: Dealt) -> Dealt:
-    """Ulysses: rows go to the ranks of their heads before attention, and come back behind it."""
+    """Returns the micro-batch with Ulysses: rows go to the ranks of their heads before attention and come back after
+    it."""
     rows, shape, fabric = alone.rows, job.shape, job.stage_fabric
     return replace(
         alone,
@@ -171,7 +184,7 @@ def _exchanging(job: Job, degree: int, alone: Dealt) -> Dealt:
 
 
 def _in_a_ring(job: Job, degree: int, alone: Dealt) -> Dealt:
-    """Keys and values go from rank to rank of a group."""
+    """Returns the micro-batch with a ring: keys and values go from rank to rank of a group."""
     ranks, shape = np.arange(job.data_parallel), job.shape
     first = ranks // degree * degree
     following = first + (ranks - first + 1) % degree
@@ -184,25 +197,31 @@ def _in_a_ring(job: Job, degree: int, alone: Dealt) -> Dealt:
 
 
 def _of_the_fullest(rows: np.ndarray, degree: int) -> np.ndarray:
-    """[R] rows of the fullest rank of every rank's group."""
+    """Returns for each rank [R] the most rows that a rank of its group has."""
     return np.repeat(rows.reshape(-1, degree).max(axis=1), degree)
 
 
 def _block(job: Job, cost: CostModel, pieces: Pieces) -> Block:
+    """Returns core attention in one part: each rank computes its pieces' queries over all keys up to them."""
     seconds = cost.per_direction("both", pieces.rows, pieces.stop) * job.rates.attention_factor
     return Block(*(np.bincount(pieces.rank, each, job.data_parallel) for each in seconds))
 
 
 def _by_heads(job: Job, cost: CostModel, mode: Mode, lengths: np.ndarray, group_of: np.ndarray) -> Block:
-    """Ulysses: every rank computes all rows of its group's documents, of its share of the heads."""
+    """Returns core attention with Ulysses: each rank computes all rows of its group for its part of the heads."""
     seconds = cost.per_direction("both", lengths, lengths) * job.rates.attention_factor / mode.degree
     groups = job.data_parallel // mode.degree
     return Block(*(np.repeat(np.bincount(group_of, each, groups), mode.degree) for each in seconds))
 
 
 def _ring_blocks(job: Job, degree: int, pieces: Pieces, documents: int) -> tuple[Block, ...]:
-    """A ring: own rows first, then with the block of every rank before this one in it, one step each. The late rows of
-    a rank see both chunks of one that comes after it, all its rows the early chunk of one before."""
+    """Returns core attention of a ring, a part for each step.
+
+    A rank of a ring holds an early and a late chunk of each document. With 2 ranks and chunks 0 to 3, rank 0 has chunks
+    0 and 3, and rank 1 has chunks 1 and 2. In the first step a rank computes its own rows. In each further step it gets
+    the keys and values of another rank. If that rank stands before it in the ring, all its queries see the other one's
+    early chunk. Otherwise only its late chunk's queries see keys, and they see both chunks of the other.
+    """
     ranks = job.data_parallel
     key = pieces.document * ranks + pieces.rank
     early, late = (
@@ -221,24 +240,25 @@ def _ring_blocks(job: Job, degree: int, pieces: Pieces, documents: int) -> tuple
 
 
 def _priced(job: Job, q: np.ndarray, kv: np.ndarray) -> Block:
-    """[D, R] query rows that see ``kv`` rows all and, where there are none, themselves causally."""
+    """Returns the seconds of [D, R] query rows that all see ``kv`` [D, R] rows, or see themselves causally where ``kv``
+    is 0."""
     document, rank = np.nonzero(q)
     q, kv = q[document, rank], kv[document, rank]
-    # A causal range of q rows behind kv others has these pairs and q²/2 more.
+    # The cost model counts q · kv pairs and q²/2 causal ones. Only the first count here, so a part of it is taken.
     share = np.where(kv > 0, kv / np.maximum(kv + q / 2, 1), 1.0)
     seconds = job.cost.per_direction("both", q, q + kv) * share * job.rates.attention_factor
     return Block(*(np.bincount(rank, each, job.data_parallel) for each in seconds))
 
 
 class BaselineLayers:
-    """Runs the layers of a stage on one micro-batch, which is dealt by kind of attention.
+    """Runs the layers of a pipeline stage on simulated streams.
 
     Args:
-        job: what runs.
+        job: the model, the cluster and the parallelism.
         mode: a baseline.
-        hidden: gathers and exchanges travel beside the rest of a layer, and only what is longer is waited for.
-        streams: of a stage's data-parallel ranks.
-        stage: whose layers.
+        streams: the streams of the stage's data-parallel ranks.
+        hidden: True makes gathers and exchanges run beside the rest of a layer; ranks wait for them at its end.
+        stage: number of the stage.
 
     Attributes:
         attention: [R] seconds of core attention so far.
@@ -255,7 +275,7 @@ class BaselineLayers:
         self.attention = np.zeros(job.data_parallel)
 
     def forward(self, dealt: tuple[Dealt, ...], rows: np.ndarray) -> None:
-        """All layers; ``rows`` [R] may hold padding that linear layers compute too."""
+        """Runs all layers forward; ``rows`` [R] are the rows of linear layers, which may count padding."""
         mixers = self._mixers(dealt)
         for layer, kind in enumerate(self._kinds):
             each = self._job.rows[layer]
@@ -267,11 +287,12 @@ class BaselineLayers:
             self._catch_up(layer)
 
     def backward(self, dealt: tuple[Dealt, ...], rows: np.ndarray) -> None:
+        """Runs all layers backward; arguments as in :meth:`forward`."""
         mixers = self._mixers(dealt)
         for layer, kind in reversed(list(enumerate(self._kinds))):
             each, mixer = self._job.rows[layer], mixers[kind]
             if self._job.recompute == "all":
-                # Megatron computes a layer again as a whole, core attention and what it sends too.
+                # Megatron recomputes a layer as a whole, with core attention and its exchanges.
                 self._mix_forward(mixer, layer)
             self._run_experts(rows, layer, "backward")
             rotation = 0.0 if kind == _CORE else self._job.rotation * 2 / 3
@@ -328,7 +349,8 @@ class BaselineLayers:
             self._exchange(dealt.behind, "dO", layer, "backward")
         for number, block in enumerate(dealt.blocks):
             last = number + 1 == len(dealt.blocks)
-            # Keys and values, and in float32 the gradients of those before, which go on to their home.
+            # In a step keys and values travel on, and the gradients of the keys and values of earlier steps. The latter
+            # are float32 and count as two hops. In the last step only gradients travel, to the rows' home.
             count = (2 if last else 3) if dealt.hop.travels else 0
             hops = [self._streams.launch(dealt.hop, "hop", layer, 0, "backward") for _ in range(count)]
             copies = 2 * dealt.copies / len(dealt.blocks)

@@ -1,7 +1,7 @@
-"""Layers with experts: rows go to the ranks that have them and come back, as if every expert got equally many.
+"""Simulates experts in a layer: rows go to the ranks with their experts, are computed and come back.
 
-Array legend: R servers. A server is ``tp`` GPUs, of which each sends its share of the rows; expert-parallel ranks are
-consecutive GPUs of a stage.
+Every expert is supposed to get equally many rows. Array legend: R servers. A server stands for ``tp`` GPUs, each of
+which sends its part of the rows. Expert-parallel ranks are consecutive GPUs of a pipeline stage.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from distca.simulate.streams import Arrival, Streams
 
 
 class ExpertLayers:
-    """Queues what layers with experts do behind the output projection.
+    """Runs the experts of layers on simulated streams.
 
     Args:
-        job: what runs.
-        streams: of the servers.
-        stages: [R] the stage of every server.
-        hidden: exchanges are waited for nowhere, as far as they are shorter than what lies beside.
+        job: the model, the cluster and the parallelism.
+        streams: the streams of the servers.
+        stages: [R] the pipeline stage of each server.
+        hidden: True leaves it to the caller to wait for the exchanges, at a later place.
     """
 
     def __init__(self, job: Job, streams: Streams, stages: np.ndarray, hidden: bool = False) -> None:
         self._job, self._streams, self._late = job, streams, hidden
         first = stages * job.layers
         mixes = np.array([kind.mlp.experts.count > 0 for kind in job.model.layer_kinds])
-        # [layers of a stage, R]
+        # [layers of a stage, R] whether the layer has experts
         self._mixes = np.stack([mixes[first + layer] for layer in range(job.layers)])
         self._group = job.servers_of_experts
 
     def __contains__(self, layer: int) -> bool:
-        """Whether the ``layer``-th of any stage has experts."""
+        """Whether layer number ``layer`` of any stage has experts."""
         return bool(self._mixes[layer].any())
 
     def run(
@@ -45,23 +45,23 @@ class ExpertLayers:
         before: Callable[[int], None],
         behind: Callable[[int], None],
     ) -> list[Arrival]:
-        """Queue the experts of a layer.
+        """Runs the experts of a layer for all nano-batches.
 
         Args:
-            rows: [R] home rows of each nano-batch.
-            order: of the nano-batches.
-            layer: of the stage.
-            direction: forward or backward.
-            before: queues what a nano-batch computes before its rows are sent.
-            behind: queues what it does when they are back.
+            rows: for each nano-batch [R] its home rows.
+            order: the numbers of the nano-batches in the order in which they run.
+            layer: number of the layer in its stage.
+            direction: "forward" or "backward".
+            before: a function that runs a nano-batch's computation before its rows are sent.
+            behind: a function that runs its computation after they have come back.
 
         Returns:
-            Exchanges that the caller has yet to wait for.
+            The exchanges for which the caller has to wait.
         """
         if not self._job.hide_experts:
             arrivals = []
             for nano in order:
-                arrivals += self._half(rows[nano], nano, layer, direction, before, behind)
+                arrivals += self._nano_batch(rows[nano], nano, layer, direction, before, behind)
             return arrivals
         there, back = {}, {}
         for nano in order:
@@ -76,7 +76,7 @@ class ExpertLayers:
             behind(nano)
         return []
 
-    def _half(
+    def _nano_batch(
         self,
         rows: np.ndarray,
         nano: int,
@@ -85,6 +85,7 @@ class ExpertLayers:
         before: Callable[[int], None],
         behind: Callable[[int], None],
     ) -> list[Arrival]:
+        """Runs the experts of one nano-batch, without another one's computation beside its exchanges."""
         before(nano)
         there = self._send("there", rows, nano, layer, direction)
         if not self._late:
@@ -97,7 +98,7 @@ class ExpertLayers:
         return [there, back] if self._late else []
 
     def _send(self, what: str, rows: np.ndarray, nano: int, layer: int, direction: str) -> Arrival:
-        """Put rows together and send them; experts that are computed again get them twice."""
+        """Copies rows and starts their exchange. Experts that backward recomputes get rows twice."""
         rows = rows * self._mixes[layer]
         times = self._times(direction)
         self._streams.compute(times * self._copies(what, rows), f"rows {what}", layer, nano, direction)
@@ -106,6 +107,7 @@ class ExpertLayers:
         return self._streams.all_to_all(times * seconds, self._group, f"rows {what}", layer, nano)
 
     def _compute(self, rows: np.ndarray, nano: int, layer: int, direction: str) -> None:
+        """Adds the experts' computation, and the time in which GPUs wait for the host to launch its kernels."""
         each = self._job.rows[layer]
         rows = rows * self._mixes[layer]
         mean = np.repeat(rows.reshape(-1, self._group).mean(axis=1), self._group)
@@ -116,22 +118,23 @@ class ExpertLayers:
         self._streams.stall(np.where(rows > 0, weights * self._job.rates.expert_weight_s / 2, 0.0))
 
     def _times(self, direction: str) -> int:
+        """Returns how many times rows are sent: twice in backward with recomputation, once else."""
         return 2 if direction == "backward" and self._job.recompute != "none" else 1
 
     def _copies(self, what: str, rows: np.ndarray) -> np.ndarray:
-        """[R] seconds: of a copy for each rank that a row goes to, of one for each of its experts, and of sums."""
+        """Returns [R] seconds of copies: one for each rank and each expert to which a row goes, and of sums."""
         job, experts = self._job, self._job.model.experts
         there = job.ep * experts.copies_at_each(job.ep)
-        # A sum reads all and writes little, which is half a copy.
+        # A sum reads several rows and writes one, so it takes about half of a copy.
         exchanged = {"there": there, "back": there / 2} if job.ep > 1 else {}
         times = exchanged.get(what, 0.0) if what != "experts" else 1.5 * experts.topk + there / 2
         return job.copied(times * rows * job.model.hidden * VALUE / job.tp)
 
 
 def exchange_of_experts(job: Job, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds and bytes of a GPU that sends a server's ``rows`` [R] to experts, or gets them back from there.
+    """Returns [R] seconds and [R] bytes of a GPU for the exchange of a server's ``rows`` [R] with experts, one way.
 
-    Each row travels once to every rank with one of its experts."""
+    Each row travels once to every rank that has one of its experts."""
     experts, ep, cluster = job.model.experts, job.ep, job.cluster
     near_ranks = min(ep, cluster.gpus_per_node)
     nodes = -(-ep // cluster.gpus_per_node)
@@ -140,7 +143,7 @@ def exchange_of_experts(job: Job, rows: np.ndarray) -> tuple[np.ndarray, np.ndar
     near, far = each * (near_ranks - 1), each * (ep - near_ranks)
     sent = near + far
     if job.once_per_node and nodes > 1:
-        # Once to each other node that has an expert of the row, where it is handed on.
+        # A row travels once to each other node with one of its experts, and is handed on there.
         near, far = near + far, row * (nodes - 1) * (1 - (1 - 1 / nodes) ** experts.topk)
         sent = near + far
     latency = cluster.network_latency_us if nodes > 1 else cluster.nvlink_latency_us

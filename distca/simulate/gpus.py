@@ -1,8 +1,8 @@
-"""Kinds of GPUs without measurements: their cost tables are derived from a measured one.
+"""Derives attention's cost table of a GPU that was not measured from the table of a measured one.
 
-A derived time is what the measured GPU took times the ratio of both GPUs' peak FLOP/s. It is at least what reading and
-writing a task's rows takes at the GPU's memory bandwidth. So it supposes a kernel that reaches the same part of the
-peak. Peaks are the makers': dense bfloat16, and memory bandwidth, of the SXM boards.
+A derived time is the measured time, multiplied by the ratio of the two GPUs' peak FLOP/s. It is at least the time of
+reading and writing a task's rows at the GPU's memory bandwidth. So it supposes a kernel that reaches the same part of
+the peak. Peaks are the makers' figures for SXM boards: FLOP/s of dense bfloat16 products, and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Gpu:
     Attributes:
         flops: FLOP/s of dense matrix products in bfloat16.
         bandwidth: bytes/s of its memory.
-        network_gb_s: GB/s of one GPU between nodes, of the makers' own nodes of eight.
-        memory_gib: GiB.
+        network_gb_s: GB/s of one GPU between nodes, each way, in the makers' nodes of eight GPUs.
+        memory_gib: GiB of its memory.
     """
 
     flops: float
@@ -36,11 +36,11 @@ GPUS = {
     "A100": Gpu(312e12, 2.04e12, 25.0, 79.3),
     "H20": Gpu(148e12, 4.0e12, 50.0, 95.6),
 }
-"""GPUs by name. Networks: eight cards of 400 Gbit/s a node, of A100 nodes 200."""
+"""GPUs by name. A node has eight network cards of 400 Gbit/s, or of 200 with A100s."""
 
 
 def derived(measured: TableCost, source: Gpu, target: Gpu) -> TableCost:
-    """The table of a ``target`` GPU, derived from one measured on the ``source``."""
+    """Returns the table of the GPU ``target``, derived from one that was measured on ``source``."""
     columns = measured.measured
     q_rows, kv_rows = np.meshgrid(columns["q_rows"], columns["kv_rows"], indexing="ij")
     shape, ratio = measured.shape, source.flops / target.flops

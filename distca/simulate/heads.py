@@ -1,7 +1,8 @@
-"""Recurrent layers without disaggregation: whole documents, which context parallelism gets by an exchange of heads.
+"""Simulates recurrent layers of baselines, in which a rank computes whole documents.
 
-Each rank of a group sends every other one its rows of that one's heads, as Megatron-Core does: channels of the
-convolution, the output's gate and the gates of the core; outputs come back. Array legend: R data-parallel ranks.
+With context parallelism the ranks of a group exchange heads, as Megatron-Core does. Each rank computes all rows of the
+group for its part of the heads. It gets channels of the convolution, the output's gate and the core's gates, and sends
+outputs back. Array legend: R data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ class DealtCore:
     """A micro-batch in a recurrent layer.
 
     Attributes:
-        forward: [R] seconds of the core and of putting rows together for it.
-        backward: [R] seconds.
-        there: rows to the ranks of their heads; backward has it behind the core.
-        back: outputs; backward has it before the core.
+        forward: [R] seconds of the core's forward and of copying rows for it.
+        backward: [R] seconds of the core's backward and of copies.
+        there: the exchange of rows to the ranks of their heads; in backward gradients go the other way, after the core.
+        back: the exchange of outputs; in backward it comes before the core.
     """
 
     forward: np.ndarray
@@ -33,7 +34,7 @@ class DealtCore:
 
 
 def row_bytes(job: Job) -> tuple[int, int]:
-    """Bytes of a row on its way to the ranks of its heads, and back, of one tensor-parallel rank."""
+    """Returns the bytes of a row on its way to the ranks of its heads, and on its way back, on one GPU."""
     what = job.recurrence
     values = what.heads * what.value_dim
     gates = what.heads * (2 if what.delta else 1)
@@ -41,10 +42,10 @@ def row_bytes(job: Job) -> tuple[int, int]:
 
 
 def check_heads(job: Job, mode: Mode) -> None:
-    """Refuse a group whose ranks cannot share the heads of recurrent layers.
+    """Refuses a context-parallel group whose ranks cannot share the heads of recurrent layers evenly.
 
     Raises:
-        BaselineError: it has more ranks than a tensor-parallel rank has key heads, or these are no multiple of it.
+        BaselineError: the number of key heads on a tensor-parallel rank is no multiple of the group's ranks.
     """
     if not any(job.recurrent) or not job.move_heads:
         return
@@ -57,13 +58,12 @@ def check_heads(job: Job, mode: Mode) -> None:
 
 
 def deal_core(job: Job, degree: int, rows: np.ndarray) -> DealtCore:
-    """Deal a recurrent layer of ``rows`` [R] rows in groups of ``degree`` ranks, each of which computes all rows of its
-    heads."""
+    """Returns the times of a recurrent layer in groups of ``degree`` consecutive ranks that have ``rows`` [R] rows."""
     fabric, core = job.stage_fabric, job.core
     moves = job.move_heads and degree > 1
     there, back = row_bytes(job) if moves else (0, 0)
     mine = np.repeat(rows.reshape(-1, degree).mean(axis=1), degree)
-    # Rows are put in the order of heads, and tokens in that of documents; outputs likewise.
+    # Rows are copied twice: into the order of heads for the exchange, and of documents behind it. So are outputs.
     copies = job.copied(2 * rows * (there + back))
     return DealtCore(
         copies + core.whole_forward * mine,

@@ -1,4 +1,4 @@
-"""Costs of a core-attention kernel that is faster or slower than the measured one, evenly at all lengths."""
+"""Scales the cost of core attention to a kernel of another speed, by the same factor at all lengths."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from distca.plan import AttentionShape, CostModel
 from distca.plan.cost.scaled import scaled
 
 _LONG = 65_536
+"""Tokens of the document by which a kernel's speed is stated."""
 
 
 def forward_tflops(cost: CostModel) -> float:
-    """TFLOP/s of a long document's forward on one GPU."""
+    """Returns the TFLOP/s at which a kernel computes the forward of a document of ``_LONG`` tokens on one GPU."""
     shape: AttentionShape = cost.shape
     pairs = _LONG * (_LONG + 1) / 2
     seconds = float(cost.forward(np.array([_LONG]), np.array([_LONG]))[0])
@@ -20,7 +21,7 @@ def forward_tflops(cost: CostModel) -> float:
 
 
 def at_rate(cost: CostModel, tflops: float) -> CostModel:
-    """``cost`` with seconds scaled so that a long document's forward runs at ``tflops``.
+    """Returns the cost with all seconds multiplied so that :func:`forward_tflops` is ``tflops``.
 
     Raises:
         SimulationError: the rate is not above 0.

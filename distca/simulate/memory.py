@@ -1,8 +1,8 @@
-"""Memory of every server at its peak: what is kept for backward, by the rows that the plan gives it.
+"""Predicts each server's memory at its peak in a simulated step.
 
-What a layer keeps of a token, and needs at work, :mod:`distca.models.layer_bytes` says, here and where a run's stages
-are predicted from its settings (``distca.train.run.memory``). Rows at servers are those of the plan. Array legend: R
-ranks of the pool.
+Bytes per token come from :mod:`distca.models.layer_bytes`: those that a layer keeps for backward, and those that it
+needs while it computes. The prediction of a run's memory (``distca.train.run.memory``) uses the same figures. The
+number of rows on each server comes from the step's plan. Array legend: R servers of all pipeline stages.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from distca.simulate.job import VALUE, Job
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of states and summaries in a recurrent layer.
+    """Bytes of states in a recurrent layer, whose documents are cut into pieces on several ranks.
 
     Attributes:
-        kept: [R] of a micro-batch until its backward: states before pieces, and transitions of those between others.
-        at_work: [R] summaries of both nano-batches that arrive in one layer.
+        kept: [R] bytes that a micro-batch keeps until its backward: states before pieces, and transitions of pieces
+            between others.
+        at_work: [R] bytes of the summaries of pieces that arrive while one layer computes.
     """
 
     kept: np.ndarray
     at_work: np.ndarray
 
     @staticmethod
-    def of(job: Job, halves: Sequence[RecurrentNano]) -> StateBytes:
-        """Bytes of the nano-batches of a micro-batch, over the ranks of one stage; stages are alike."""
+    def of(job: Job, batches: Sequence[RecurrentNano]) -> StateBytes:
+        """Returns the bytes for a micro-batch's nano-batches, which are counted over one stage; stages are alike."""
         what = job.recurrence
-        kept = sum(half.continuing * what.state_bytes + half.between * what.transition_bytes for half in halves)
-        ways = [sum(getattr(half, way).read_bytes(what) for half in halves) for way in ("forward", "backward")]
+        kept = sum(batch.continuing * what.state_bytes + batch.between * what.transition_bytes for batch in batches)
+        ways = [sum(getattr(batch, way).read_bytes(what) for batch in batches) for way in ("forward", "backward")]
         return StateBytes(np.tile(kept, job.pp), np.tile(np.maximum(*ways), job.pp))
 
 
 def _layers(job: Job, *, disaggregated: bool) -> list[LayerBytes]:
-    """The layers of the first stage, which has as many in flight as any."""
+    """Returns the layers of the first stage, which holds at least as many micro-batches as any other."""
     return [
         LayerBytes(
             shape=job.model,
@@ -59,7 +60,7 @@ def _layers(job: Job, *, disaggregated: bool) -> list[LayerBytes]:
 
 
 def static_bytes(job: Job) -> int:
-    """Weights, gradients and this rank's share of the optimizer's state on the first stage."""
+    """Returns the bytes of weights, gradients and optimizer state on a rank of the first stage."""
     layers = _layers(job, disaggregated=True)
     types = StateTypes(
         narrow_gradients=job.gradients == "bfloat16",
@@ -73,29 +74,44 @@ def static_bytes(job: Job) -> int:
 
 
 def _loss_at_work(job: Job, layer: LayerBytes, rows: np.ndarray, last: np.ndarray | bool) -> np.ndarray:
-    """[R] bytes of the loss of ``rows`` [R] home rows of a micro-batch, on the ``last`` stage."""
+    """Returns [R] bytes that the loss needs for ``rows`` [R] of a micro-batch; 0 where ``last`` is False."""
     loss = [layer.loss_at_work(int(each), job.model.vocabulary) for each in rows]
     return np.where(last, loss, 0)
 
 
 def _layer_at_work(layer: LayerBytes, at_work: np.ndarray, rows: np.ndarray, again: np.ndarray | int = 0) -> np.ndarray:
-    """[R] bytes of the layer that works on ``at_work`` [R] of a micro-batch's ``rows`` [R]; ``again`` [R] of what a
-    layer that is computed again as a whole keeps meanwhile."""
+    """Returns [R] bytes that a layer needs while it computes.
+
+    Args:
+        layer: the layer's bytes per row.
+        at_work: [R] the rows that it computes at once.
+        rows: [R] all rows of the micro-batch.
+        again: [R] the bytes that a layer keeps for its own backward if it is recomputed as a whole; 0 else.
+    """
     around = layer.around_work(1) * rows
     return np.asarray(at_work * layer.mlp_at_work() + again + around + layer.copies_at_work())
 
 
 def _attending(job: Job) -> int:
-    """Layers of a stage with attention."""
+    """Returns the number of a stage's layers with attention."""
     return job.recurrent.count(False)
 
 
 def at_home(
     job: Job, rows: np.ndarray, kv_rows: np.ndarray, attention_bytes: np.ndarray, in_flight: int, last: bool = True
 ) -> np.ndarray:
-    """[R] bytes on a stage, the ``last`` one or another, where attention is at home: ``kv_rows`` [R] rows of keys and
-    values are kept of every layer, and the layer at work takes ``attention_bytes`` [R]. Where all is computed again,
-    core attention is too, and only a layer's input is kept."""
+    """Returns [R] bytes of memory of a stage's ranks with a baseline, in which ranks compute their own attention.
+
+    With recomputation of everything a layer keeps its input only, as core attention is recomputed too.
+
+    Args:
+        job: the model, the cluster and the parallelism.
+        rows: [R] rows of a micro-batch.
+        kv_rows: [R] rows of keys and values that each layer keeps.
+        attention_bytes: [R] further bytes that core attention needs in the layer at work.
+        in_flight: number of micro-batches that wait for backward.
+        last: whether it is the last stage, with the loss.
+    """
     layers = _layers(job, disaggregated=False)
     widest, shape = max(layers, key=LayerBytes.mlp_at_work), job.shape
     attention = rows * (shape.q_bytes + shape.o_bytes + widest.lse) + kv_rows * shape.kv_bytes
@@ -120,31 +136,32 @@ def with_servers(
     in_flight: np.ndarray,
     states: StateBytes | None = None,
 ) -> np.ndarray:
-    """[R] bytes with core attention disaggregation.
+    """Returns [R] bytes of memory with core attention disaggregation.
 
     Args:
-        job: what runs.
+        job: the model, the cluster and the parallelism.
         rows: [R] home rows of a micro-batch.
-        q_rows: [R] query rows that a server keeps of one (keep), or home rows (resend), in the mean over layers.
-        kv_rows: [R] key/value rows, likewise.
-        received: [R] bytes of the rows at a server while it computes the backward of a nano-batch.
-        in_flight: [R] micro-batches.
-        states: of recurrent layers.
+        q_rows: [R] query rows of a micro-batch that are kept for backward, in the mean over layers. With "keep" the
+            server keeps its tasks' rows, with "resend" a home keeps its own.
+        kv_rows: [R] key/value rows that are kept, likewise.
+        received: [R] bytes of rows on a server while it computes the backward of a nano-batch.
+        in_flight: [R] number of micro-batches that wait for backward.
+        states: bytes of states in recurrent layers; None without such layers.
     """
     shape, ranks = job.shape, len(rows)
     home = np.arange(ranks) < job.homes
     last = home & (np.arange(ranks) >= job.homes - job.data_parallel)
     layers = _layers(job, disaggregated=True)
     widest = max(layers, key=LayerBytes.mlp_at_work)
-    # Where servers keep rows, o is also at home, among what is kept beside attention.
+    # With keep, homes keep o too: the output projection needs it, so it counts among the bytes beside attention.
     attention = q_rows * (shape.q_bytes + widest.lse) + kv_rows * shape.kv_bytes
     if job.resend:
         attention = attention + rows * shape.o_bytes
     else:
-        # Servers without a model keep o of all their rows.
+        # Servers without a model have no home rows, so they keep o of all their tasks' rows.
         attention = attention + np.where(home, rows * widest.lse if job.model.sinks else 0, q_rows * shape.o_bytes)
     kept = rows * sum(layer.kept_beside_attention() for layer in layers) + _attending(job) * attention
-    # One nano-batch is at work in a layer, all of a micro-batch in the loss.
+    # A layer computes one nano-batch at a time, the loss a whole micro-batch.
     working = np.maximum(_layer_at_work(widest, rows / 2, rows), _loss_at_work(job, widest, rows, last))
     if states is not None:
         kept = kept + job.recurrent.count(True) * states.kept

@@ -1,4 +1,4 @@
-"""Shapes of simulated models, and what the simulator asks of one."""
+"""The shapes of models that ``distca simulate`` knows by name, and checks of a model's sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dense(
     vocabulary: int = 128_256,
     **more: Any,
 ) -> ModelShape:
-    """A model of these sizes, with the vocabulary of LLaMA 3 unless another one is given; ``more``: other fields."""
+    """Returns the shape of a model; the default vocabulary is LLaMA 3's. ``more`` are further fields of ModelShape."""
     return ModelShape(
         layers=layers,
         hidden=hidden,
@@ -36,11 +36,11 @@ def dense(
 
 
 def heads_of_rank(model: ModelShape, tp: int) -> AttentionShape:
-    """Attention heads of one of ``tp`` tensor-parallel ranks, in bfloat16.
+    """Returns the attention heads of one of ``tp`` tensor-parallel ranks, in bfloat16.
 
     Raises:
-        SimulationError: a size is below 1 or a window below 0; a hybrid stack has no such layers; or ``tp`` does not
-            divide the heads or the widths that are shared out.
+        SimulationError: a size is below 1 or a window below 0; the pattern of recurrent layers is impossible; or ``tp``
+            does not divide heads or widths.
     """
     for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "resolved_head_dim", "vocabulary"):
         if getattr(model, name) < 1:
@@ -71,17 +71,17 @@ def heads_of_rank(model: ModelShape, tp: int) -> AttentionShape:
 
 
 def _windowed(window: int, windowed: int) -> dict[str, Any]:
-    """Fields of a model in which so many layers with a window are followed by one without."""
+    """Returns the fields of a model in which one layer without a window follows ``windowed`` layers with one."""
     return {"layer_types": ["window"] * windowed + ["full"], "window": window}
 
 
 def _experts(count: int, topk: int, ffn: int, **more: Any) -> dict[str, Any]:
-    """Fields of a model with so many experts of this width, of which a row goes to ``topk``."""
+    """Returns the fields of a model with ``count`` experts of width ``ffn``, of which each row goes to ``topk``."""
     return {"experts": Experts(count=count, topk=topk, ffn=ffn, **more)}
 
 
 def _qwen35(layers: int, hidden: int, ffn: int, heads: int, value_heads: int) -> ModelShape:
-    """A dense model of Qwen3.5, with so many layers as its folder counts them: each with its MLP."""
+    """Returns the shape of a dense Qwen3.5 model. ``layers`` are counted as in its folder, each with its MLP."""
     net = Hybrid(pattern="G-G-G-*-", key_heads=16, value_heads=value_heads, output_gate=True)
     return dense(2 * layers, hidden, ffn, heads, 4, 256, 248_320, qk_norm=True, hybrid=net)
 
@@ -108,5 +108,5 @@ MODELS = {
     "qwen3.5-27b": _qwen35(64, 5120, 17408, 24, 48),
     "olmo-3-like": dense(64, 5120, 27648, 40, 8, 128, 100_352, **_windowed(4096, 3)),
 }
-"""Shapes by name, those of ``configs/``; olmo-3-like is OLMo 3 32B's. Those of Qwen3, Qwen3.5, Mixtral, Moonlight
-and DeepSeek-V3 are those of their public folders, with fields of transformers' configuration classes."""
+"""Shapes by name, as in ``configs/``. olmo-3-like has the shape of OLMo 3 32B. Shapes of Qwen3, Qwen3.5, Mixtral,
+Moonlight and DeepSeek-V3 are from their public folders."""

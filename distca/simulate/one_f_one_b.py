@@ -1,6 +1,6 @@
-"""1F1B: when every stage is done with which micro-batch, of all pipelines at once.
+"""Simulates the pipeline schedule 1F1B: computes when each stage begins and ends each micro-batch.
 
-Array legend: M micro-batches, S stages, L lanes (data-parallel ranks, whose pipelines do not wait for each other).
+Array legend: M micro-batches, S stages, L data-parallel ranks. The pipelines of the L ranks do not wait for each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Pass:
-    """A stage's forward or backward of a micro-batch; [L] seconds from the step's start."""
+    """A stage's forward or backward of a micro-batch.
+
+    Attributes:
+        stage: number of the stage.
+        micro_batch: number of the micro-batch.
+        direction: "forward" or "backward".
+        start: [L] its start, in seconds from the step's start.
+        end: [L] its end.
+    """
 
     stage: int
     micro_batch: int
@@ -24,8 +32,8 @@ class Pass:
 
 
 def order(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
-    """The order of a stage's passes: forwards until the pipeline is full, then one backward after each forward, then
-    backwards."""
+    """Yields a stage's passes in order: forwards until the pipeline is full, then a backward after each forward, then
+    the last backwards."""
     ahead = min(stages - 1 - stage, micro_batches)
     for number in range(micro_batches + ahead):
         if number < micro_batches:
@@ -35,7 +43,7 @@ def order(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[Literal
 
 
 def run(forward: np.ndarray, backward: np.ndarray, hop: np.ndarray) -> list[Pass]:
-    """All passes, in an order in which each comes behind those that it waits for.
+    """Returns all passes, sorted so that a pass comes after those for which it waits.
 
     Args:
         forward: [M, S, L] seconds of a forward.

@@ -11,19 +11,22 @@ from distca.simulate.streams import Span
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step of one mode. Array legend: R servers, over all stages; a server is one tensor-parallel rank of each.
+    """The prediction of one step in one mode, which is DistCA or a baseline.
+
+    Array legend: R servers over all pipeline stages. A server stands for the tensor-parallel ranks that share its rows;
+    they all do the same, so one of them is simulated.
 
     Attributes:
-        mode: its name.
-        step_s: seconds.
-        tokens: of the global batch.
-        busy_s: [R] seconds in which a rank computed.
-        attention_s: [R] of these, core attention.
-        exposed_s: [R] seconds in which it waited for bytes under way.
-        reduction_s: seconds of reducing gradients and gathering weights that nothing hides.
-        sent_bytes: [R] for core attention.
-        memory_bytes: [R] at the peak.
-        spans: what the watched ranks did when.
+        mode: name of the mode.
+        step_s: seconds of the step.
+        tokens: tokens of the global batch.
+        busy_s: [R] seconds in which the server computed.
+        attention_s: [R] those of these seconds that were core attention.
+        exposed_s: [R] seconds in which the server waited for bytes that were on the links.
+        reduction_s: seconds of reducing gradients and gathering weights beside which nothing was computed.
+        sent_bytes: [R] bytes that the server sent for core attention.
+        memory_bytes: [R] bytes of memory at the peak.
+        spans: the actions of the watched servers, with their times.
     """
 
     mode: str
@@ -39,26 +42,28 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed of all GPUs together."""
+        """Tokens per second of all GPUs together."""
         return self.tokens / self.step_s
 
     @property
     def idle_share(self) -> float:
-        """Mean share of the step in which a rank computes nothing."""
+        """The share of the step in which a server computes nothing, in the mean over servers."""
         return 1 - float(self.busy_s.mean()) / self.step_s
 
     @property
     def exposed_share(self) -> float:
-        """Mean share in which it waits for bytes: rows, and gradients and weights."""
+        """The share of the step in which a server waits for bytes of rows, gradients or weights, in the mean."""
         return (float(self.exposed_s.mean()) + self.reduction_s) / self.step_s
 
     @property
     def bubble_share(self) -> float:
-        """Mean share in which it waits for other ranks: imbalance and, with stages, warm-up and drain."""
+        """The share of the step in which a server waits for other servers, in the mean.
+
+        Causes are imbalance and, with pipeline stages, warm-up and drain."""
         return max(self.idle_share - self.exposed_share, 0.0)
 
     @property
     def attention_imbalance(self) -> float:
-        """Slowest rank's core attention over the mean."""
+        """The most seconds of core attention on a server over the mean."""
         mean = float(self.attention_s.mean())
         return float(self.attention_s.max()) / mean if mean > 0 else 1.0

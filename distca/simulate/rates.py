@@ -1,4 +1,4 @@
-"""How fast a GPU is at what a cost table does not say, fitted to measured runs (benchmarks/calibration.py)."""
+"""The speeds of a GPU that a cost table does not have, fitted to measured runs (benchmarks/calibration.py)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from distca.errors import SimulationError
 from distca.json_file import read_object
 
 RATES = Path(__file__).parent / "rates_h200.json"
+"""The file with the rates of the H200."""
 
 
 @dataclass(frozen=True)
@@ -17,21 +18,21 @@ class Rates:
     """Constants of one kind of GPU.
 
     Attributes:
-        linear_factor: time of a layer's matrix products in training over that in the cost table, whose products run
-            alone.
+        linear_factor: the time of a layer's matrix products in training, over their time in the cost table. There
+            products were measured alone.
         attention_factor: the same for core attention.
-        head_s: seconds per row, hidden element and row of the vocabulary of the output layer with its loss: forward and
-            both products of backward.
-        elementwise_s: seconds per row and element of what a layer does beside products, forward and backward: norms,
-            activation, rotation, residuals. A row has 2 · hidden + ffn elements.
-        rotation_s: seconds more per row and element of q, k and v where their rotation is no kernel of its own.
-        copy_bytes_per_s: of rows that are put together for the attention kernel, read and written once.
+        head_s: seconds of the output layer and the loss, forward and backward, per row, hidden element and token of the
+            vocabulary.
+        elementwise_s: seconds per row and element of a layer's norms, activation, rotation and residuals, forward and
+            backward. A row counts 2 · hidden + ffn elements.
+        rotation_s: further seconds per row and element of q, k and v where their rotation is not fused.
+        copy_bytes_per_s: bytes per second of copying rows for the attention kernel; a byte is read and written once.
         optimizer_s: seconds per parameter whose optimizer state is on the rank.
-        parameter_s: seconds per parameter of the rank, for clearing, scaling and measuring its gradient.
-        step_s: seconds of a step that depend on nothing: the host's, before the first kernel and after the last.
-        phase_s: the same of a pipeline's forward or backward of one micro-batch.
-        expert_weight_s: seconds per weight of the GPU's experts in which it waits for the host, which launches their
-            products and gradients one by one; of each layer and nano-batch, forward and backward.
+        parameter_s: seconds per parameter of the rank for clearing its gradient, scaling it and computing its norm.
+        step_s: constant seconds of a step, in which the host works before the first kernel and after the last one.
+        phase_s: constant seconds of one micro-batch's forward, or backward, on a pipeline stage.
+        expert_weight_s: seconds per weight of a GPU's experts in which the GPU waits for the host, for each layer and
+            nano-batch, forward and backward. The host launches the experts' products one by one.
     """
 
     linear_factor: float
@@ -48,10 +49,10 @@ class Rates:
 
 
 def load_rates(path: str | Path = RATES) -> Rates:
-    """Constants from a file that ``benchmarks/calibration.py`` wrote, by default the shipped ones of the H200.
+    """Returns the rates in a file that ``benchmarks/calibration.py`` wrote; by default those of the H200.
 
     Raises:
-        SimulationError: there is no such file, or it lacks a constant, or has one that cannot be.
+        SimulationError: the file cannot be read, lacks a rate, or has a rate with an impossible value.
     """
     try:
         content = read_object(path)

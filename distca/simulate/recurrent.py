@@ -1,7 +1,11 @@
-"""Recurrent layers with disaggregation: pieces are computed where they lie, halos and summaries travel.
+"""Simulates recurrent layers with DistCA.
 
-What a rank computes when is that of ``distca.runtime.recurrent_call``, who sends what that of
-``distca.plan.recurrent``. Array legend: R ranks of the pool, over all stages.
+A document's rows lie on several ranks, in pieces. Each rank computes its own pieces. Two kinds of rows travel. Halo
+rows are the last rows before a piece, which its convolution reads. A summary says how a piece changes the state of the
+recurrence; later pieces need the summaries of earlier ones. The order of a rank's work is as in
+``distca.runtime.recurrent_call``. The exchanged rows are those of ``distca.plan.recurrent``.
+
+Array legend: R servers of all pipeline stages.
 """
 
 from __future__ import annotations
@@ -19,16 +23,15 @@ from distca.simulate.job import VALUE, Job
 
 
 @dataclass(frozen=True)
-class CoreHalf:
+class CoreNanoBatch:
     """One nano-batch of a phase in a recurrent layer, in one direction.
 
     Attributes:
-        before: [R] seconds between the two exchanges: summaries and what needs no state; in backward what needs
-            gradients of states.
-        rest: [R] seconds behind the second exchange, which brings states; in backward before the first one, which
-            brings their gradients.
-        there: the first exchange: of halo rows; in backward of gradients of states.
-        back: the second: of summaries; in backward of gradients of halo rows.
+        before: [R] seconds between the two exchanges. In forward a rank computes summaries there, and pieces that need
+            no state. In backward it computes the parts that need gradients of states.
+        rest: [R] seconds of the other work: after the second exchange in forward, before the first one in backward.
+        there: the first exchange: halo rows in forward, gradients of states in backward.
+        back: the second exchange: summaries in forward, gradients of halo rows in backward.
     """
 
     before: np.ndarray
@@ -38,62 +41,66 @@ class CoreHalf:
 
 
 class Recurrent:
-    """Prices the recurrent layers of a step.
+    """Computes the times and exchanges of a step's recurrent layers.
 
     Args:
-        job: what runs.
-        layouts: by micro-batch, of its nano-batches.
+        job: the model, the cluster and the parallelism.
+        layouts: for each micro-batch, the layouts of its nano-batches, which say where rows lie.
     """
 
     def __init__(self, job: Job, layouts: Sequence[tuple[Layout, ...]]) -> None:
         self._job, self._layouts = job, layouts
         self._counted: dict[int, tuple[RecurrentNano, ...]] = {}
 
-    def halves(self, micro_batches: Sequence[int | None], direction: str) -> list[CoreHalf]:
-        """The nano-batches of a phase in which each stage runs a micro-batch, or nothing."""
+    def nano_batches(self, micro_batches: Sequence[int | None], direction: str) -> list[CoreNanoBatch]:
+        """Returns the nano-batches of a phase. ``micro_batches`` are those of the stages; None is an idle stage."""
         of_stages = [None if m is None else self.counted(m) for m in micro_batches]
         return [
-            self._half([None if each is None else each[nano] for each in of_stages], direction)
+            self._nano_batch([None if each is None else each[nano] for each in of_stages], direction)
             for nano in range(len(self._layouts[0]))
         ]
 
     def counted(self, micro_batch: int) -> tuple[RecurrentNano, ...]:
-        """The rows and summaries of a micro-batch's nano-batches, over the ranks of one stage."""
+        """Returns how many rows and summaries a micro-batch's nano-batches have, on the ranks of one stage."""
         if micro_batch not in self._counted:
             layouts = self._layouts[micro_batch]
             self._counted[micro_batch] = recurrent_nanos(layouts, self._job.recurrence.halo_rows)
         return self._counted[micro_batch]
 
-    def _half(self, of_stages: Sequence[RecurrentNano | None], direction: str) -> CoreHalf:
+    def _nano_batch(self, of_stages: Sequence[RecurrentNano | None], direction: str) -> CoreNanoBatch:
+        """Returns a nano-batch of all stages from the counts of each."""
         job, what, core = self._job, self._job.recurrence, self._job.core
         before, rest = np.zeros((2, job.servers))
         halo, states = [], []
-        for stage, half in enumerate(of_stages):
-            if half is None:
+        for stage, batch in enumerate(of_stages):
+            if batch is None:
                 continue
             here = slice(stage * job.data_parallel, (stage + 1) * job.data_parallel)
-            rows = half.only + half.first + half.inner + half.last
-            summaries = half.forward if direction == "forward" else half.backward
-            # Each summary that is read is multiplied into a state and added: read, and written once.
+            rows = batch.only + batch.first + batch.inner + batch.last
+            summaries = batch.forward if direction == "forward" else batch.backward
+            # A summary that is read is multiplied with a state and added, which takes about 1.5 copies of it.
             counts = float(job.move_summaries)
             folding = job.copied(1.5 * counts * summaries.read_bytes(what))
             if direction == "forward":
-                before[here] = core.convolution * rows + core.forward * (half.only + half.first + half.inner)
-                rest[here] = folding + core.forward * (half.inner + half.last)
+                before[here] = core.convolution * rows + core.forward * (batch.only + batch.first + batch.inner)
+                rest[here] = folding + core.forward * (batch.inner + batch.last)
             else:
-                rest[here] = core.convolution * rows + core.backward * (half.only + half.last)
-                rest[here] += core.forward * half.inner
-                before[here] = folding + core.backward * (half.first + half.inner)
+                rest[here] = core.convolution * rows + core.backward * (batch.only + batch.last)
+                rest[here] += core.forward * batch.inner
+                before[here] = folding + core.backward * (batch.first + batch.inner)
                 before[here] += (core.convolution + core.convolution_backward) * rows
-            halo.append((stage, half.halo, what.channels * VALUE))
+            halo.append((stage, batch.halo, what.channels * VALUE))
             states.append((stage, summaries.states, counts * what.state_bytes))
             states.append((stage, summaries.transitions, counts * what.transition_bytes))
         if direction == "forward":
-            return CoreHalf(before, rest, self._exchange(halo), self._exchange(states))
-        return CoreHalf(before, rest, self._exchange(states), self._exchange(halo, back=True))
+            return CoreNanoBatch(before, rest, self._exchange(halo), self._exchange(states))
+        return CoreNanoBatch(before, rest, self._exchange(states), self._exchange(halo, back=True))
 
     def _exchange(self, parts: Sequence[tuple[int, PairRows, float]], back: bool = False) -> Exchange:
-        """Rows of so many bytes each within a stage, or their gradients, which go the other way."""
+        """Returns an exchange inside stages.
+
+        ``parts`` are a stage, its pairs of rows between ranks, and the bytes of such a row. With ``back`` rows go the
+        other way."""
         ranks, servers = self._job.data_parallel, self._job.servers
         home = np.concatenate([stage * ranks + pairs.home for stage, pairs, _ in parts])
         reader = np.concatenate([stage * ranks + pairs.server for stage, pairs, _ in parts])

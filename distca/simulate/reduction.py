@@ -1,4 +1,4 @@
-"""The end of a step: gradients are reduced over data-parallel ranks, the optimizer runs, weights are gathered."""
+"""Predicts a step's end: gradients are reduced over data-parallel ranks, the optimizer runs, weights are gathered."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from distca.simulate.job import VALUE, WIDE, Job
 
 @dataclass(frozen=True)
 class StepEnd:
-    """Seconds behind the last backward.
+    """Seconds of a step after the last backward.
 
     Attributes:
-        transfers: of gradients and weights, that nothing hides.
-        compute: of the optimizer and of what is done with gradients.
+        transfers: seconds of reducing gradients and gathering weights beside which nothing is computed.
+        compute: seconds of the optimizer, and of scaling gradients and computing their norm.
     """
 
     transfers: float
@@ -22,16 +22,16 @@ class StepEnd:
 
 
 def step_end(job: Job, backward_s: float, rows_on_links_s: float) -> StepEnd:
-    """The end of a step.
+    """Returns the seconds of a step's end.
 
-    Gradients are reduced in float32 while the last micro-batch's backward runs, on what its rows leave of the links;
-    the embedding's come last and are never hidden. With pipeline stages all are reduced behind backward. Weights are
-    gathered behind the optimizer.
+    Gradients are reduced in float32 during the last micro-batch's backward, while no rows of attention are on the
+    links. The embedding's gradient comes last, so its reduction is never hidden. With pipeline stages all gradients are
+    reduced after backward. Weights are gathered after the optimizer.
 
     Args:
-        job: what runs.
+        job: the model, the cluster and the parallelism.
         backward_s: seconds of the last micro-batch's backward.
-        rows_on_links_s: of these, seconds in which rows of attention were on the links.
+        rows_on_links_s: seconds of these in which rows of attention were on the links.
     """
     ranks, parameters, rates = job.data_parallel, job.parameters, job.rates
     experts, replicas = job.expert_parameters, job.expert_replicas
@@ -41,7 +41,7 @@ def step_end(job: Job, backward_s: float, rows_on_links_s: float) -> StepEnd:
         return StepEnd(0.0, compute)
     rate, latency = job.fabric.ring(ranks)
     share = (ranks - 1) / ranks
-    # Those of experts go over GPUs that are as far apart as there are others between them.
+    # GPUs with the same experts are ``ep`` GPUs apart.
     experts_rate, _ = Fabric.of(job.cluster, 1).ring(replicas, job.ep)
     of_experts = experts * (replicas - 1) / replicas / experts_rate
     reduced = WIDE * parameters * share / rate + WIDE * of_experts

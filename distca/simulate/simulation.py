@@ -1,4 +1,8 @@
-"""One step of one mode, from its documents to its seconds. Array legend: R servers over all stages."""
+"""Predicts one step of one mode from its documents.
+
+The mode is DistCA, or a baseline without it, such as context parallelism. Array legend: R servers over all pipeline
+stages; a server stands for ``tp`` GPUs.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +39,21 @@ def simulate(
     plan: StepPlan | None = None,
     watched: Collection[int] = (),
 ) -> Prediction:
-    """Predict one step.
+    """Returns the prediction of one step.
 
     Args:
-        job: what runs.
-        mode: how.
-        workload: its documents.
-        hidden: whether gathers of context parallelism travel beside computation.
-        halos: whether context parallelism sends layers with a window only the rows that they see.
-        plan: the step's plan where it is made already.
-        watched: servers whose timeline is kept.
+        job: the model, the cluster and the parallelism.
+        mode: DistCA or a baseline.
+        workload: the step's documents.
+        hidden: True makes context parallelism gather keys and values beside computation.
+        halos: True makes context parallelism send layers with a window only the keys and values that they see.
+        plan: the step's plan for DistCA, if it was made before; None makes it.
+        watched: numbers of the servers whose actions are recorded.
 
     Raises:
-        BaselineError: documents do not fit into the mode's groups, or the mode not to the ranks, the layers or
-            the heads of recurrent ones.
-        PlanError: as :func:`distca.plan.plan_step`.
-        SimulationError: another mode than DistCA on servers that are not alike.
+        BaselineError: documents, ranks, layers or heads do not fit the mode.
+        PlanError: as in :func:`distca.plan.plan_step`.
+        SimulationError: the mode is a baseline, and servers are not alike.
     """
     if mode.method == "distca":
         return _with_servers(job, mode, workload, plan or planned(job, workload), watched)
@@ -71,17 +74,19 @@ def simulate(
 
 
 def _with_servers(job: Job, mode: Mode, workload: Workload, plan: StepPlan, watched: Collection[int]) -> Prediction:
+    """Returns the prediction of DistCA."""
     streams = Streams(job.fabric, rendezvous=not job.one_sided, watched=watched)
     cad = Cad(job, plan, streams)
     cad.run()
     phases = len(plan.backward)
-    backward = float(streams.now.max()) / 2 / phases  # of the last phase: about half of a micro-batch's time
+    backward = float(streams.now.max()) / 2 / phases  # the last phase takes about half of a phase pair's time
     on_links = float(streams.on_links.max()) / 2 / phases
     end = step_end(job, backward, on_links)
     return _prediction(job, mode.name, workload, streams, cad.attention, end, _cad_memory(job, plan))
 
 
 def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
+    """Returns [R] bytes of memory with DistCA at the peak."""
     shape, ranks, resend = job.shape, job.servers, plan.options.resend
     peak = np.zeros(ranks)
     stage = np.arange(ranks) // job.data_parallel
@@ -97,7 +102,8 @@ def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
                 kept, copied = context_rows(back)
                 q_rows, kv_rows = q_rows + share * q, kv_rows + share * kept
                 kv = np.maximum(kept, copied)
-                # Of all rows gradients in float32 and rounded, dO, copies; with resend also the rows themselves.
+                # A server in backward holds dO, gradients of its rows in float32 and rounded, and copies of shared
+                # keys and values. With resend it holds the rows too, as it kept none.
                 sent = q * (shape.q_bytes + shape.o_bytes + shape.kv_bytes) if resend else 0
                 wide = 3 * shape.q_bytes + shape.o_bytes
                 received = np.maximum(received, q * wide + (kv * 3 + copied) * shape.kv_bytes + sent)
@@ -109,7 +115,8 @@ def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
 
 
 def _states(job: Job, plan: StepPlan) -> memory.StateBytes | None:
-    """States of the micro-batch that has most on each rank; None without recurrent layers."""
+    """Returns the bytes of states in recurrent layers, for the micro-batch with most of them on each rank; None without
+    such layers."""
     if not any(job.recurrent):
         return None
     each = [memory.StateBytes.of(job, recurrent_nanos(layouts, job.recurrence.halo_rows)) for layouts in plan.layouts]
@@ -119,6 +126,7 @@ def _states(job: Job, plan: StepPlan) -> memory.StateBytes | None:
 def _without_stages(
     job: Job, mode: Mode, workload: Workload, dealt: list[tuple[Dealt, ...]], hidden: bool, watched: Collection[int]
 ) -> Prediction:
+    """Returns the prediction of a baseline without pipeline stages."""
     streams = Streams(job.stage_fabric, rendezvous=True, watched=watched)
     layers = BaselineLayers(job, mode, streams, hidden)
     began, on_links = 0.0, 0.0
@@ -136,7 +144,9 @@ def _without_stages(
 def _with_stages(
     job: Job, mode: Mode, workload: Workload, dealt: list[tuple[Dealt, ...]], hidden: bool, watched: Collection[int]
 ) -> Prediction:
-    """1F1B. All stages pad a micro-batch to the rows of a rank's largest one, so that they know what they receive."""
+    """Returns the prediction of a baseline with pipeline stages and the schedule 1F1B.
+
+    A rank's micro-batches are all padded to the rows of its largest one, as in training."""
     rows = np.max([each[0].rows for each in dealt], axis=0)
     of_kinds = {kinds: number for number, kinds in enumerate(job.layer_kinds)}
     run = {kinds: _Stage.of(job, mode, dealt, rows, hidden, number) for kinds, number in of_kinds.items()}
@@ -161,12 +171,14 @@ def _with_stages(
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage's layers of every micro-batch, one after the other: M micro-batches, L ranks of a stage.
+    """Times of a stage's layers. Array legend: M micro-batches, L data-parallel ranks of a stage.
 
     Attributes:
-        forward, backward: [M, L] seconds; ranks of a group wait for each other.
-        busy, exposed, attention: [L] seconds of all micro-batches.
-        sent: [L] bytes.
+        forward, backward: [M, L] seconds of a micro-batch; ranks of a context-parallel group wait for each other.
+        busy: [L] seconds of computation, over all micro-batches.
+        exposed: [L] seconds of waiting for bytes.
+        attention: [L] seconds of core attention.
+        sent: [L] bytes that the rank sent.
     """
 
     forward: np.ndarray
@@ -196,8 +208,9 @@ class _Stage:
 
 
 def _hop(job: Job, rows: np.ndarray) -> np.ndarray:
-    """[L] seconds in which ``rows`` [L] of activations or gradients travel to a neighbouring stage. Stages are as far
-    apart as a stage has ranks."""
+    """Returns [L] seconds in which activations or gradients of ``rows`` [L] travel to the next stage.
+
+    Rank r of a stage sends to rank r of the next one, which is on another node if there are several."""
     size = rows * job.model.hidden * VALUE / job.tp
     rate = job.fabric.nvlink if job.fabric.one_node else job.fabric.network
     return np.asarray(size / rate + job.fabric.network_latency)
@@ -217,15 +230,15 @@ def _spans(passes: list[one_f_one_b.Pass], watched: Collection[int], lanes: int)
 
 
 def _baseline_memory(job: Job, mode: Mode, dealt: list[tuple[Dealt, ...]], stage: int) -> np.ndarray:
-    """[lanes] bytes of a stage's ranks."""
+    """Returns [L] bytes of memory of a stage's ranks with a baseline at the peak."""
     in_flight, last = min(job.pp - stage, len(dealt)), stage == job.pp - 1
     peak = np.zeros(job.data_parallel)
     for each in dealt:
         layers = [each[kind] for kind in job.layer_kinds[stage]]
         rows, read = layers[0].rows, [layer.read_rows for layer in layers]
-        # Gathered keys and values take the place of the rank's own.
+        # These modes keep the gathered keys and values of a rank in place of its own.
         kept = np.mean(read, axis=0) if mode.method in ("cp-keep", "cp-halo") else rows
-        # Of the layer at work, what was gathered and its gradients, in float32 and rounded.
+        # The layer at work has gathered keys and values, and their gradients in float32 and rounded: 4 times the bytes.
         gathered = np.max(read, axis=0) * 4 * job.shape.kv_bytes
         peak = np.maximum(peak, memory.at_home(job, rows, kept, gathered, in_flight, last))
     return peak

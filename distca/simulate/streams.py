@@ -1,7 +1,7 @@
-"""Streams of all ranks: every rank runs the same program, each with its own seconds.
+"""The clocks of all ranks in a simulated step: each rank has a stream of computation and a stream of transfers.
 
-A rank has a compute stream, which does one thing after the other, and a stream for transfers on which exchanges follow
-one another. Time is kept for all ranks at once. Array legend: R ranks, P pairs of ranks.
+All ranks run the same actions in the same order, each with its own seconds. So an action is one call with an array over
+ranks. On a stream actions follow each other. Array legend: R ranks, P pairs of ranks that exchange rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from distca.words import NANO_NAMES
 
 @dataclass(frozen=True)
 class Span:
-    """A span of time in which a rank did one thing, in seconds; ``track`` and ``name`` are as in the
-    timeline of a run."""
+    """An action of a rank in a timeline. Times are seconds from the step's beginning; ``track`` and ``name`` are as in
+    the timeline of a run."""
 
     rank: int
     track: str
@@ -32,9 +32,9 @@ class Arrival:
     """An exchange under way.
 
     Attributes:
-        at: [R] when a rank has all that it receives.
-        ready: [R] when it would be there if bytes took no time: the last of those who send had launched.
-        what: its name.
+        at: [R] the time at which a rank has all rows that it receives.
+        ready: [R] the time at which it would have them if bytes took no time: when the last sender has launched.
+        what: the name of the exchange.
     """
 
     at: np.ndarray
@@ -46,31 +46,32 @@ class Streams:
     """Clocks of all ranks.
 
     Args:
-        fabric: the links.
-        rendezvous: a transfer begins when both ends have launched it, as NCCL's do; else when its sender has.
-        watched: ranks whose spans are kept.
+        fabric: the links between ranks.
+        rendezvous: True makes a transfer begin when both ends have launched it, as with NCCL. False makes it begin when
+            its sender has.
+        watched: numbers of the ranks whose spans are recorded.
 
     Attributes:
-        now: [R] where the compute streams are, in seconds.
-        busy: [R] seconds in which they computed.
-        exposed: [R] seconds in which they waited for bytes that were under way.
-        waited: [R] seconds in which they waited for another rank to get so far.
-        on_links: [R] seconds in which a rank's busier direction carried rows.
-        sent: [R] bytes, without those of rows to experts.
-        order: names of what rank 0 queued, in order.
-        spans: of the watched ranks.
+        now: [R] the time in seconds up to which the rank's computation has come.
+        busy: [R] seconds in which the rank computed.
+        exposed: [R] seconds in which it waited for bytes that were on the links.
+        waited: [R] seconds in which it waited for another rank to launch a transfer.
+        on_links: [R] seconds in which its links carried rows, in the busier of the two directions.
+        sent: [R] bytes that it sent, without rows for experts.
+        order: the names of the actions, in order.
+        spans: the spans of the watched ranks.
     """
 
     def __init__(self, fabric: Fabric, *, rendezvous: bool = False, watched: Collection[int] = ()) -> None:
         self.fabric, self._rendezvous, self._watched = fabric, rendezvous, tuple(watched)
         self.now, self.busy, self.exposed, self.waited, self.on_links, self.sent = np.zeros((6, fabric.ranks))
         self._out_free, self._in_free = np.zeros((2, fabric.ranks))
-        self._out_ready = np.zeros(fabric.ranks)  # _out_free, if bytes took no time
+        self._out_ready = np.zeros(fabric.ranks)  # what _out_free would be if bytes took no time
         self.order: list[str] = []
         self.spans: list[Span] = []
 
     def compute(self, seconds: np.ndarray, name: str, layer: int = 0, nano: int = 0, direction: str = "") -> None:
-        """Queue ``seconds`` [R] of work."""
+        """Adds ``seconds`` [R] of computation."""
         self._note(f"{name} {layer} {NANO_NAMES[nano]} {direction}")
         for rank in self._watched:
             if seconds[rank] > 0:
@@ -82,7 +83,7 @@ class Streams:
         self.busy += seconds
 
     def stall(self, seconds: np.ndarray) -> None:
-        """Let the compute streams wait ``seconds`` [R] for the host."""
+        """Makes the computation wait ``seconds`` [R] for the host."""
         self.now = self.now + seconds
 
     def launch(
@@ -94,7 +95,7 @@ class Streams:
         direction: str = "",
         second: Exchange | None = None,
     ) -> Arrival:
-        """Begin an exchange behind what the transfer stream still carries, and the ``second`` hop behind it."""
+        """Starts an exchange behind earlier transfers, and behind it a ``second`` one; returns their arrival."""
         name = f"{what} {layer} {NANO_NAMES[nano]} {direction}"
         self._note(f"launch {name}")
         arrival = self._carry(exchange, name, Arrival(self.now, self.now, what))
@@ -106,7 +107,7 @@ class Streams:
         )
 
     def _carry(self, exchange: Exchange, name: str, behind: Arrival) -> Arrival:
-        """Every rank begins once it has what it is ``behind``."""
+        """Returns the arrival of an exchange that each rank begins once ``behind`` has arrived there."""
         if not exchange.travels:
             return behind
         start = np.maximum(behind.at, self._out_free)
@@ -142,13 +143,14 @@ class Streams:
         return Arrival(at, ready, behind.what)
 
     def join(self, arrival: Arrival, layer: int = 0, nano: int = 0, direction: str = "") -> None:
-        """Let the compute streams wait for their rows."""
+        """Makes the computation wait for an exchange."""
         self._note(f"join {arrival.what} {layer} {NANO_NAMES[nano]} {direction}")
         self._wait(arrival.at, arrival.ready)
 
     def collective(self, seconds: np.ndarray, size: np.ndarray, group: int, what: str, layer: int = 0) -> Arrival:
-        """All ranks of every ``group`` consecutive ones begin together and send ``size`` [R] bytes in ``seconds``
-        [R]."""
+        """Starts a collective in each group of ``group`` consecutive ranks; returns its arrival.
+
+        The ranks of a group begin together. Each takes ``seconds`` [R] and sends ``size`` [R] bytes."""
         start = np.maximum(self.now, self._out_free)
         begun = np.repeat(start.reshape(-1, group).max(axis=1), group)
         at = begun + seconds
@@ -160,8 +162,10 @@ class Streams:
         return Arrival(at, begun, what)
 
     def all_to_all(self, seconds: np.ndarray, group: int, what: str, layer: int = 0, nano: int = 0) -> Arrival:
-        """All ranks of every ``group`` consecutive ones exchange rows of experts in ``seconds`` [R], once each has come
-        so far; a group without rows does nothing."""
+        """Starts an exchange of rows for experts in each group of ``group`` consecutive ranks; returns its arrival.
+
+        The ranks of a group begin together and end together, after the longest of their ``seconds`` [R]. A group
+        without rows does nothing."""
         self._note(f"launch {what} {layer} {NANO_NAMES[nano]}")
 
         def most(of: np.ndarray) -> np.ndarray:
@@ -181,6 +185,7 @@ class Streams:
         return Arrival(at, ready, what)
 
     def _wait(self, at: np.ndarray, ready: np.ndarray) -> None:
+        """Moves the clocks to ``at``; the wait until ``ready`` counts as waiting for ranks, the rest as exposed."""
         until = np.maximum(self.now, at)
         for_others = np.clip(ready - self.now, 0, until - self.now)
         self.waited += for_others

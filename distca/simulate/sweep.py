@@ -1,4 +1,4 @@
-"""Modes beside each other on the same documents: means over steps, and the best degree of context parallelism."""
+"""Predicts several steps of a mode, and finds the fastest degree of context parallelism, for ``distca simulate``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from distca.simulate.workload import Workload
 BEST, HALO, HIDDEN = "best-cp", "-halo", "-hidden"
 BEST_HIDDEN = BEST + HIDDEN
 _MOST_DEGREE = 64
+"""The largest degree of context parallelism that is tried."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One mode over some steps.
+    """The predictions of a mode.
 
     Attributes:
-        mode: its name, as asked for.
-        chosen: the mode that ran: of a sweep, the best one.
-        steps: a prediction of every step.
+        mode: the name as the user gave it.
+        chosen: the name of the mode that was simulated; for "best-cp" the fastest one.
+        steps: the prediction of every step.
     """
 
     mode: str
@@ -37,25 +38,25 @@ class Outcome:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step."""
+        """The mean seconds of a step."""
         return float(np.mean([each.step_s for each in self.steps]))
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed of all GPUs together."""
+        """Tokens per second of all GPUs together."""
         return sum(each.tokens for each in self.steps) / sum(each.step_s for each in self.steps)
 
     def mean(self, name: str) -> float:
-        """Mean of an attribute of :class:`Prediction`."""
+        """Returns the mean over steps of an attribute of :class:`Prediction`."""
         return float(np.mean([getattr(each, name) for each in self.steps]))
 
     @property
     def memory_bytes(self) -> float:
-        """Peak of the fullest rank."""
+        """The peak of memory on the fullest server."""
         return max(float(each.memory_bytes.max()) for each in self.steps)
 
     def figures(self) -> dict[str, Any]:
-        """For a result file."""
+        """Returns the figures for a result file."""
         return {
             "mode": self.mode,
             "chosen": self.chosen,
@@ -77,20 +78,20 @@ class Outcome:
 
 
 def run_mode(job: Job, name: str, workloads: Sequence[Workload], watched: Iterable[int] = ()) -> Outcome:
-    """Predict the steps of a mode.
+    """Returns the predictions of a mode's steps.
 
     Args:
-        job: what runs.
-        name: "distca", "packed", "variable", "cp4", "cp4-keep", "ring4", "ulysses4", "megatron-te4-p2p" and the like;
-            Megatron's modes have its layouts and exchanges with this project's kernels. With "-halo" behind
-            it, context parallelism gathers nothing in layers with a window, which get the rows that they see; with
-            "-hidden", what a mode sends travels beside computation as far as it can. "best-cp", with these or without,
-            takes the fastest of "packed" and all degrees of per-document context parallelism that fit into memory.
+        job: the model, the cluster and the parallelism.
+        name: name of the mode, such as "distca", "packed", "variable", "cp4", "cp4-keep", "ring4", "ulysses4" or
+            "megatron-te4-p2p". Megatron's modes have its layouts and exchanges, with this project's kernels.
+            "best-cp" is the fastest of "packed" and all degrees of context parallelism by document that fit into
+            memory. Two endings are possible. With "-halo" layers with a window get only the keys and values that they
+            see. With "-hidden" transfers run beside computation as far as they can.
         workloads: the documents of every step.
-        watched: servers whose timeline of the first step is kept.
+        watched: numbers of the servers whose actions in the first step are recorded.
 
     Raises:
-        BaselineError, PlanError: the mode does not fit the documents or the ranks, or no degree of a sweep into memory.
+        BaselineError, PlanError: documents or ranks do not fit the mode, or no degree of "best-cp" fits into memory.
     """
     mode, halos, hidden = parse(name)
     if name.startswith(BEST):
@@ -103,11 +104,10 @@ def run_mode(job: Job, name: str, workloads: Sequence[Workload], watched: Iterab
 
 
 def parse(name: str) -> tuple[Mode, bool, bool]:
-    """The mode of a name, and whether "-halo" and "-hidden" are behind it; sweeps begin with the first mode that they
-    try.
+    """Returns the mode of a name, and whether "-halo" and "-hidden" end it. For "best-cp" it is "packed".
 
     Raises:
-        BaselineError: there is none.
+        BaselineError: there is no such mode.
     """
     hidden = name.endswith(HIDDEN)
     name = name.removesuffix(HIDDEN)
@@ -117,12 +117,13 @@ def parse(name: str) -> tuple[Mode, bool, bool]:
 
 
 def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int, ...]) -> Outcome:
+    """Returns the predictions of the fastest degree of context parallelism that fits into memory."""
     found: list[Outcome] = []
     refused, how, room = "", name.removeprefix(BEST), job.cluster.memory_gib * 2**30
     for mode in _degrees(job.data_parallel):
         keeps = found and found[-1].chosen.startswith(f"cp{mode.degree}-keep") and found[-1].memory_bytes <= room
         if mode.method == "cp" and keeps:
-            continue  # gathers once more than what was just found to fit
+            continue  # "cp" gathers again in backward, so it is slower than the "cp-keep" that was found to fit
         try:
             tried = mode.name + (how if mode.method != "packed" else how.removeprefix(HALO))
             found.append(run_mode(job, tried, workloads, watched))
@@ -142,7 +143,7 @@ def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int
 
 
 def _less_memory(job: Job) -> str:
-    """Returns, in words, the changes that would take less memory and can be asked for."""
+    """Returns in words which settings would take less memory and are possible."""
     model, cluster, ways = job.model, job.cluster, ["lower `tokens_per_rank`"]
     if job.recompute != "all":
         ways.append("choose a `recompute` that keeps less")
@@ -156,7 +157,7 @@ def _less_memory(job: Job) -> str:
 
 
 def _degrees(ranks: int) -> list[Mode]:
-    """ "packed", and context parallelism that keeps what it gathers and that gathers again."""
+    """Returns "packed" and, for each degree, context parallelism that keeps gathered rows and that gathers again."""
     modes = [Mode("packed")]
     for degree in range(2, min(ranks, _MOST_DEGREE) + 1):
         if ranks % degree == 0:

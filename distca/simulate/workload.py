@@ -1,4 +1,4 @@
-"""The documents of a simulated step, dealt by the sampler that training uses. Array legend: D documents."""
+"""Draws the documents of a simulated step, with the sampler that training uses. Array legend: D documents."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class Workload:
     """The micro-batches of one global batch.
 
     Attributes:
-        micro_batches: their documents; ``rank_of`` is the bin that the sampler packed a document into.
-        bins: equal shares of the data-parallel ranks, each the fewest ranks that hold the longest document.
-        whole: whether documents stay whole on these ranks with DistCA too; otherwise they may span ranks there.
+        micro_batches: the documents of each micro-batch; ``rank_of`` is the bin of each document.
+        bins: the number of bins. A bin is a group of data-parallel ranks, of the fewest ranks that can hold the longest
+            document. The sampler packs whole documents into bins.
+        whole: True keeps every document on its rank with DistCA too. False lets DistCA cut documents over ranks.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -27,7 +28,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """The tokens of all documents."""
+        """The number of tokens of all documents."""
         return sum(each.tokens for each in self.micro_batches)
 
     @staticmethod
@@ -40,19 +41,20 @@ class Workload:
         seed: int,
         skip: int = 0,
     ) -> Workload:
-        """A global batch of documents of these ``lengths`` [D], in the order that training with ``seed`` has them.
+        """Returns a global batch of the documents that training with this seed has in it.
 
         Args:
-            lengths: tokens per document.
+            lengths: [D] tokens per document.
             context: most tokens of a document.
-            ranks: data-parallel ranks.
-            tokens_per_rank: rows of a rank per micro-batch.
-            micro_batches: of the global batch.
-            seed: of the order.
-            skip: global batches before it.
+            ranks: number of data-parallel ranks.
+            tokens_per_rank: most rows of a micro-batch on a rank.
+            micro_batches: number of micro-batches in a global batch.
+            seed: seed of the documents' order.
+            skip: number of global batches before this one.
 
         Raises:
-            SimulationError: a document is longer than the context, or the context than all ranks hold.
+            SimulationError: a document is longer than ``context``, or all ranks together cannot hold ``context``
+                tokens.
         """
         longest = int(lengths.max(initial=0))
         if longest > context:
