@@ -48,7 +48,7 @@ def test_between_attentions(name: str, recompute: str) -> None:
         config = transformer_config(shape, torch.float32, recompute_mlp=recompute == "mlp")
         kinds = LayerKinds.of(config, pattern=pattern)
         found = between_attentions(RATE, layer_works(config, kinds, pattern, tp, recompute == "all"), tp)
-    seconds = LayerSeconds(shape, shape.units, tp, recompute, RATE, RATE, load_rates(), 0.0)  # type: ignore[arg-type]
+    seconds = LayerSeconds(shape, shape.units, tp, recompute, False, RATE, RATE, load_rates(), 0.0)  # type: ignore[arg-type]
     wanted = seconds.non_attention()
     assert (found.forward, found.backward) == pytest.approx((wanted.forward, wanted.backward))
     assert found.forward > 0
