@@ -10,23 +10,23 @@ from distca.errors import SimulationError
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs, nodes and links. Rates are of one GPU, in each direction.
+    """GPUs, nodes and links. Rates are those of one GPU, in each direction.
 
     Attributes:
-        gpus: of all nodes.
-        gpus_per_node: consecutive GPUs that share NVLink.
-        nvlink_gb_s: GB/s between GPUs of a node.
-        network_gb_s: GB/s between nodes.
+        gpus: number of GPUs on all nodes.
+        gpus_per_node: number of GPUs of a node, which NVLink connects.
+        nvlink_gb_s: GB/s of rows between GPUs of a node.
+        network_gb_s: GB/s of rows between nodes.
         nvlink_latency_us: microseconds from a launch to the first byte inside a node.
-        network_latency_us: the same between nodes.
-        memory_gib: GiB of memory of a GPU.
-        slow_gpus: the last ones, on nodes with another network; 0 for none.
-        slow_network_gb_s: GB/s between these nodes, and between them and others.
-        nvlink_collective_gb_s: GB/s in all-gathers and reduce-scatters inside a node; 0 takes ``nvlink_gb_s``.
-        network_collective_gb_s: the same between nodes; 0 takes ``network_gb_s``.
+        network_latency_us: microseconds from a launch to the first byte between nodes.
+        memory_gib: GiB of a GPU's memory.
+        slow_gpus: number of last GPUs whose nodes have a slower network; 0 for none.
+        slow_network_gb_s: GB/s of a GPU in that network.
+        nvlink_collective_gb_s: GB/s of all-gathers and reduce-scatters inside a node; 0 is ``nvlink_gb_s``.
+        network_collective_gb_s: GB/s of all-gathers and reduce-scatters between nodes; 0 is ``network_gb_s``.
 
     Raises:
-        SimulationError: on counts, rates or sizes that no cluster has.
+        SimulationError: a count, rate or size is not possible.
     """
 
     gpus: int
@@ -64,5 +64,5 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Machines; one that is not full counts."""
+        """The number of nodes; the last one need not be full."""
         return -(-self.gpus // self.gpus_per_node)

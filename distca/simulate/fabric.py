@@ -1,7 +1,7 @@
-"""Links of the server pool: what an exchange of rows takes on every rank.
+"""The links between servers, and the time that an exchange of rows takes on them.
 
-A rank is a server: one tensor-parallel rank of each, which all do the same at the same time on links of their own.
-Array legend: R ranks, P pairs of ranks.
+A server stands for ``tp`` tensor-parallel GPUs. They do the same at the same time, each on its own links, so one of
+them is simulated. Servers are called ranks here. Array legend: R ranks, P pairs of ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Fabric:
     """Links between servers.
 
     Attributes:
-        ranks: servers.
-        per_node: consecutive servers of a node.
+        ranks: number of servers.
+        per_node: number of servers of a node; servers of a node follow each other.
         nvlink: bytes/s of a GPU inside a node, each way.
         network: bytes/s of a GPU between nodes, each way.
-        nvlink_latency: seconds until the first byte.
-        network_latency: the same between nodes.
-        slow: the last servers, on nodes with a network of their own.
-        slow_network: bytes/s of a GPU there.
+        nvlink_latency: seconds from a launch to the first byte inside a node.
+        network_latency: seconds from a launch to the first byte between nodes.
+        slow: number of last servers whose nodes have a slower network.
+        slow_network: bytes/s of a GPU in that network.
         nvlink_collective: bytes/s of a GPU in collectives inside a node; 0 for ``nvlink``.
         network_collective: the same between nodes; 0 for ``network``.
     """
@@ -43,7 +43,7 @@ class Fabric:
 
     @staticmethod
     def of(cluster: Cluster, tp: int) -> Fabric:
-        """Servers of ``tp`` GPUs each."""
+        """Returns the links of a cluster between servers of ``tp`` GPUs each."""
         return Fabric(
             cluster.gpus // tp,
             max(min(cluster.gpus_per_node, cluster.gpus) // tp, 1),
@@ -68,8 +68,14 @@ class Fabric:
         return np.arange(self.ranks) // self.per_node
 
     def ring(self, size: int, stride: int = 1) -> tuple[float, float]:
-        """Bytes/s of a rank and latency of a collective over ``size`` ranks that are ``stride`` apart. Across nodes a
-        collective uses the network link of every rank it has there."""
+        """Returns a rank's bytes per second and the latency of a collective.
+
+        Across nodes a collective uses the network links of all its ranks on a node.
+
+        Args:
+            size: number of ranks in the collective.
+            stride: difference between the numbers of two neighbouring ranks.
+        """
         here = min(size, max(self.per_node // stride, 1))
         nvlink, network = self.nvlink_collective or self.nvlink, self.network_collective or self.network
         if size <= here:
@@ -77,13 +83,17 @@ class Fabric:
         return min(nvlink, here * network), self.network_latency
 
     def everyone(self, degree: int, size: np.ndarray) -> Exchange:
-        """Every rank sends ``size`` [R] bytes to each other one of its group of ``degree`` consecutive ranks."""
+        """Returns an exchange in which each rank sends ``size`` [R] bytes to every other rank of its group.
+
+        A group has ``degree`` consecutive ranks."""
         source = np.repeat(np.arange(self.ranks), degree)
         target = source // degree * degree + np.tile(np.arange(degree), self.ranks)
         return self.exchange(source, target, size[source])
 
     def exchange(self, source: np.ndarray, target: np.ndarray, size: np.ndarray) -> Exchange:
-        """An exchange of ``size`` [P] bytes between pairs of ranks; pairs may repeat and come in any order."""
+        """Returns the exchange in which rank ``source`` [P] sends ``size`` [P] bytes to rank ``target`` [P].
+
+        Pairs may repeat and come in any order."""
         some = np.flatnonzero((size > 0) & (source != target))
         order = some[np.argsort(target[some], kind="stable")]
         source, target, size = source[order], target[order], np.asarray(size, np.float64)[order]
@@ -94,15 +104,16 @@ class Fabric:
         rate = np.where(far, network, self.nvlink)
         for kind in (far, ~far):
             seconds = size[kind] / rate[kind]
-            # Links of both kinds carry at the same time.
+            # NVLink and the network carry rows at the same time, so the longer time counts.
             outgoing = np.maximum(outgoing, np.bincount(source[kind], seconds, self.ranks))
             incoming = np.maximum(incoming, np.bincount(target[kind], seconds, self.ranks))
+        # The number of messages of this pair's sender on the same kind of link.
         others = np.maximum(
             np.where(far, np.bincount(source[far], minlength=self.ranks)[source], 0),
             np.where(far, 0, np.bincount(source[~far], minlength=self.ranks)[source]),
         )
         latency = np.where(far, self.network_latency, self.nvlink_latency)
-        # A rank's messages share its link fairly: a small one is there before the large ones.
+        # A rank's messages share its link evenly, so that a small one arrives before the large ones.
         carried = latency + np.minimum(size / rate * others, outgoing[source])
         heads = np.flatnonzero(np.append(True, target[1:] != target[:-1])[: len(target)])
         return Exchange(
@@ -112,19 +123,19 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows that move between ranks at once. Array legend: H ranks that receive.
+    """Messages between pairs of ranks that are launched together. Array legend: H ranks that receive some.
 
     Attributes:
-        source: [P] rank that sends, sorted by ``target``.
-        target: [P] rank that receives.
-        size: [P] bytes.
+        source: [P] sender of a pair; pairs are sorted by ``target``.
+        target: [P] receiver of a pair.
+        size: [P] bytes of the pair's message.
         carried: [P] seconds from a message's start to its end on its sender's link.
-        heads: [H] first pair of every receiver.
-        receivers: [H] those ranks.
-        outgoing: [R] seconds of all that a rank sends.
-        incoming: [R] seconds of all that it receives.
-        latency: [P] seconds.
-        travels: whether anything moves.
+        heads: [H] number of each receiver's first pair.
+        receivers: [H] the receivers.
+        outgoing: [R] seconds that a rank's messages occupy its links on their way out.
+        incoming: [R] seconds that the messages to a rank occupy its links.
+        latency: [P] seconds from a message's launch to its first byte.
+        travels: whether there is any message.
     """
 
     source: np.ndarray

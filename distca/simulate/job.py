@@ -1,4 +1,9 @@
-"""The job that is simulated: a model on a cluster with its parallelism, and the seconds of its parts on one GPU."""
+"""The simulated job: a model, a cluster and its parallelism; and the seconds of the job's parts on one GPU.
+
+Terms: a *server* stands for the ``tp`` GPUs that share rows; all servers of all pipeline stages compute core attention
+for each other. *Homes* are the servers that hold documents' rows and a model. A task of core attention is a range of a
+document's queries with all keys up to them; a cost table has its seconds.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,8 @@ from distca.sizes.fp8_shapes import Fp8, unfit_widths
 
 Narrow = Literal["float32", "bfloat16"]
 Backward = Literal["keep", "resend"]
-VALUE, WIDE = 2, 4  # bytes of an activation or weight, and of what is in float32
+VALUE, WIDE = 2, 4
+"""Bytes of a bfloat16 number, as activations and weights are, and of a float32 number."""
 
 
 @dataclass(frozen=True)
@@ -35,43 +41,44 @@ class Job:
     """A run whose steps are simulated.
 
     Attributes:
-        model: its shape.
-        cluster: where it runs.
-        cost: seconds per CA-task of layers without a window, for the heads of one tensor-parallel rank; that of each
-            server where they are not alike.
-        window_costs: the same by window, where that was measured; others are modelled.
-        tp: tensor-parallel ranks, with sequence parallelism; a server is ``tp`` GPUs.
-        pp: pipeline stages.
-        ep: expert-parallel GPUs, consecutive ones of a stage.
-        hide_experts: with DistCA, one nano-batch's rows travel to experts and back beside the other's computation.
-        once_per_node: rows for experts travel once to each node that has some of theirs.
-        tokens_per_rank: rows of a micro-batch on a data-parallel rank at most.
-        micro_batches: of a step.
-        recompute: what is computed again in backward.
-        keep_outputs: whether outputs of norms and SwiGLU are kept for backward; without recomputation alone.
-        backward: whether servers keep rows for DistCA's backward, or home ranks send them again; these with stages.
+        model: the model's shape.
+        cluster: the GPUs and links.
+        cost: seconds of attention tasks in layers without a window, for the heads of one tensor-parallel rank. Servers
+            of unlike speed have a table each.
+        window_costs: by window, the seconds of tasks where that window was measured; other windows are modelled.
+        tp: number of tensor-parallel ranks, which use sequence parallelism.
+        pp: number of pipeline stages.
+        ep: number of GPUs that share a layer's experts; they follow each other in a stage.
+        hide_experts: with DistCA, whether one nano-batch's exchanges with experts run beside the other's computation.
+        once_per_node: whether a row for experts travels once to each node, and is handed on there.
+        tokens_per_rank: most rows of a micro-batch on a data-parallel rank.
+        micro_batches: number of micro-batches of a step.
+        recompute: the part that backward recomputes.
+        keep_outputs: whether outputs of norms and SwiGLU are kept for backward; only without recomputation and FP8.
+        backward: "keep" if servers keep rows for DistCA's backward, "resend" if homes send them again. Pipelines always
+            resend.
         fp8: how linear layers scale tensors to FP8, or "none" for bfloat16. The output layer stays in bfloat16.
-        gradients: their type, which memory depends on.
-        moments: of Adam, likewise.
-        plan_by_kind: whether layers with windows have plans of their own; False gives all layers the plan of those
-            without, with its rows.
-        tolerance: of plans; None takes the one for the size of the pool.
+        gradients: the dtype of gradients, for memory.
+        moments: the dtype of Adam's moments, for memory.
+        plan_by_kind: True makes plans for layers with and without windows. False gives all layers the plan of layers
+            without a window, with the rows that move in it.
+        tolerance: the planner's tolerance; None takes the default for the number of servers.
         deal: whether documents are dealt over a step's micro-batches anew.
-        level_time: whether a pipeline's phases level linear layers with attention.
-        nccl: rows travel by NCCL inside a node too, not only between nodes.
-        fused_rotation: whether the baselines' rotation is a kernel of its own.
-        rates: of the GPU.
-        extra_servers: servers without a model, the cluster's last ones; each is ``tp`` GPUs too.
-        home_factors: how many times as long every home's linear layers take as by ``cost`` and ``rates``; none where
-            all are alike.
-        move_heads: whether context parallelism exchanges the heads of recurrent layers; False counts that as nothing,
-            which no way to run them beats.
-        move_summaries: whether summaries of recurrent layers travel and are strung together; False counts that as
-            nothing, which no way to compose them beats.
+        level_time: whether plans of a pipeline level the sum of linear layers and attention.
+        nccl: True moves rows by NCCL inside a node too. False moves them by NVSHMEM if there is one node.
+        fused_rotation: whether the baselines' rotation of queries and keys is fused.
+        rates: further speeds of the GPU.
+        extra_servers: number of servers without a model, the last ones of the cluster, of ``tp`` GPUs each.
+        home_factors: for each home, the factor by which its linear layers are slower than ``cost`` and ``rates`` say;
+            empty where all homes are alike.
+        move_heads: whether context parallelism exchanges the heads of recurrent layers. False counts no time for it,
+            which is a bound for any way to do it.
+        move_summaries: whether DistCA exchanges and combines summaries of recurrent layers. False counts no time for
+            it, which is a bound for any way to do it.
 
     Raises:
-        SimulationError: the cluster or the model does not fit the parallelism; FP8 cannot take the model's widths;
-            tables are of other heads, or lack linear layers in FP8.
+        SimulationError: the cluster or the model does not fit the parallelism; FP8 cannot take the model's widths; or
+            the cost table is for other heads, or has no linear layers, or none in FP8.
     """
 
     model: ModelShape
@@ -191,7 +198,7 @@ class Job:
             raise SimulationError(unfit)
 
     def _check_cost(self, wanted: AttentionShape) -> None:
-        """``wanted``: the heads of a tensor-parallel rank."""
+        """Refuses a cost table for other heads than ``wanted``, or without the linear layers that are needed."""
         if self.shape != wanted:
             raise SimulationError(
                 f"The cost table is for {self.shape.heads} query heads, {self.shape.kv_heads} key/value heads of size "
@@ -210,7 +217,7 @@ class Job:
 
     @property
     def resend(self) -> bool:
-        """Whether home ranks send rows again for DistCA's backward."""
+        """Whether homes send rows again for DistCA's backward."""
         return self.pp > 1 or self.backward == "resend"
 
     @property
@@ -228,22 +235,22 @@ class Job:
 
     @property
     def shape(self) -> AttentionShape:
-        """Attention heads of one GPU."""
+        """The attention heads of one GPU."""
         return self.cost.shape
 
     @cached_property
     def kinds(self) -> tuple[AttentionKind, ...]:
-        """The kinds of the model's layers."""
+        """The kinds of attention layers in the model, each once."""
         return numbered(self.model.attention_kinds)[0]
 
     @cached_property
     def costs(self) -> tuple[CostModel, ...]:
-        """Seconds per CA-task by kind."""
+        """For each kind, the seconds of its tasks."""
         return tuple(self.window_costs.get(kind.window) or cost_of_kind(kind, self.cost) for kind in self.kinds)
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[int, ...], ...]:
-        """The number of the kind of each layer with attention, stage by stage."""
+        """For each stage and each of its attention layers, the number of the layer's kind."""
         return by_stage(numbered(self.model.attention_kinds)[1], self.pp)
 
     @property
@@ -253,69 +260,69 @@ class Job:
 
     @property
     def servers(self) -> int:
-        """Ranks of the server pool, over all stages."""
+        """The number of servers of all stages, with and without a model."""
         return self.cluster.gpus // self.tp
 
     @property
     def data_parallel(self) -> int:
-        """Ranks of a stage, context-parallel ones among them."""
+        """The number of data-parallel ranks of a stage; context-parallel groups are made of them."""
         return self.homes // self.pp
 
     @property
     def homes(self) -> int:
-        """Servers with a model, of all stages; the first of the pool."""
+        """The number of servers with a model, of all stages; they come before those without."""
         return self.servers - self.extra_servers
 
     @property
     def unlike(self) -> bool:
-        """Whether servers differ in what they have or in their speed."""
+        """Whether some servers have no model or another speed."""
         return self.extra_servers > 0 or isinstance(self.cost, PoolCost)
 
     @property
     def servers_of_experts(self) -> int:
-        """The servers whose GPUs share experts."""
+        """The number of servers whose GPUs share a layer's experts."""
         return max(self.ep // self.tp, 1)
 
     @property
     def layers(self) -> int:
-        """The layers of a stage, each with its MLP."""
+        """The number of a stage's layers, each with its MLP."""
         return self.model.units // self.pp
 
     @cached_property
     def recurrent(self) -> tuple[bool, ...]:
-        """Whether each layer of a stage is recurrent; stages of a hybrid stack are alike."""
+        """For each layer of a stage, whether it is recurrent; stages are alike."""
         return tuple(bool(kind.recurrent) for kind in self.model.layer_kinds[: self.layers])
 
     @cached_property
     def recurrence(self) -> Recurrence:
-        """The formula and heads of recurrent cores on a GPU, in a model that has some."""
+        """The formula and the heads on a GPU of recurrent layers; only in a model that has some."""
         return self.model.hybrid.recurrence(self.model.recurrent_layers[0], self.tp)
 
     @cached_property
     def fabric(self) -> Fabric:
-        """Links of the server pool."""
+        """The links between all servers."""
         return Fabric.of(self.cluster, self.tp)
 
     @cached_property
     def stage_fabric(self) -> Fabric:
-        """Links among the data-parallel ranks of one stage."""
+        """The links between the data-parallel ranks of one stage."""
         fabric = self.fabric
         return replace(fabric, ranks=self.data_parallel, per_node=min(fabric.per_node, self.data_parallel))
 
     @property
     def one_sided(self) -> bool:
-        """Whether rows travel by NVSHMEM, as transport `auto` has it inside one node; one server sends none."""
+        """Whether rows travel by NVSHMEM. As with transport `auto` they do inside a single node."""
         return self.servers > 1 and self.fabric.one_node and not self.nccl
 
     @property
     def links(self) -> Links:
-        """The links as training tells them to the planner."""
+        """The planner's description of the links, as in training."""
         per_node = self.fabric.per_node
         return Links() if self.fabric.one_node else Links(per_node)
 
     @property
     def head(self) -> float:
-        """Seconds per row of the output layer and the loss, which computes its gradients at once."""
+        """Seconds per row of the output layer and the loss. Gradients count too, as forward computes them."""
         return self.rates.head_s * self.model.hidden * self.model.vocabulary / self.tp
 
     @cached_property
@@ -326,12 +333,12 @@ class Job:
 
     @cached_property
     def rows(self) -> tuple[RowSeconds, ...]:
-        """Seconds per row, by layer of a stage."""
+        """For each layer of a stage, the seconds per row without core attention."""
         return self._seconds.rows()
 
     @cached_property
     def core(self) -> CoreSeconds:
-        """Seconds per row of a recurrent core, in a model that has some."""
+        """Seconds per row of recurrent cores; only in a model that has some."""
         return self._seconds.core(self.recurrence)
 
     @property
@@ -342,36 +349,36 @@ class Job:
 
     @property
     def rotation(self) -> float:
-        """Seconds per row and layer that a rotation that is not fused takes more, forward and backward."""
+        """Further seconds per row and layer, forward and backward, where the rotation is not fused."""
         width = self.model.resolved_head_dim * (self.shape.heads + 2 * self.shape.kv_heads)
         return 0.0 if self.fused_rotation else self.rates.rotation_s * width
 
     @cached_property
     def non_attention(self) -> NonAttention | None:
-        """The non-attention time that plans of phases level together with attention, as in training; None where they do
-        not."""
+        """The seconds between two attention layers that plans level together with attention; None where plans level
+        attention alone."""
         if not self.level_time or (self.pp == 1 and not self.unlike):
             return None
         return replace(self._seconds.non_attention(), factors=self.home_factors)
 
     @property
     def parameters(self) -> int:
-        """The parameters of the fullest stage's rank but for experts: its layers, with embedding or output layer."""
+        """The number of parameters on a GPU of the fullest stage, with embedding or output layer, without experts."""
         tables = 2 if self.pp == 1 and not self.model.tie_embeddings else 1
         each = self.model.layer_weights - self.model.routed_weights
         return (self.layers * each + tables * self.model.vocabulary * self.model.hidden) // self.tp
 
     @property
     def expert_parameters(self) -> int:
-        """The parameters of experts on a GPU of the fullest stage."""
+        """The number of experts' parameters on a GPU of the fullest stage."""
         last = self.model.layer_kinds[-self.layers :]
         return sum(kind.mlp.all_experts(self.model.hidden) for kind in last) // self.ep
 
     @property
     def expert_replicas(self) -> int:
-        """The GPUs of a stage that have the same experts."""
+        """The number of GPUs of a stage with the same experts."""
         return self.cluster.gpus // (self.pp * self.ep)
 
     def copied(self, size: np.ndarray) -> np.ndarray:
-        """Seconds of copying ``size`` bytes of rows on a GPU."""
+        """Returns the seconds in which a GPU copies ``size`` bytes of rows."""
         return np.asarray(size / self.rates.copy_bytes_per_s)

@@ -1,5 +1,8 @@
-"""Seconds of a layer's row on one GPU: what comes before and behind core attention or a recurrent core, and the
-recurrent core itself."""
+"""Predicts the seconds per row of a layer on one GPU, without core attention.
+
+The *core* of a layer is core attention or, in a recurrent layer, the recurrence with its convolution. Before the core
+come a norm and the input projection, behind it the output projection and the MLP.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from distca.plan.recurrence import Recurrence
 from distca.simulate.rates import Rates
 
 _FORWARD, _BACKWARD = 0.4, 0.6
-"""Shares of elementwise kernels' time: backward takes about half as long again as forward."""
+"""Forward's and backward's parts of the time of elementwise kernels, such as norms and SwiGLU."""
 _KEPT = 0.21
-"""The share of elementwise kernels' time that backward is spared where outputs of norms and SwiGLU are kept: 13.4 ms
-of 65,536 rows in four layers of the 8B shape (other kernels in benchmarks/results/dense_beside_d1a4203.json)."""
+"""The part of elementwise kernels' time that backward does not need where outputs of norms and SwiGLU are kept. That
+is 13.4 ms for 65,536 rows in four layers of the 8B shape (benchmarks/results/dense_beside_d1a4203.json)."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,10 @@ class RowSeconds:
     """Seconds of one row on one GPU in one layer.
 
     Attributes:
-        pre_forward: what comes before core attention, or before a recurrent core.
-        post_forward: what comes behind it.
-        pre_backward, post_backward: their backwards, with what they compute again.
-        experts_forward, experts_backward: of experts, in layers that have some; what comes behind core attention has
-            the mean over layers of all that is beside them.
+        pre_forward: the part before the core.
+        post_forward: the part behind the core, without experts.
+        pre_backward, post_backward: the backward of these parts, with recomputation.
+        experts_forward, experts_backward: experts, in layers that have some.
     """
 
     pre_forward: float
@@ -44,10 +46,10 @@ class CoreSeconds:
     """Seconds of one row on one GPU in a recurrent core.
 
     Attributes:
-        forward: of the core; a summary takes as long, and so does the gradient of a state alone.
-        backward: of the core.
-        convolution: of the convolution, which is computed in forward and twice more in backward.
-        convolution_backward: of its gradients.
+        forward: the recurrence in forward. The summary of a piece takes as long, and so do gradients of states.
+        backward: the recurrence in backward.
+        convolution: the convolution; it is computed once in forward and twice in backward.
+        convolution_backward: the gradients of the convolution.
     """
 
     forward: float
@@ -57,29 +59,29 @@ class CoreSeconds:
 
     @property
     def whole_forward(self) -> float:
-        """The forward of a document that is one piece."""
+        """The forward of a row in a document that lies on one rank."""
         return self.convolution + self.forward
 
     @property
     def whole_backward(self) -> float:
-        """The backward of a document that is one piece."""
+        """The backward of a row in a document that lies on one rank."""
         return 2 * self.convolution + self.backward + self.convolution_backward
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """The seconds of the layers of a stage.
+    """The seconds of a pipeline stage's layers.
 
     Attributes:
-        model: its shape.
-        layers: of a stage, each with its MLP.
-        tp: tensor-parallel ranks.
-        recompute: what is computed again in backward.
+        model: the model's shape.
+        layers: number of the stage's layers, each with its MLP.
+        tp: number of tensor-parallel ranks.
+        recompute: the part that backward recomputes: "none", "mlp" or "all" but core attention.
         keep_outputs: whether outputs of norms and SwiGLU are kept for backward.
-        linear: rate of the layers' matrix products.
-        output: rate of products in bfloat16.
-        rates: of the GPU.
-        gathered: seconds of one all-gather of a row of the residual stream.
+        linear: seconds of the layers' matrix products per row and weight, which may be in FP8.
+        output: seconds of products in bfloat16 per row and weight.
+        rates: further speeds of the GPU.
+        gathered: seconds per row of one all-gather of the residual stream over tensor-parallel ranks.
     """
 
     model: ModelShape
@@ -97,8 +99,9 @@ class LayerSeconds:
         return self.model.layer_kinds[: self.layers]
 
     def rows(self) -> tuple[RowSeconds, ...]:
-        """Seconds by layer of a stage. Layers of a hybrid stack are each of their kind. Of other models what comes
-        behind core attention has the mean over all layers."""
+        """Returns the seconds per row of each layer of the stage.
+
+        In a model with recurrent layers every layer has its own seconds. In others all layers have the mean."""
         model = self.model
         if model.hybrid.pattern:
             by_kind = {kind: self._of_hybrid(kind) for kind in dict.fromkeys(self._kinds)}
@@ -108,6 +111,7 @@ class LayerSeconds:
         return (self._row_seconds(*model.attention_weights, mlp, routed, ffn),) * self.layers
 
     def _of_hybrid(self, kind: LayerKind) -> RowSeconds:
+        """Returns the seconds of a layer in a model with recurrent layers."""
         model, hybrid = self.model, self.model.hybrid
         first, second = model.attention_weights
         gated = model.heads * model.resolved_head_dim if hybrid.output_gate else 0
@@ -118,18 +122,25 @@ class LayerSeconds:
         return self._row_seconds(first, second, kind.mlp.weights(model.hidden) - routed, routed, kind.mlp.ffn + gated)
 
     def _row_seconds(self, first: int, second: int, mlp: int, routed: int, width: int) -> RowSeconds:
-        """``first``, ``second``: weights before and behind the core; ``width``: elements of a row inside, beside the
-        residual stream's."""
+        """Returns the seconds of a layer from its sizes.
+
+        Args:
+            first: number of weights before the core.
+            second: number of weights of the output projection.
+            mlp: number of weights of the MLP or the shared expert.
+            routed: number of weights of experts by which a row is multiplied.
+            width: elements per row inside the layer, beside the residual stream.
+        """
         model, rates, linear = self.model, self.rates, self.linear
         forward, backward = (rate * rates.linear_factor / self.tp for rate in (linear.forward, linear.backward))
-        # What is computed again gathers and scatters its rows again.
+        # With sequence parallelism recomputation repeats the all-gathers and reduce-scatters of rows too.
         gathered = self.gathered
         again_pre = forward * first + gathered if self.recompute == "all" else 0.0
         again_post = forward * {"none": 0, "mlp": mlp, "all": second + mlp}[self.recompute]
         again_post += gathered * {"none": 0, "mlp": 2, "all": 3}[self.recompute]
         small = rates.elementwise_s * (2 * model.hidden + width) / self.tp
-        # Choosing experts, sorting rows and scores, and sums take about as long as a pass over the experts' inputs
-        # (traces of benchmarks/results/experts_a3b_cut_2_gpus.json).
+        # Choosing experts, sorting rows and adding up outputs take about as long as one pass over the experts' inputs
+        # (benchmarks/results/experts_a3b_cut_2_gpus.json).
         wide = model.hidden + 0.7 * model.experts.ffn
         of_experts = rates.elementwise_s * model.experts.topk * wide * (routed > 0) / self.tp
         around, inside = 0.3 * small, 0.7 * small
@@ -145,9 +156,9 @@ class LayerSeconds:
         )
 
     def core(self, what: Recurrence) -> CoreSeconds:
-        """Seconds of a core with one GPU's heads."""
+        """Returns the seconds per row of a recurrent core with one GPU's heads."""
         weights, rates = core_weights(what), self.rates
-        # The convolution reads its channels, and writes heads of q and k repeated for each head of v.
+        # The convolution reads its channels, and writes q and k once for each head of v.
         width = what.channels + what.heads * (2 * what.key_dim + what.value_dim)
         return CoreSeconds(
             rates.linear_factor * weights.forward * self.output.forward,
@@ -157,11 +168,11 @@ class LayerSeconds:
         )
 
     def non_attention(self) -> NonAttention:
-        """The seconds that plans of phases level together with attention."""
+        """Returns the seconds between two attention layers, as plans with ``level_time`` count them."""
         return between_attentions(self.linear, [self._work(kind) for kind in self._kinds], self.tp)
 
     def _work(self, kind: LayerKind) -> LayerWork:
-        """The work of a layer of a hybrid stack; other models have the mean over their layers in each."""
+        """Returns a layer's work; without recurrent layers it is the mean over the model's layers."""
         model, hybrid = self.model, self.model.hybrid
         mlp, weights = model.mlp_weights, model.layer_weights
         if hybrid.pattern:
