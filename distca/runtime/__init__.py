@@ -1,4 +1,7 @@
-"""Running plans: rows sent and awaited by autograd nodes, attention servers on every rank, and the ping-pong order."""
+"""The execution of plans: autograd nodes that send rows and wait for them, attention servers, and the ping-pong order.
+
+Ping and pong are the two parts of a micro-batch, of which one computes while the other's rows travel.
+"""
 
 from distca.runtime.device_routes import LayerRoutes, NanoRoutes
 from distca.runtime.ping_pong import SplitLayer, run_layers

@@ -120,7 +120,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
 
     Args:
         store: the store of the homes' world: a TCPStore at their MASTER_ADDR and MASTER_PORT.
-        number: this server's number, from 0; whoever starts the servers gives each another one.
+        number: this server's number, from 0; each server must have another one.
         pool: number of the homes' pool: 0 for the first ``distca.CAD`` with servers that homes make, 1 for the next.
         patience: the longest wait for homes.
 

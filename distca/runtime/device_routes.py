@@ -187,7 +187,8 @@ class NanoRoutes:
 
 
 LayerRoutes = tuple[NanoRoutes | RecurrentRoutes, ...]
-"""A rank's routes of one layer, by nano-batch; those of a recurrent layer (linear attention, SSM) are another class."""
+"""A rank's routes of one layer, by nano-batch. A recurrent layer (linear attention, SSM) has
+:class:`RecurrentRoutes`."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from distca.transport import RowMoves
 
 @dataclass(frozen=True)
 class StateRoutes:
-    """The exchanges of summaries in one nano-batch, forward; or in backward, those of the states' gradients.
+    """The exchanges of one nano-batch in one direction: of summaries, or in backward of gradients and transitions.
 
     Attributes:
         sends_state: numbers of this rank's pieces whose own state is sent, in the order of the exchange's rows.

@@ -4,7 +4,7 @@ A micro-batch runs as two *nano-batches*, ping and pong, each with its own *trac
 name with a start and an end. Attention and recurrent calls (attention_call.py) report to the timeline.
 
 Recording needs two CUDA events per span. While it is off, only the seconds of serving attention are measured, which the
-step log compares between ranks, and on request those of waiting.
+step log compares between ranks. The seconds of waiting for transfers are measured if a caller asks for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Moving rows between home ranks and attention servers, behind one interface."""
+"""Transports: they move rows between home ranks, which hold them, and attention servers, which compute with them."""
 
 from distca.errors import TransportError
 from distca.transport.interface import Handle, Part, Transport

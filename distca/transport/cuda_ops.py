@@ -99,7 +99,7 @@ def is_available() -> bool:
 
 
 def row_bytes(rows: torch.Tensor) -> int:
-    """The bytes of one row: of all elements with one first index."""
+    """The bytes of one row of a tensor, whose first dimension counts rows."""
     return rows.shape[1:].numel() * rows.element_size()
 
 
@@ -171,7 +171,7 @@ def push_rows(
     Args:
         pieces: for each piece three entries: a contiguous tensor; [N] int64 numbers of its rows to write; and the
             address, on this GPU or another one, from which on the kernel writes them one after the other.
-        arrived: [P] uint64 addresses of slots on other GPUs, which get ``number`` at the end; empty for no signal.
+        arrived: uint64 addresses of slots on other GPUs, which get ``number`` at the end; empty for no signal.
         number: the number of the exchange.
         finished_blocks: [1] int32 zero, a counter for the kernel; each stream needs its own.
         most_blocks: the largest number of thread blocks, of 256 threads each.

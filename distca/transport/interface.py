@@ -1,9 +1,9 @@
 """The interface of transports, which move rows of tensors between ranks.
 
 The *home* of a row is the rank that holds it between layers; a *server* is a rank that computes attention with it. Rows
-go from homes to servers, and results come back. One *exchange* moves rows of several tensors between all
-ranks of the pool, and each tensor is a :class:`Part` of it. Calls of layers (``distca/runtime``) launch exchanges and
-wait for them later. Implementations: ``collective.py`` (NCCL, gloo) and ``nvshmem/transport.py``.
+go from homes to servers, and results come back. One *exchange* moves rows of several tensors between all ranks of the
+pool, and each tensor is a :class:`Part` of it. Calls of layers (``distca/runtime``) launch exchanges and wait for them
+later. Implementations: ``collective.py`` (NCCL, gloo) and ``nvshmem/transport.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Part:
 
     Attributes:
         source: [moves.source_rows or more, ...] tensor to send rows of, contiguous. Callers must not write it until
-            they have waited for the exchange. The exchange itself writes it only for ``moves.relay_before``.
+            they have waited for the exchange. The exchange itself only writes it for ``moves.relay_before``, which adds
+            gradients of other ranks to this rank's rows before they are sent.
         destination: [moves.destination_rows or more, ...] tensor to fill, contiguous, of the same trailing shape and
             dtype. Callers must neither read nor write it until they have waited. It must hold zeros at first if
             ``moves.reduction`` adds rows up.

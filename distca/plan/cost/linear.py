@@ -115,8 +115,9 @@ def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -
         layers: the stage's layers, in order; at least one has attention.
         tp: number of tensor-parallel ranks, which share the weights.
     """
-    # An attention layer's weights lie on both sides of its core: q,k,v before, the others after. Between two cores, the
-    # weights behind the first and before the second make one layer's, so the last attention layer is left out.
+    # An attention layer has weights before its core (q,k,v) and after it (the others). A stretch between two cores has
+    # the second sort of the first layer and the first sort of the second: as many as one layer. So the last attention
+    # layer is left out.
     attending = [number for number, layer in enumerate(layers) if layer.attends]
     between = layers[attending[0] : attending[-1]]
     forward = sum(rate.forward * (each.weights + each.core.forward) for each in between)

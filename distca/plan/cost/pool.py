@@ -40,7 +40,10 @@ class PoolCost(CostModel):
 
     def __post_init__(self) -> None:
         if not self.tables or set(self.of_server) - set(range(len(self.tables))):
-            raise PlanError(f"Servers have tables {sorted(set(self.of_server))}, and there are {len(self.tables)}.")
+            raise PlanError(
+                f"Servers name cost tables {sorted(set(self.of_server))}, counted from 0, but there are "
+                f"{len(self.tables)}; give one for each sort of server."
+            )
         first = self.tables[0]
         for table in self.tables[1:]:
             if (table.shape, table.block) != (first.shape, first.block):

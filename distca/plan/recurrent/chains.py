@@ -110,7 +110,7 @@ def chain_routes(pieces: DocumentPieces, nano_batches: int, rank: int, backward:
     Args:
         pieces: the pieces of the micro-batch.
         nano_batches: number of its nano-batches.
-        rank: the rank whose part is wanted.
+        rank: the rank whose part is returned.
         backward: whether gradients of states travel, from a document's last piece to its first.
     """
     # Per nano-batch: "own" are this rank's pieces that need a state; "state_at" and "transition_at" tell, by piece, the
@@ -167,7 +167,7 @@ def _exchange(
         reader: [Q] as in :class:`ChainReads`.
         home: [P] rank of each piece.
         ranks: number of ranks.
-        rank: the rank whose part is wanted.
+        rank: the rank whose part is returned.
 
     Returns:
         The rank's part; and by piece the row in which its summary arrives on the rank.

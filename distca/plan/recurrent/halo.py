@@ -5,8 +5,8 @@ of a layer comes a convolution, which reads for each row the ``width`` rows befo
 these belong to earlier pieces: the piece's *halo*. With a width of three the halo may lie on one rank. If pieces are
 short it may lie on three, and in both nano-batches.
 
-Each nano-batch has one *exchange*, a transfer between all ranks. It brings its own rows to pieces of the same
-nano-batch; ping's also to pieces of pong. A rank gets each row once, even if several of its pieces read it. The rows
+Each nano-batch has one *exchange*, a transfer between all ranks. It brings the nano-batch's rows to pieces that read
+them; ping's rows also go to pieces of pong. A rank gets each row once, even if several of its pieces read it. The rows
 that arrive lie one after the other, ping's before pong's, and each piece picks its halo from them.
 
 Array legend: P pieces, H halo rows of all pieces, once for each piece. All arrays are int64.
@@ -49,7 +49,7 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
         pieces: the pieces of the micro-batch.
         nano_batches: number of its nano-batches.
         width: number of rows that the convolution reads before a row; its kernel's size less one.
-        rank: the rank whose part is wanted.
+        rank: the rank whose part is returned.
     """
     # For each halo row of each piece, [H] each: the rank that sends it and its row there, the nano-batch in which it is
     # sent, and the rank that reads it. (rank, row) is one number for np.unique, rank · span + row.

@@ -57,7 +57,7 @@ def piece_routes(layouts: Sequence[Layout], rank: int, halo_rows: int) -> tuple[
 
     Args:
         layouts: for each nano-batch, the ranks and rows on which documents lie.
-        rank: the rank whose part is wanted.
+        rank: the rank whose part is returned.
         halo_rows: number of rows that a layer's convolution reads before a row; its kernel's size less one.
     """
     pieces = DocumentPieces.of(layouts)
