@@ -155,6 +155,7 @@ def papers_grid() -> str:
         for kernel, base in product(kernels, BASES):
             these = [each for each in cells if (each["kind"], each["model"], each["mix"]) == case]
             over = [_over(each, base) for each in these if each["kernel"] == kernel]
+            assert len(over) == 9, "a context and a number of GPUs is missing"
             line.append(f"{min(over):.2f}–{max(over):.2f}")
         lines.append(line)
     return rows(*lines)
