@@ -46,8 +46,8 @@ _MOST_STAGING, _LEAST_STAGING = 64 << 20, 2 << 20
 """The largest and the smallest staging memory, in bytes; between them it is a quarter of the receive buffer. More rows
 than a half holds take several loads, and a row must fit into a half. Both were chosen without a measurement."""
 _PACK_BLOCKS = 32
-"""The largest number of thread blocks of the packing kernel. Few blocks leave multiprocessors to compute and are still
-faster than a network; chosen without a measurement."""
+"""The largest number of thread blocks of the packing kernel. Few blocks leave multiprocessors to compute, and should
+still pack faster than a network sends. This was not measured."""
 _NOBODY = np.empty(0, np.uint64)
 """No signals: the packing kernel tells no peer."""
 
