@@ -26,7 +26,7 @@ import logging
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -240,6 +240,7 @@ def figures_of(run: Run, steps: list[Prediction]) -> dict[str, Any]:
     seconds = [each.step_s for each in steps]
     return {
         "batches": len(steps),
+        "tokens": [each.tokens for each in steps],
         "tokens_per_s": sum(each.tokens for each in steps) / sum(seconds),
         "steps_s": seconds,
         "idle_share": statistics.fmean(each.idle_share for each in steps),
@@ -263,18 +264,21 @@ def _say(trial: Trial, figures: dict[str, Any]) -> None:
 def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """A prediction beside what was measured: the error is predicted over measured tokens per second, less 1."""
     cells: dict[str, Any] = {}
-    errors, left_out = [], {}
+    errors, by_step, left_out = [], list[float](), {}
     for name, cell in cells_of(measured).items():
         known = before["cells"].get(name, {"modes": {}, "not_predicted": {}})
         for mode, figures in cell["modes"].items():
             if mode not in known["modes"]:
                 left_out[f"{name}, {mode}"] = known["not_predicted"].get(mode, "It was not asked for.")
                 continue
-            ours, theirs = known["modes"][mode], _measured(figures)
+            ours = _of_first(known["modes"][mode], figures.get("batches"))
+            theirs = _measured(figures)
             error = ours["tokens_per_s"] / theirs["tokens_per_s"] - 1
             errors.append(error)
             rows = {each: {"predicted": ours[each], "measured": theirs[each]} for each in _COMPARED}
-            cells.setdefault(name, {})[mode] = {"error": error, **rows}
+            steps = _step_errors(ours["steps_s"], figures.get("steps_s", ()))
+            cells.setdefault(name, {})[mode] = {"error": error, "step_errors": steps, **rows}
+            by_step += steps
             logger.info(
                 "%s on %s: predicted %s, measured %s tokens/s, %+.1f %%",
                 mode,
@@ -288,12 +292,24 @@ def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
         "notes": before["notes"],
         "median_error": statistics.median(map(abs, errors)) if errors else None,
         "worst_error": max(errors, key=abs, default=None),
+        "median_step_error": statistics.median(map(abs, by_step)) if by_step else None,
         "not_predicted": left_out,
         "cells": cells,
     }
     if errors:
         logger.info("Median error %.1f %% of %d modes", 100 * found["median_error"], len(errors))
     return found
+
+
+def _of_first(predicted: dict[str, Any], batches: int | None) -> dict[str, Any]:
+    """A mode's prediction, its speed over so many batches: a run that was ended measured fewer."""
+    tokens, seconds = (predicted[name][:batches] for name in ("tokens", "steps_s"))
+    return predicted | {"tokens_per_s": sum(tokens) / sum(seconds), "steps_s": seconds}
+
+
+def _step_errors(predicted_s: list[float], measured_s: Sequence[float]) -> list[float]:
+    """Of every step, predicted over measured tokens per second, less 1: what the first ones wait for shows in them."""
+    return [theirs / ours - 1 for ours, theirs in zip(predicted_s, measured_s, strict=True)] if measured_s else []
 
 
 def cells_of(measured: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from benchmarks.run_costs import GPUS
 from distca.errors import DistcaError
 from distca.versions import command_line, versions, write_report
 
-_FILES = ("throughput_*", "experts_*_gpus", "kinds_*_gpus*", "kinds_*_two_nodes*", "pipeline_8b_8_layers_*")
+_THROUGHPUT = ("throughput_*", "baselines_*_gpus*", "kinds_*_gpus*", "kinds_*_two_nodes*")
+_FILES = (*_THROUGHPUT, "experts_*_gpus", "hybrid_*_gpus", "pipeline_8b_8_layers_*")
 _BENCHMARK = re.compile(r"benchmarks[./](\w+)")
 
 
@@ -72,6 +73,7 @@ def main() -> None:
         "command": command_line("python -m benchmarks.predicted_kept"),
         "versions": versions(),
         "modes": len(errors),
+        "within_5_percent": sum(error <= 0.05 for error in errors),
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
         "files": files,

@@ -21,6 +21,10 @@ from distca.simulate.model import heads_of_rank
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 """GPUs that this project has tables of, by the names that torch.cuda.get_device_name() gives."""
 
+_NARROW_VALUES = {"forward": 0.87, "backward": 1.22}
+"""The time of the kernel for keys of 192 and values of 128 over that of one for both of 128 with as many FLOPs: kernels
+traced in benchmarks/results/experts_moonlight_cut_2_gpus.json, over the H200's table."""
+
 
 @dataclass(frozen=True)
 class RunCosts:
@@ -105,12 +109,16 @@ def _nearest(gpus: Sequence[str], shape: AttentionShape, window: int = 0) -> _Ne
     heads."""
 
     def apart(near: _Near) -> tuple[float, int, float]:
-        of = near.table.shape
-        wide, narrow = (each.heads * each.head_dim for each in (of, shape))
-        return abs(math.log(of.head_dim / shape.head_dim)), gpus.index(near.gpu), abs(math.log(wide / narrow))
+        size, heads = (math.log(_width(near.table.shape, by) / _width(shape, by)) for by in (False, True))
+        return abs(size), gpus.index(near.gpu), abs(heads)
 
     fitting = [_Near(gpu, table) for gpu in gpus for table in _tables_of(gpu) if table.window == window]
     return min(fitting, key=apart, default=None)
+
+
+def _width(shape: AttentionShape, by_heads: bool) -> float:
+    """Numbers in a head's key and value, or in those of all query heads."""
+    return (shape.head_dim + (shape.value_dim or shape.head_dim)) * (shape.heads if by_heads else 1)
 
 
 @cache
@@ -130,9 +138,11 @@ def _remade(table: TableCost, shape: AttentionShape, linear: LinearRate | None) 
         )
         for of in (shape, old)
     )
+    narrower = bool(shape.value_dim) and not old.value_dim
     seconds = {
-        way: columns[f"{way}_seconds"] * (getattr(new_model, way)(*rows) / getattr(model, way)(*rows))
-        for way in ("forward", "backward")
+        way: columns[f"{way}_seconds"]
+        * (getattr(new_model, way)(*rows) / getattr(model, way)(*rows) * (factor if narrower else 1.0))
+        for way, factor in _NARROW_VALUES.items()
     }
     axes = columns["q_rows"], columns["kv_rows"]
     return TableCost(

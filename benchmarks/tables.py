@@ -124,7 +124,9 @@ def calibration_in_short() -> str:
 def predicted_in_short() -> str:
     found = kept("predicted_kept")
     median_error, worst = (percent(found[f"{which}_error"]) for which in ("median", "worst"))
-    return f"median error {median_error}, worst {worst}, of {found['modes']} modes"
+    return (
+        f"median error {median_error}, {found['within_5_percent']} of {found['modes']} modes within 5 %, worst {worst}"
+    )
 
 
 def calibration_orders() -> str:
