@@ -1,6 +1,7 @@
-"""The options of core attention disaggregation, once: a run's settings and the arguments of ``distca.CAD`` have them.
+"""The options that a run's settings and the arguments of ``distca.CAD`` have in common.
 
-A new option is a field here, with its meaning, and a line where it is used. Settings, their page and the API follow.
+A new option needs a field here, with its meaning, and a line where it is used. It then appears among the settings, on
+their page and in the API.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ KernelName = Literal["auto", "flash4", "torch", "reference"]
 
 @dataclass(frozen=True, kw_only=True)
 class CadOptions:
-    """How rows get to the servers of their attention, and back.
+    """How core attention is spread over servers; every rank is one, beside being the home of its own rows.
 
     Attributes:
         ping_pong: compute each micro-batch as two nano-batches, to hide the transfers of one behind the other's
             compute.
         backward: keep = the attention server keeps q, k, v and o for backward (fewest bytes); resend = the home rank
             keeps and resends them (equal memory); auto = keep, but resend with pipeline stages, with offload, and where
-            a run's memory needs it by prediction.
+            keep is predicted not to fit.
         transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on GPUs and gloo on CPUs.
-            What does not fit nvshmem_buffer_gb goes by nccl with auto, and is refused with nvshmem.
+            An exchange that does not fit nvshmem_buffer_gb goes by nccl with auto, and is refused with nvshmem.
         kernel: core-attention kernel; auto takes the fastest that runs here and passes its self-check.
-        tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up to
-            32 servers, growing to 0.02 from 128 on.
-        ranks_per_node: consecutive attention servers (tensor-parallel groups) that are planned as one node; 0 takes
+        tolerance: the planner stops when the busiest server has at most this fraction above the mean; null = 0.005 for
+            up to 32 servers, growing to 0.02 from 128 on.
+        ranks_per_node: number of consecutive servers (tensor-parallel groups) that plans treat as one node; 0 takes
             those of one machine.
-        cost_table: a JSON file of `distca profile`; null takes the shipped one for this device and kernel, or else a
-            model.
-        deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order.
-        nvshmem_buffer_gb: GiB of symmetric memory per rank for rows that arrive by NVSHMEM; 0 takes what plans for
-            tokens_per_rank need.
-        servers: servers without a model beside the ranks that train, of all tensor-parallel ranks together. Rows reach
-            them by nccl or gloo. SERVERS of pretrain_llama.sh or `distca.serve` starts them.
-        speeds: each server's speed over that of its cost table. Homes come first, stage by stage, then servers without
-            a model; empty where all are alike.
-        server_gb_s: GB/s of a server without a model over the network, which plans count; 0 = 51, as homes are counted.
+        cost_table: a JSON file of `distca profile`; null takes the shipped one for this device and kernel, or else an
+            analytic model.
+        deterministic: add gradients of k and v in a fixed order, so two runs are bitwise equal.
+        nvshmem_buffer_gb: GiB of symmetric memory per rank for rows that arrive by NVSHMEM; 0 takes as much as
+            tokens_per_rank needs.
+        servers: number of servers without a model beside the ranks that train, for all tensor-parallel ranks together.
+            Rows reach them by nccl or gloo. SERVERS of pretrain_llama.sh or `distca.serve` starts them.
+        speeds: each server's speed relative to its cost table. Homes come first, stage by stage, then servers without a
+            model; empty where all are alike.
+        server_gb_s: GB/s over the network that plans expect of a server without a model; 0 = 51, as for homes.
     """
 
     ping_pong: bool = True
