@@ -26,10 +26,14 @@ import torch
 from distca.device.host_to_device import to_device
 from distca.plan.recurrence import Recurrence
 from distca.recurrent.chunk_gradients import chunk_gradients
-from distca.recurrent.kernel import CoreRows, RecurrentKernel, Span
+from distca.recurrent.kernel import CoreRows, RecurrentKernel, Span, carried
 
 CHUNK_ROWS = 64
 """Rows of a chunk, as fla-core has them."""
+SUMMARY_ROWS = 8192
+"""The most rows of which fla-core's kernel makes one summary. Longer pieces are cut, and summaries of parts composed.
+The kernel goes from chunk to chunk, and takes 11 ms for 65,536 rows of 32 heads on an H200; parts run at the same time.
+The number is a guess that gives 8 parts there, not measured."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,10 @@ class FlaDeltaRule:
     Args:
         recurrence: a recurrence with the delta rule and one decay per head.
         own_gradients: whether chunk_gradients.py replaces a kernel that fla-core refuses to run on some GPUs.
+        summary_rows: the most rows of which the kernel makes one summary, a multiple of ``CHUNK_ROWS``.
     """
 
-    def __init__(self, recurrence: Recurrence, own_gradients: bool = False) -> None:
+    def __init__(self, recurrence: Recurrence, own_gradients: bool = False, summary_rows: int = SUMMARY_ROWS) -> None:
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
@@ -65,6 +70,7 @@ class FlaDeltaRule:
         assert recurrence.delta and not recurrence.decay_by_channel
         self.name = "fla, with gradients within chunks of our own" if own_gradients else "fla"
         self._what, self.own_gradients, self._fla = recurrence, own_gradients, chunk
+        self._summary_rows = summary_rows
         self._sums, self._within = chunk_local_cumsum, chunk.chunk_gated_delta_rule_fwd_intra
         self._summaries, self._state_gradients = chunk_cp_fwd_h, chunk_gated_delta_rule_bwd_dhu
         self._gradients_of_additions = chunk_bwd_dv_local
@@ -93,14 +99,15 @@ class FlaDeltaRule:
 
     def summaries(self, rows: CoreRows, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
         what = self._what
-        both = self._states(rows, len(spans), what.value_dim + what.key_dim)
-        for run in _runs(spans, both.device):
+        parts, counts = in_parts(spans, self._summary_rows)
+        both = self._states(rows, len(parts), what.value_dim + what.key_dim)
+        for run in _runs(parts, both.device):
             own = _named(rows, run)
             g = self._sums(own["g"], chunk_size=CHUNK_ROWS, scale=1 / np.log(2), **run.borders)
             w, u, _ = self._within(k=own["k"], v=own["v"], g=g, beta=own["beta"], **run.borders)
             borders = run.borders["cu_seqlens"]
             self._summaries(own["k"], w, u, both[run.pieces], g=g, cu_seqlens=borders, multi_seqs=True)
-        states, transitions = both.split((what.value_dim, what.key_dim), dim=-1)
+        states, transitions = composed(both, counts, what.value_dim).split((what.value_dim, what.key_dim), dim=-1)
         return states.contiguous(), transitions.contiguous()
 
     def state_gradients(self, rows: CoreRows, spans: Sequence[Span], do_NHV: torch.Tensor) -> torch.Tensor:
@@ -158,6 +165,37 @@ class FlaDeltaRule:
         """New memory for ``count`` states, whose last dimension is ``width``; None for V."""
         heads, key_dim, value_dim = self._what.state_shape
         return rows.v.new_empty(count, heads, key_dim, width or value_dim, dtype=torch.float32)
+
+
+def in_parts(spans: Sequence[Span], most: int) -> tuple[list[Span], list[int]]:
+    """Returns the parts of all pieces, of at most ``most`` rows each, and how many parts each piece has."""
+    parts = [[(at, min(at + most, end)) for at in range(begin, end, most)] for begin, end in spans]
+    return [part for each in parts for part in each], [len(each) for each in parts]
+
+
+def composed(summaries: torch.Tensor, counts: Sequence[int], value_dim: int) -> torch.Tensor:
+    """Composes the summaries of pieces from those of their parts, in the order of rows.
+
+    A part with own state B and transition A turns what came before it, B' and A', into A·B' + B and A·A'.
+
+    Args:
+        summaries: [parts, H, K, V + K] float32, each an own state beside a transition.
+        counts: how many parts each piece has.
+        value_dim: V.
+
+    Returns:
+        The same of the pieces, [P, H, K, V + K].
+    """
+    if len(counts) == len(summaries):
+        return summaries
+    found = []
+    for parts in summaries.split(list(counts)):
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = carried(part[..., value_dim:], whole)
+            whole[..., :value_dim] += part[..., :value_dim]
+        found.append(whole)
+    return torch.stack(found)
 
 
 def let_fla_differentiate(kernel: RecurrentKernel) -> None:

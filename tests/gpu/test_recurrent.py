@@ -49,6 +49,15 @@ def test_pieces_are_no_further_from_float64_than_whole_documents() -> None:
         assert relative_error(cut[name], expected) <= limit, name
 
 
+def test_summaries_of_parts_are_no_further_from_float64_than_whole_ones() -> None:
+    whole, parts = (FlaDeltaRule(NET, summary_rows=rows) for rows in (8192, 256))
+    rows, _ = drawn_rows(NET, 3000, torch.bfloat16, GPU, seed=0)
+    spans = [(0, 1), (1, 1000), (1000, 3000)]
+    exact = ReferenceRecurrence(NET).summaries(CoreRows(*(each.double() for each in rows.all)), spans)
+    for one, other, expected in zip(*(each.summaries(rows, spans) for each in (whole, parts)), exact, strict=True):
+        assert relative_error(other, expected) <= NO_FURTHER * relative_error(one, expected)
+
+
 def _errors(device: torch.device | None = None, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
     """How far a hybrid block is from float64 on as many ranks as call this."""
     from distca.parity import block, hybrid, suite

@@ -17,6 +17,7 @@ from distca.errors import SupportError
 from distca.ops import triton
 from distca.recurrent import Recurrence, choose_recurrent_kernel, select, self_check, tuned
 from distca.recurrent.chunk_gradients import chunk_gradients
+from distca.recurrent.fla_delta_rule import composed, in_parts
 from distca.recurrent.reference import ReferenceRecurrence
 from distca.recurrent.self_check import check, check_rows
 from distca.testing.reference_attention import relative_error
@@ -198,3 +199,15 @@ def test_gradients_within_chunks() -> None:
     found = chunk_gradients(*given, scale, first, numbers, 4)
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("most", [64, 128, 1024])
+def test_summaries_are_composed_of_those_of_parts(most: int) -> None:
+    spans = [(0, 1), (1, 130), (130, 193), (200, 500)]
+    rows, _ = self_check.drawn_rows(NET, 500, torch.float64, CPU, seed=0)
+    kernel = ReferenceRecurrence(NET)
+    parts, counts = in_parts(spans, most)
+    assert [end - begin for begin, end in parts if end - begin > most] == [] and sum(counts) == len(parts)
+    found = composed(torch.cat(kernel.summaries(rows, parts), dim=-1), counts, NET.value_dim)
+    expected = torch.cat(kernel.summaries(rows, spans), dim=-1)
+    assert relative_error(found, expected) < 1e-12
