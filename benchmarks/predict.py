@@ -308,7 +308,7 @@ def _of_first(predicted: dict[str, Any], batches: int | None) -> dict[str, Any]:
 
 
 def _step_errors(predicted_s: list[float], measured_s: Sequence[float]) -> list[float]:
-    """Of every step, predicted over measured tokens per second, less 1: what the first ones wait for shows in them."""
+    """Returns for each step predicted over measured tokens per second, less 1."""
     return [theirs / ours - 1 for ours, theirs in zip(predicted_s, measured_s, strict=True)] if measured_s else []
 
 
