@@ -54,6 +54,7 @@ def join_pool(
     for recurrence in dict.fromkeys(filter(None, layer_kinds.recurrences)):
         choose_recurrent_kernel(recurrence, device, config.params_dtype, given.deterministic)
     sinks = any(kind.sink for kind in layer_kinds.kinds)
+    # GiB of memory for rows that arrive by NVSHMEM.
     needed = receive_buffer_gb(attention_shape(config), given.tokens_per_rank, resend=how == "resend", sinks=sinks)
     transport: Transport
     if remote is not None:

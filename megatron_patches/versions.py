@@ -14,7 +14,7 @@ from pathlib import Path
 from distca.errors import VersionError
 
 SUPPORTED = ">=0.16.1,<0.20"
-"""The supported versions, as pip writes them. The first and the last of them are tested."""
+"""The supported versions, as pip writes them; 0.16.1 and 0.19.2 are tested."""
 _FIRST, _BEYOND = (0, 16, 1), (0, 20, 0)
 
 
@@ -61,7 +61,7 @@ def check_version() -> None:
 _DROPPED = {
     # GPTModel and its successor, HybridModel, are both supported here.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    # Megatron-Core then makes the same layout itself.
+    # Without that argument Megatron-Core makes the same layout itself.
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
     # Megatron-Core itself calls load_common, to read checkpoints of earlier versions.
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",

@@ -233,5 +233,5 @@ def _non_attention(
             "FP8 (%s); `distca profile` measures it.",
             fp8,
         )
-    of_layers = works()
+    of_layers = works()  # stages have equal layers, so the first stage's stand for all
     return between_attentions(in_fp8 or rate, of_layers[: len(of_layers) // stages], tp)

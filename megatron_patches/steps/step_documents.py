@@ -163,7 +163,7 @@ def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Seq
     for number, (values, documents) in enumerate(zip(given, micro_batches, strict=True)):
         try:
             array = None if values is None else np.asarray(values)
-        except ValueError:  # lists of several lengths
+        except ValueError:  # lists of unequal lengths
             array = np.empty(0)
         if array is not None and not array.size:
             array = array.astype(np.int64)

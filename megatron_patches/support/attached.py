@@ -26,6 +26,7 @@ _MAY_CHANGE = {
     "barrier_with_L1_time",
 }
 """Fields of the configuration that may change: ``CAD`` sets them itself, or schedules read them in every step."""
+# The attributes in which torch keeps a module's hooks.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
 """Modules whose ``forward`` is never called in a disaggregated layer, by their path in the layer; "" is the layer. Only
@@ -83,14 +84,14 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
     for name, before, now in _differences(then.fields, fields_of(model.config)):
         raise SupportError(
             f"{name} of the model's configuration is {now!r}, but was {before!r} when CAD attached the model, and "
-            "parts of it go by that: set it back, or set it before CAD, and build and attach the model anew."
+            "parts of the model follow that: set it back, or set it before CAD, and build and attach the model anew."
         )
     modules = dict(model.named_modules())
     for name, module in then.modules.items():
         if modules.get(name) is not module:
             raise SupportError(
-                f"{name} of the model was replaced or removed after CAD.attach: change the model before, where what is "
-                "not served is refused."
+                f"{name} of the model was replaced or removed after CAD.attach: change the model before CAD.attach, "
+                "which refuses what is not served."
             )
     if then.disaggregated:
         _check_hooks(model)
@@ -109,9 +110,9 @@ def _check_hooks(model: Any) -> None:
 
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the values of a configuration by field. Fields that may change are left out.
+    """Returns the values of a configuration by field, without fields that may change and without functions.
 
-    So are functions, such as initialisation, but for the activation function."""
+    The activation function is the only function among them."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_CHANGE)
     values = {name: getattr(config, name) for name in names}
     return {

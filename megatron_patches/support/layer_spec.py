@@ -39,7 +39,7 @@ _LOCAL = ": give the spec of megatron's get_gpt_layer_local_spec(normalization='
 
 
 def check_layer_spec(spec: ModuleSpec) -> None:
-    """Refuses a layer spec that names a class which disaggregated layers would not replace by its equal.
+    """Refuses a layer spec that names a class for which disaggregated layers have no replacement.
 
     Args:
         spec: the spec of a transformer layer. It comes from Megatron's get_gpt_layer_local_spec, or from its

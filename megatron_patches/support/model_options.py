@@ -54,9 +54,9 @@ def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
     frequencies = own.inv_freq.cpu() if plain else torch.empty(0)
     if frequencies.shape != default.shape or not torch.allclose(frequencies, default):
         raise SupportError(
-            "`rotations` has rotary positions for every layer, but GPTModel was built with some of its own, which none "
-            "would have: leave its rotary_base, rotary_percent and rope_scaling out, or set `rotations` to None for "
-            "the layers that have them."
+            "`rotations` has rotary positions for every layer, but GPTModel was built with others, which no layer "
+            "would use: leave its rotary_base, rotary_percent and rope_scaling out, or set `rotations` to None for the "
+            "layers that have them."
         )
 
 
@@ -103,7 +103,7 @@ def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
     if options.mlp_bias and config.num_moe_experts:
         yield "`mlp_bias` is True, but experts have biases by add_bias_linear alone: leave it out, or set that to True."
     if getattr(config, "use_mup", False) and options.final_softcap:
-        yield "`final_softcap` is set and use_mup too, whose factor on logits has no place beside it: leave one out."
+        yield "`final_softcap` is set, but it is not served with use_mup's factor on logits: leave one of them out."
 
 
 def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
@@ -117,8 +117,8 @@ def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str
     for number, (rotary, skip) in enumerate(zip(options.rotations, skipped, strict=True)):
         if rotary is not None and skip:
             yield (
-                f"`rotations` has rotary positions for layer {number}, which no_rope_freq leaves without any: set it "
-                "to None there, or no_rope_freq to 0."
+                f"`rotations` has rotary positions for layer {number}, but no_rope_freq says that it has none: set "
+                "`rotations` to None there, or no_rope_freq to 0."
             )
         for problem in [] if rotary is None else _problems(rotary, config):
             yield f"`rotations` for layer {number}: {problem}"
@@ -133,7 +133,8 @@ def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
     dims = int(config.kv_channels * rotary.percent) if 0 < rotary.percent <= 1 else 0
     if dims == 0 or dims % 2:
         found.append(
-            f"percent is {rotary.percent}; of a head of {config.kv_channels} it must leave an even number, at least 2."
+            f"percent is {rotary.percent}; it must leave an even number of a head's {config.kv_channels} elements, at "
+            "least 2."
         )
     elif problem := rotary.scaling.frequencies_problem(dims):
         found.append(f"scaling.{problem}")

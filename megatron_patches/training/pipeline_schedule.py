@@ -178,6 +178,7 @@ class _Stage:
         self._gradients = self._neighbours.start(-1, sent, self._shape(running[self._number + 1]) if incoming else None)
 
     def _forward(self, micro_batch: int, received: torch.Tensor | None, forward_only: bool) -> torch.Tensor:
+        """Runs forward of a micro-batch; returns the stage's activations, or the loss on the last stage."""
         batch = self._batches[micro_batch]
         if received is not None:
             received.requires_grad_()

@@ -130,7 +130,7 @@ def note_trained(model: DistributedDataParallel) -> None:
 
 
 def _check_replicas(model: Any) -> None:
-    """Refuses a model whose weights differ between data-parallel ranks, where they may have come to.
+    """Refuses a model whose weights have come to differ between data-parallel ranks.
 
     For a distributed optimizer each rank reduces the gradients of its shard only. The optimizer then updates this shard
     and gathers all shards. Any other optimizer updates all weights on each rank, most of them by unreduced gradients.

@@ -2,8 +2,8 @@
 
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. One of torch's optimizers skips
 weights without ``grad`` and changes nothing, without an error. So torch calls :func:`_look_at` after every step of
-every optimizer. It looks at an optimizer whose weights are a trained model's and all have no ``grad``. Megatron's own
-optimizers are not such: they set ``grad``, or hold copies of the weights.
+every optimizer. It deals with an optimizer if its weights belong to a trained model and none of them has a ``grad``.
+Megatron's own optimizers never match: they set ``grad``, or hold copies of the weights.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""The number of steps that an optimizer of another library may change no weight. Then a warning says that it trains
-nothing."""
+"""The number of steps without a change of any weight after which another library's optimizer gets a warning."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 """The models that have had a backward pass."""
 _still: WeakKeyDictionary[Optimizer, tuple[int, torch.Tensor]] = WeakKeyDictionary()
-"""For each optimizer the number of steps that changed no weight so far, and the sum of each weight. An optimizer is not
-looked at any more once the number is ``STEPS`` or more: it was reported, or has changed a weight."""
+"""For each optimizer the number of steps so far that changed no weight, and the sum of each weight. From ``STEPS`` on
+the optimizer is left alone: it was reported, or has changed a weight."""
 _listening: list[Any] = []
 """The handle by which torch calls :func:`_look_at`; empty until the first model is trained."""
 
 
 def note_gradients(model: DistributedDataParallel) -> None:
-    """Notes that a model had a backward pass, so optimizers with its weights are looked at from now on."""
+    """Notes that a model had a backward pass, so optimizers with its weights are checked from now on."""
     if not _listening:
         _listening.append(register_optimizer_step_post_hook(_look_at))
     _trained.add(model)
@@ -64,8 +63,9 @@ def _look_at(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _watch(optimizer: Optimizer, weights: list[Any]) -> None:
-    """Warns of another library's optimizer after ``STEPS`` steps without a change. It might read ``main_grad``, so one
-    step says nothing."""
+    """Warns of another library's optimizer after ``STEPS`` steps without a change of a weight.
+
+    A single such step is no proof, as the optimizer may read ``main_grad``."""
     rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
     steps, before = _still.get(optimizer, (-1, torch.empty(0)))
     if steps >= STEPS or not any(rates):  # at a learning rate of 0, as in a warm-up, nothing should change

@@ -67,12 +67,12 @@ def test_options_that_go_together(options, fields):
         (
             ModelOptions(rotations=(None, ROTARY)),
             {"no_rope_freq": [0, 1]},
-            "`rotations` has rotary positions for layer 1, which no_rope_freq leaves without any",
+            "`rotations` has rotary positions for layer 1, but no_rope_freq says that it has none",
         ),
         (
             ModelOptions(rotations=(Rotary(base=10.0, percent=0.4), None)),
             {},
-            "`rotations` for layer 0: percent is 0.4; of a head of 8 it must leave an even number",
+            "`rotations` for layer 0: percent is 0.4; it must leave an even number of a head's 8 elements",
         ),
         (
             ModelOptions(rotations=(Rotary(base=10.0, scaling=RopeScaling(kind="yarn", factor=4.0)), None)),
