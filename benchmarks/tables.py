@@ -179,6 +179,40 @@ def many_servers() -> str:
     return rows(*lines)
 
 
+def experts() -> str:
+    """DistCA's speed over others with the same experts, by number of GPUs."""
+    cells = {(_of_experts(each), each["gpus"]): each["modes"] for each in kept("simulated_experts")["cells"]}
+    gpus = sorted({number for _, number in cells})
+    lines = [["", *(f"{number} GPUs" for number in gpus)], ["---"] * (1 + len(gpus))]
+    for case in dict.fromkeys(case for case, _ in cells):
+        lines.append([case, *("; ".join(_over_others(cells[case, number])) for number in gpus)])
+    return rows(*lines)
+
+
+def experts_in_short() -> str:
+    """The least and the most of each figure in the table, by model."""
+    texts = []
+    for model in ("A3B", "235B"):
+        of_model = [each["modes"] for each in kept("simulated_experts")["cells"] if model.lower() in each["model"]]
+        columns = list(zip(*map(_over_others, of_model), strict=True))
+        known = [sorted(text for text in columns[number] if text != "–") for number in (0, 1, 3)]
+        texts.append(f"{model} " + "; ".join(f"{column[0]}–{column[-1]}×" for column in known))
+    return "; ".join(texts)
+
+
+def _of_experts(cell: Figures) -> str:
+    name = next(each for each in ("A3B", "235B") if each.lower() in cell["model"])
+    return f"{name}, {cell['context']}K, {MIXES[cell['mix']]}"
+
+
+def _over_others(modes: Figures) -> list[str]:
+    """Over packed documents, over context parallelism twice and over one that hides all that it sends, the last two
+    with hidden rows of experts."""
+    pairs = [("packed", "distca"), ("best-cp", "distca"), ("best-cp", "hidden_experts"), (BASES[1], "hidden_experts")]
+    speeds = [modes[mode].get(f"{mine}_over_it") for mode, mine in pairs]
+    return ["–" if speed is None else f"{speed:.2f}" for speed in speeds]
+
+
 def _over(cell: Figures, mode: str) -> float:
     """DistCA's speed over a mode's."""
     return float(cell["modes"]["distca"]["tokens_per_s"] / cell["modes"][mode]["tokens_per_s"])
