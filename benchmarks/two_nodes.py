@@ -101,7 +101,7 @@ def _measure(argv: list[str]) -> None:
     from distca.testing.shared_gpus import each_a_machine
 
     every = _settings(argv, int(os.environ.get("WORLD_SIZE", "1")))
-    each_a_machine(int(os.environ.get("RANK", "0")))
+    each_a_machine(int(os.environ.get("RANK", "0")), next(iter(every.values())).socket_nodes)
     from benchmarks.throughput.session import Measured, Session
 
     world = join_ranks(next(iter(every.values())))

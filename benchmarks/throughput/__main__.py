@@ -44,7 +44,7 @@ def main() -> None:
         if settings.socket_nodes:
             from distca.testing.shared_gpus import each_a_machine
 
-            each_a_machine(int(os.environ.get("RANK", "0")))
+            each_a_machine(int(os.environ.get("RANK", "0")), settings.socket_nodes)
         apart = _run(settings)
     except DistcaError as error:
         die(with_settings(str(error)), error.next_step)

@@ -70,7 +70,7 @@ class Settings:
         warm_up: global batches before them.
         traced: measured batches that are run once more under the profiler, for the idle share.
         link_channels: NCCL channels that every link is limited to; None for no limit.
-        socket_nodes: every rank plays a node of its own, and all that travels goes by NCCL over sockets.
+        socket_nodes: so many ranks play a node, whose rows go to other nodes by NCCL over sockets; 0 for real nodes.
         short_warm_up: batches of the warm-up are their first micro-batch only.
         pairs: how often the best baseline and DistCA run once more, one after the other.
         seed: of the documents.
@@ -87,7 +87,7 @@ class Settings:
     link_channels: int | None
     seed: int
     config: RunConfig
-    socket_nodes: bool = False
+    socket_nodes: int = 0
     short_warm_up: bool = False
     pairs: int = 0
 
@@ -99,7 +99,7 @@ class Settings:
     @property
     def slow_links(self) -> bool:
         """Whether links are made slower than they are, which only NCCL's can be."""
-        return self.link_channels is not None or self.socket_nodes
+        return self.link_channels is not None or self.socket_nodes > 0
 
 
 def parse(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
@@ -127,7 +127,12 @@ def parse(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
         fits = min(config.data.context_length, max(config.data.tokens_per_rank, 2))
         config = replace(config, data=replace(config.data, context_length=fits))
     if arguments.socket_nodes:
-        config = replace(config, cad=replace(config.cad, ranks_per_node=1))
+        if arguments.socket_nodes < 0 or world_size % arguments.socket_nodes:
+            raise ConfigError(
+                f"--socket-nodes is {arguments.socket_nodes}, but nodes of so many ranks do not divide "
+                f"{world_size} ranks; give a divisor of {world_size}."
+            )
+        config = replace(config, cad=replace(config.cad, ranks_per_node=arguments.socket_nodes))
     validate(config, world_size, config.model.vocabulary, on_cpus)
     cells = tuple(Cell(mix, context) for mix in arguments.mixes for context in arguments.contexts)
     for cell in cells:
@@ -228,8 +233,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--socket-nodes",
-        action="store_true",
-        help="every rank of this machine plays a node: NCCL reaches the others over sockets only",
+        type=int,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="RANKS",
+        help="so many ranks of this machine, by default 1, play a node: NCCL reaches other nodes over sockets only",
     )
     parser.add_argument(
         "--pairs", type=int, default=0, help="run the best baseline and DistCA so often once more, one after the other"

@@ -42,7 +42,8 @@ def links(report: dict[str, Any]) -> str:
         rates.append(f"{kind} {rate:.1f}" if rate >= 10 else f"{kind} {rate:.2f}")
     limit = link_limit(report)
     if report.get("socket_nodes"):
-        limit += ", each rank a node over sockets"
+        ranks = int(report["socket_nodes"])
+        limit += ", each rank a node over sockets" if ranks == 1 else f", nodes of {ranks} ranks over sockets"
     return f"Links{limit}, GB/s of each rank: {', '.join(rates) or 'none'}."
 
 

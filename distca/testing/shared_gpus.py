@@ -33,12 +33,13 @@ def share_gpus(rank: int, ranks: int) -> int:
     return rank % gpus
 
 
-def each_a_machine(rank: int) -> None:
-    """Let every rank of this machine be a machine of its own to NCCL: ranks then reach each other through TCP sockets
-    over the loopback interface only, by NCCL's own network code. A process reads these variables once, when NCCL
-    starts."""
+def each_a_machine(rank: int, ranks: int = 1) -> None:
+    """Lets every ``ranks`` ranks of this machine be a machine of their own to NCCL.
+
+    Such machines reach each other only through TCP sockets over the loopback interface, by NCCL's own network code. A
+    process reads these variables once, when NCCL starts."""
     os.environ.update(
-        NCCL_HOSTID=f"rank{rank}",
+        NCCL_HOSTID=f"machine{rank // ranks}",
         NCCL_NET="Socket",
         NCCL_SOCKET_IFNAME="lo",
         NCCL_SOCKET_NTHREADS="4",

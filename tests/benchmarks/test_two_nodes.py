@@ -16,7 +16,7 @@ def test_runs_of_several_numbers_of_micro_batches_take_every_rank_for_a_node() -
     every = _settings(["--runs", "4x2", "1x3", *ARGUMENTS], 2)
     assert list(every) == ["4x2", "1x3"]
     for name, settings in every.items():
-        assert settings.slow_links and settings.socket_nodes and settings.short_warm_up
+        assert settings.slow_links and settings.socket_nodes == 1 and settings.short_warm_up
         assert f"{settings.config.train.micro_batches}x{settings.batches}" == name == settings.output.name
         assert settings.config.cad.ranks_per_node == 1
     for wrong in (["--output", "logs"], ["--runs", "--output"], ["--runs", "0x3"], ["--runs", "4"]):

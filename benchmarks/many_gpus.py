@@ -1,0 +1,194 @@
+"""What only four or eight GPUs can show: predicted without GPUs first, then run, part by part.
+
+    python -m benchmarks.many_gpus --gpus 4 --output out --predict              # without GPUs: out/NAME/predicted.json
+    python -m benchmarks.many_gpus --gpus 4 --output out --parts dense experts  # on the machine, 10 minutes a part
+    python -m benchmarks.many_gpus --gpus 4 --output out --dry-run              # the commands alone
+
+Runs go one after the other, each with a limit of its own. A run that passes its limit is ended; its folder keeps the
+modes that were done. Of a run that was predicted, out/NAME/beside.json then has predicted and measured figures.
+``--runs`` takes single runs by name, such as those of unmodified Megatron-Core where Transformer Engine has an
+environment of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distca.log import setup_logging
+
+logger = logging.getLogger("distca.benchmarks")
+
+PART_S = 600
+"""Seconds that all runs of a part may take together."""
+_DENSE = "--config configs/llama-8b.yaml --model.layers 4 --model.vocabulary 32000 --data.tokens_per_rank 131072"
+_GEMMA, _HYBRID = (f"--config configs/{name}-cut.yaml" for name in ("gemma-3-like", "qwen3.5-9b-like"))
+_MLP = "--train.recompute mlp"
+_FP8 = "--train.linears te --train.fp8 delayed"
+_SOCKETS_GB_S = ("7", "9")
+"""Rates of each GPU in an all-to-all and an all-gather over sockets, for predictions (benchmarks/results/README.md)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of the ranks.
+
+    Attributes:
+        part: the part of the programme that it belongs to.
+        name: of the run and its folder.
+        seconds: after which it is ended.
+        benchmark: the module, such as benchmarks.throughput.
+        arguments: of the module, with ``OUT`` for the run's folder.
+    """
+
+    part: str
+    name: str
+    seconds: int
+    benchmark: str
+    arguments: str
+
+    def words(self, folder: Path) -> list[str]:
+        """The module's arguments."""
+        return shlex.split(self.arguments.replace("OUT", str(folder)))
+
+
+def runs_of(gpus: int) -> list[Run]:
+    """The programme of a machine with 4 or 8 GPUs."""
+    degrees = [degree for degree in (2, 4, 8) if degree <= gpus]
+    ours = " ".join(["packed", *(f"cp{degree}-keep" for degree in degrees), "distca"])
+    widest = f"cp{gpus}-keep distca"
+    half = gpus // 2
+    return [
+        *_beside_peers("dense", ours, degrees, f"{_DENSE} --parallel.tp 1 {_MLP}", 330, 90),
+        *_beside_peers("fp8", ours, degrees, f"{_DENSE} --parallel.tp 1 {_MLP} {_FP8}", 330, 90),
+        *_beside_peers("long", widest, [gpus], f"{_DENSE} --parallel.tp 1 {_MLP}", 300, 150, contexts=524_288),
+        _throughput("tensor", "tensor", f"packed cp{half}-keep distca", f"{_DENSE} --parallel.tp 2 {_MLP}", 200),
+        *(_pipeline(stages, gpus) for stages in (2, 4)),
+        _throughput(
+            "nodes", "nodes", widest, f"{_DENSE} --parallel.tp 1 {_MLP}", 300, f"--socket-nodes {half} --short-warm-up"
+        ),
+        _throughput("whole", "whole", ours, f"--config configs/llama-8b.yaml --parallel.tp 1 {_MLP}", 500),
+        *(_experts(ep, gpus) for ep in (gpus, half)),
+        _throughput("kinds", "gemma", f"cp{half}-keep cp{half}-halo distca", _GEMMA, 200),
+        _throughput("kinds", "hybrid", f"packed cp{half}-keep distca", _HYBRID, 400),
+        Run("servers", "servers", 300, "benchmarks.server_kills", _kills(gpus)),
+    ]
+
+
+def _throughput(
+    part: str, name: str, modes: str, model: str, seconds: int, how: str = "", contexts: int = 131_072
+) -> Run:
+    batches = "--batches 6 --warm-up 3 --traced 1"
+    arguments = f"--output OUT --modes {modes} --contexts {contexts} {batches} {how} -- {model}"
+    return Run(part, name, seconds, "benchmarks.throughput", arguments)
+
+
+def _beside_peers(
+    part: str, modes: str, degrees: list[int], model: str, seconds: int, peer_seconds: int, contexts: int = 131_072
+) -> Iterator[Run]:
+    """This project's modes, and behind them each of unmodified Megatron-Core in a start of its own, into one file."""
+    yield _throughput(part, part, modes, model, seconds, contexts=contexts)
+    for degree in degrees:
+        name, mode = f"{part}-peer{degree}", f"megatron-te{degree}-p2p"
+        run = _throughput(part, name, mode, model, peer_seconds, contexts=contexts)
+        yield replace(run, arguments=run.arguments.replace("OUT", f"OUT/../{part}"))
+
+
+def _pipeline(stages: int, gpus: int) -> Run:
+    where = f"--output OUT/benchmark.json --ranks {gpus} --pp {stages}"
+    steps = "--micro-batches 4 --warm-up 1 --steps 2 --mixes pretrain"
+    model = f"--config configs/llama-8b.yaml --parallel.tp 1 --model.layers 8 --model.vocabulary 32000 {_MLP}"
+    return Run("pipelines", f"pipeline{stages}", 290, "benchmarks.pipeline", f"{where} {steps} -- {model}")
+
+
+def _experts(ep: int, gpus: int) -> Run:
+    model = f"--config configs/qwen3-30b-a3b-cut.yaml --parallel.ep {ep} --train.recompute none"
+    modes = " ".join(f"cp{degree}-keep" for degree in (2, 4, 8) if degree <= gpus)
+    return _throughput("experts", f"experts-ep{ep}", f"{modes} distca", model, 200)
+
+
+def _kills(gpus: int) -> str:
+    homes = gpus - max(1, gpus // 4)
+    return f"--gpus --homes {homes} --servers {gpus - homes} --sockets --kills 1 --out OUT/server_kills.json"
+
+
+def main() -> None:
+    """Predict, print or run the chosen part of the programme."""
+    setup_logging(0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, choices=(4, 8), required=True)
+    parser.add_argument("--output", type=Path, required=True, help="a folder; each run has one of its name in it")
+    parts = list(dict.fromkeys(run.part for run in runs_of(8)))
+    parser.add_argument("--parts", nargs="+", choices=parts)
+    parser.add_argument("--runs", nargs="+", help="single runs by name")
+    parser.add_argument("--gpu", default="NVIDIA H200", help="of which GPU costs are predicted")
+    does = parser.add_mutually_exclusive_group()
+    does.add_argument("--predict", action="store_true", help="predict, without GPUs")
+    does.add_argument("--dry-run", action="store_true", help="print the commands")
+    asked = parser.parse_args()
+    for run in runs_of(asked.gpus):
+        if (asked.parts and run.part not in asked.parts) or (asked.runs and run.name not in asked.runs):
+            continue
+        folder = asked.output / run.name
+        if asked.dry_run:
+            sys.stdout.write(f"{run.part}, at most {run.seconds} s: {shlex.join(command(run, folder, asked.gpus))}\n")
+        elif asked.predict:
+            predict(run, folder, asked.gpus, asked.gpu)
+        else:
+            execute(run, folder, asked.gpus)
+
+
+def command(run: Run, folder: Path, gpus: int) -> list[str]:
+    """The command that starts a run on this machine."""
+    if run.benchmark == "benchmarks.throughput":
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m"]
+    else:
+        start = ["-m"]
+    return [sys.executable, *start, run.benchmark, *run.words(folder)]
+
+
+def predict(run: Run, folder: Path, gpus: int, gpu: str) -> None:
+    """Write FOLDER/predicted.json, for what the simulator can express."""
+    if run.benchmark not in ("benchmarks.throughput", "benchmarks.pipeline") or "peer" in run.name:
+        return
+    of = ["--of", "pipeline"] if run.benchmark == "benchmarks.pipeline" else []
+    own = ["--ranks", str(gpus), "--gpu", gpu, "--table-of", "NVIDIA H100 80GB HBM3"]
+    own += ["--links", *_SOCKETS_GB_S] if "--socket-nodes" in run.arguments else []
+    target = ["--output", str(folder / "predicted.json")]
+    folder.mkdir(parents=True, exist_ok=True)
+    _call([sys.executable, "-m", "benchmarks.predict", *own, *of, *target, "--", *run.words(folder)], None)
+
+
+def execute(run: Run, folder: Path, gpus: int) -> None:
+    """Run it within its limit, and join what was predicted with what was measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _call(command(run, folder, gpus), run.seconds)
+    predicted, measured = folder / "predicted.json", folder / "benchmark.json"
+    if predicted.exists() and measured.exists():
+        both = ["--predicted", str(predicted), "--beside", str(measured), "--output", str(folder / "beside.json")]
+        _call([sys.executable, "-m", "benchmarks.predict", *both], None)
+
+
+def _call(words: list[str], seconds: int | None) -> None:
+    """A run that fails or is too slow is named, and the others go on."""
+    logger.info("%s", shlex.join(words))
+    process = subprocess.Popen(words)
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()
+        logger.warning("It was ended after %s s.", seconds)
+    else:
+        if code:
+            logger.warning("It failed with exit code %d.", code)
+
+
+if __name__ == "__main__":
+    main()
