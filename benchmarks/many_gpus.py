@@ -1,4 +1,4 @@
-"""What only four or eight GPUs can show: predicted without GPUs first, then run, part by part.
+"""The programme for four and eight GPUs: predicted without GPUs first, then run, part by part.
 
     python -m benchmarks.many_gpus --gpus 4 --output out --predict              # without GPUs: out/NAME/predicted.json
     python -m benchmarks.many_gpus --gpus 4 --output out --parts dense experts  # on the machine, 10 minutes a part
