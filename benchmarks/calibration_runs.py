@@ -426,6 +426,8 @@ def _job(
     rows, collectives = (links.get(f"{name}_gb_per_s", _NCCL_GB_S) for name in ("all_to_all", "all_gather"))
     per_node = int(content.get("socket_nodes", 0))
     if per_node:
+        # What is measured over all ranks: a part of an all-to-all stays in the node, and an all-gather enters it once.
+        rows, collectives = rows * (gpus - per_node) / max(gpus - 1, 1), collectives / per_node
         cluster = Cluster(gpus, per_node, _NCCL_GB_S, rows, network_collective_gb_s=collectives)
     else:
         one_sided = mode.method == "distca" and not limited

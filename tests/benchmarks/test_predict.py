@@ -43,6 +43,16 @@ def test_a_kept_run_of_two_nodes_is_predicted_from_its_command_line() -> None:
     assert all(abs(row["error"]) < 0.05 and row["gib_per_step"]["predicted"] for row in cell.values())
 
 
+def test_nodes_of_several_ranks_share_what_enters_them() -> None:
+    content = kept("throughput_4_gpus_128k.json") | {"socket_nodes": 2}
+    content["links"] = {"all_to_all_gb_per_s": 9.0, "all_gather_gb_per_s": 8.0}
+    cell = content["cells"]["pretrain 128K"]
+    job = run_of("", content, cell, "distca", workloads_of(content, cell)).job
+    # Two of three shares of an all-to-all leave the node. An all-gather goes from node to node once, at 8 GB/s.
+    assert (job.cluster.gpus_per_node, job.cluster.network_gb_s) == (2, 6.0) and not job.one_sided
+    assert job.stage_fabric.ring(4)[0] == 8e9 and job.links.ranks_per_node == 2
+
+
 def test_a_kept_pipeline_is_predicted_from_its_command_line() -> None:
     content = kept("pipeline_8b_8_layers_pp2_tp2_prolong_256k.json")
     of, asked = asked_of(content["command"])
