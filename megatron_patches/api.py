@@ -129,6 +129,7 @@ class CAD:
         check_same_on_ranks(config, given.alike)
         self.config, self._given = config, given
         self._recompute_all = given.recompute == "all"
+        # Whether the model gets this project's layers, and not Megatron's TransformerLayer.
         self._own_layers = (
             given.disaggregate
             or bool(given.hybrid_layer_pattern)
@@ -194,6 +195,7 @@ class CAD:
         if speeds:  # a server that was not there at first is as fast as the cost table says
             of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
+        # Nodes that the user gave need not divide the present servers. Then the machines' names count.
         nodes = given.ranks_per_node
         if nodes and (homes + len(numbers) // tp) % nodes:
             nodes = 0
@@ -285,8 +287,8 @@ class CAD:
         check_same_config(model, self.config)
         if self._kinds_of(model.config) != self._kinds:
             raise SupportError(
-                "Windows, sinks or softmax_scale of the model's configuration are not what CAD was made with, which "
-                "plans by them: set them before CAD is made, and do not change them."
+                "Windows, sinks or softmax_scale of the model's configuration are not what CAD was made with, and "
+                "plans depend on them: set them before CAD is made, and do not change them."
             )
         own = use_position_rotary(model)
         if is_latent(self.config):
