@@ -30,7 +30,7 @@ PART_S = 600
 _DENSE = "--config configs/llama-8b.yaml --model.layers 4 --model.vocabulary 32000 --data.tokens_per_rank 131072"
 _GEMMA, _HYBRID = (f"--config configs/{name}-cut.yaml" for name in ("gemma-3-like", "qwen3.5-9b-like"))
 _WHOLE = "--config configs/llama-8b.yaml --parallel.tp 2 --train.recompute all"
-"""With MLPs alone recomputed, context parallelism would need 159 GiB on 4 GPUs."""
+"""Context parallelism would need 159 GiB on 4 GPUs if MLPs alone were recomputed."""
 _MLP = "--train.recompute mlp"
 _FP8 = "--train.linears te --train.fp8 delayed"
 _SOCKETS_GB_S = ("7", "9")
