@@ -58,6 +58,8 @@ _MEMORY_GIB = {"NVIDIA H200": 139.8, "NVIDIA H100 80GB HBM3": 79.2}
 _LINKS = (280.0, 240.0)
 """GB/s of each of two H200 in an all-to-all and an all-gather (benchmarks/results/throughput_2_gpus_peers_64k.json)."""
 _COMPARED = ("tokens_per_s", "idle_share", "memory_gib", "gib_per_step")
+_ALIKE = ("warm_up", "tokens_per_rank", "micro_batches", "seed", "fp8", "link_channels", "socket_nodes")
+"""Facts that a prediction and its run agree on, where both name them."""
 
 
 def main() -> None:
@@ -91,6 +93,8 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(argv[:split])
     if bool(options.beside) != bool(options.predicted):
         parser.error("--predicted and --beside go together.")
+    if options.table_of == options.gpu:
+        parser.error(f"--table-of is {options.gpu}, as --gpu is; name the other one, or leave it out.")
     return options, argv[split + 1 :]
 
 
@@ -262,7 +266,16 @@ def _say(trial: Trial, figures: dict[str, Any]) -> None:
 
 
 def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """A prediction beside what was measured: the error is predicted over measured tokens per second, less 1."""
+    """A prediction beside what was measured: the error is predicted over measured tokens per second, less 1.
+
+    Raises:
+        ConfigError: it is the prediction of another run.
+    """
+    apart = [name for name in _ALIKE if name in before and name in measured and before[name] != measured[name]]
+    if apart:
+        raise ConfigError(f"The prediction is of a run with another {', another '.join(apart)}; predict this one.")
+    if before["hardware"] != measured["hardware"]:
+        logger.warning("Predicted for %s, measured on %s.", before["hardware"], measured["hardware"])
     cells: dict[str, Any] = {}
     errors, by_step, left_out = [], list[float](), {}
     for name, cell in cells_of(measured).items():
@@ -289,6 +302,7 @@ def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     found = {
         "predicted_by": before["command"],
         "measured_by": measured["command"],
+        "hardware": {"predicted": before["hardware"], "measured": measured["hardware"]},
         "notes": before["notes"],
         "median_error": statistics.median(map(abs, errors)) if errors else None,
         "worst_error": max(errors, key=abs, default=None),
@@ -303,6 +317,8 @@ def joined(before: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
 
 def _of_first(predicted: dict[str, Any], batches: int | None) -> dict[str, Any]:
     """A mode's prediction, its speed over so many batches: a run that was ended measured fewer."""
+    if batches in (None, len(predicted["steps_s"])):
+        return predicted
     tokens, seconds = (predicted[name][:batches] for name in ("tokens", "steps_s"))
     return predicted | {"tokens_per_s": sum(tokens) / sum(seconds), "steps_s": seconds}
 

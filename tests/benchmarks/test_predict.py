@@ -70,10 +70,13 @@ def test_a_kept_pipeline_is_predicted_from_its_command_line() -> None:
 def test_a_run_that_was_ended_is_compared_over_its_own_batches() -> None:
     before = {"tokens": [10, 30], "steps_s": [1.0, 1.0], "tokens_per_s": 20.0, "idle_share": 0.1, "memory_gib": 1.0}
     before |= {"gib_per_step": 0.0}
-    ran = {"cells": {"a": {"modes": {"packed": {"tokens_per_s": 8.0, "steps_s": [1.25], "batches": 1}}}}, "command": ""}
-    report = {"command": "", "notes": [], "cells": {"a": {"modes": {"packed": before}, "not_predicted": {}}}}
+    both = {"command": "", "hardware": "1 × NVIDIA H200", "seed": 1}
+    ran = both | {"cells": {"a": {"modes": {"packed": {"tokens_per_s": 8.0, "steps_s": [1.25], "batches": 1}}}}}
+    report = both | {"notes": [], "cells": {"a": {"modes": {"packed": before}, "not_predicted": {}}}}
     row = joined(report, ran)["cells"]["a"]["packed"]
     assert row["error"] == pytest.approx(0.25) and row["step_errors"] == [0.25]
+    with pytest.raises(ConfigError, match="of a run with another seed; predict this one"):
+        joined(report, ran | {"seed": 2})
 
 
 def test_predictions_of_kept_runs_are_close_in_the_median() -> None:
