@@ -1,15 +1,16 @@
-"""The objects that a model gets in place of Megatron's attention mask.
+"""The objects that a model gets in place of Megatron's attention mask, one for each micro-batch.
 
-Megatron passes the argument ``attention_mask`` of a model down to its block and its core attention without reading it.
-So an object in its place reaches our block and our attention modules, and no signature changes. ``step.py`` makes one
-for every micro-batch of a rank.
+Megatron passes a model's argument ``attention_mask`` on to the attention modules without reading it. So an object in
+its place reaches our modules, and no signature changes.
 
-There are two classes. In a :class:`DisaggregatedMicroBatch` other ranks compute parts of a rank's core attention. Its
-rows are split into two nano-batches, ping and pong: transfers of one overlap with compute of the other. In a
-:class:`PackedMicroBatch` every document lies whole on one rank, and that rank computes its attention itself.
+There are two classes. With a :class:`DisaggregatedMicroBatch` other ranks compute parts of this rank's core attention.
+The rows of the micro-batch are split into nano-batches. There are usually two, ping and pong: transfers of ping overlap
+with compute of pong, and the other way round. With a :class:`PackedMicroBatch` every document lies whole on one rank,
+which computes the document's attention itself.
 
-Axes: N rows of this rank, H query heads, G key and value heads, D elements of a head. In recurrent layers: C channels
-of the convolution, V elements of a value.
+A row is the hidden state of one token. "This rank" is a data-parallel rank: all its tensor-parallel ranks have the same
+tokens. Axes: N rows of this rank with padding, H query heads, G key and value heads, D elements of a head of q and k.
+Axes of recurrent layers: C channels of the convolution, H heads, V elements of a value.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class DisaggregatedMicroBatch:
     Attributes:
         routes: for each layer of this pipeline stage, which rows this rank sends and receives, by nano-batch.
         nano_rows: number of this rank's rows in each nano-batch, with padding.
-        chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without it. Each
-            rank's contiguous chunk has a part of every nano-batch; :func:`gather_nano_rows` has an example.
-        document_lengths: [N] int64 tokens of each row's document; None where the model's positions do not need them.
+        chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without sequence
+            parallelism. Every chunk has rows of every nano-batch; :func:`gather_nano_rows` has an example.
+        document_lengths: [N] int64 tokens of the whole document to which each row belongs; None where the model's
+            position embedding does not need document lengths.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
         document_count: number of documents in the micro-batch, over all ranks.
         balance: counts of rows by expert; None in models without experts.
@@ -58,14 +60,17 @@ class DisaggregatedMicroBatch:
 class PackedMicroBatch:
     """A micro-batch of whole documents, whose core attention and recurrences this rank computes itself.
 
-    Benchmarks' baselines subclass it: their :meth:`attend` computes core attention in another way.
+    Baselines of the benchmarks are subclasses, some of which split documents over ranks.
 
     Attributes:
         batch: the borders between this rank's documents, for the attention kernel.
         rows: number of rows that belong to documents; all rows behind them are padding.
-        recurrent: where documents begin and end, for recurrent layers. The key is the number of earlier rows that a
-            layer's convolution reads.
-        document_lengths, documents, document_count, balance: as in :class:`DisaggregatedMicroBatch`.
+        recurrent: where documents begin and end, for recurrent layers. Each key is a number of rows: the causal
+            convolution of a layer reads that many rows before the current one.
+        document_lengths: [N] int64 tokens of the whole document to which each row belongs, or None.
+        documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
+        document_count: number of documents in the micro-batch, over all ranks.
+        balance: counts of rows by expert; None in models without experts.
     """
 
     batch: TaskBatch
@@ -78,7 +83,7 @@ class PackedMicroBatch:
 
     @property
     def nano_rows(self) -> Sequence[int]:
-        """One number, that of all rows: there are no nano-batches. Empty where ``documents`` is not set."""
+        """A list with the number of all rows, as there are no nano-batches; empty where ``documents`` is None."""
         return [] if self.documents is None else [len(self.documents)]
 
     def attend(
@@ -91,16 +96,17 @@ class PackedMicroBatch:
         timer: Timer,
         sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns o_NHD, core attention of this rank's rows; q, k, v and sinks get gradients from it.
+        """Returns [rows of q, H, elements of a head of v], the core attention of this rank's rows.
 
         Args:
             kernel: the attention kernel.
             q_NHD: queries, without padding rows.
             k_NGD: keys of the same rows.
-            v_NGD: values of the same rows.
-            kind: the layer's window, softmax scale and limit of scores.
+            v_NGD: values of the same rows; latent attention may have narrower heads of v than D.
+            kind: the layer's window, softmax scale and softcap (bound on scores).
             timer: returns the context in which the kernel's "forward" or "backward" is timed.
-            sink_H: a learned score of each head that joins its softmax; None in a layer without sinks.
+            sink_H: for each head a learned logit, which the softmax has beside the scores; None in a layer without
+                sinks.
         """
         if not self.rows:
             return q_NHD * 0
@@ -116,16 +122,16 @@ class PackedMicroBatch:
         g: torch.Tensor,
         beta_NH: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns o_NHV, the output of a recurrent layer's core for this rank's rows; it is zero in padding.
+        """Returns o_NHV, the output of a recurrent layer's core: its convolution and its recurrence. Padding gets 0.
 
         Args:
-            pool: this rank's transport and timeline.
-            layer: the layer's number on this stage, for the timeline.
-            what: the recurrence: its heads, dimensions and rule.
-            parameters: the core's own weights, such as those of its convolution.
-            mixed_NC: rows before the convolution.
-            g: [N, H] or [N, H, channels of k] logarithm of the factor by which the state decays at each row.
-            beta_NH: the factor of each row's update of the state.
+            pool: this rank's transport to other ranks, and its record of times.
+            layer: the layer's number on this stage, for the record of times.
+            what: the recurrence: number of heads, dimensions and update rule.
+            parameters: the weights of the convolution and of the recurrence.
+            mixed_NC: the convolution's input.
+            g: [N, H] or [N, H, elements of a key] logarithm of the factor by which the state decays at each row.
+            beta_NH: the factor by which each row's update of the state is multiplied.
 
         Raises:
             SupportError: a baseline's micro-batch was made without ``recurrent``.
@@ -133,24 +139,22 @@ class PackedMicroBatch:
         if what.halo_rows not in self.recurrent:
             raise SupportError(
                 f"A {type(self).__name__} has no routes of recurrent layers, so this mode of the benchmark cannot "
-                "train them: take the mode packed, cp2-keep or distca."
+                "train such layers: take another mode, for example packed or distca."
             )
         routes, kernel = self.recurrent[what.halo_rows], choose_recurrent_kernel(what, mixed_NC.device, mixed_NC.dtype)
         return recurrent_core(pool, routes, what, kernel, layer, parameters, mixed_NC, g, beta_NH)
 
 
 def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> list[torch.Tensor]:
-    """Splits rows of a micro-batch into its nano-batches, and puts the chunks of each one behind another.
+    """Returns the rows of each nano-batch, from the rows of all tensor-parallel ranks.
 
-    Example: ping has rows a, b and pong has rows c, d, e, f; 2 tensor-parallel ranks share them. ``x`` is then
-    a, c, d | b, e, f, where the bar separates the ranks' chunks. The result is [a, b] and [c, d, e, f].
-
-    Layers' rotations use it: every tensor-parallel rank has the angles of all rows, and needs them by nano-batch.
+    Example: ping has rows a, b and pong has rows c, d, e, f. Sequence parallelism gives a, c, d to one tensor-parallel
+    rank and b, e, f to the other. For ``x`` = [a, c, d, b, e, f] the result is [a, b] and [c, d, e, f].
 
     Args:
-        x: [sum(nano_rows), ...] all rows, chunk after chunk.
+        x: [sum(nano_rows), ...] the chunks of all tensor-parallel ranks, one after the other.
         nano_rows: number of rows in each nano-batch, multiples of ``chunks``.
-        chunks: as in :class:`DisaggregatedMicroBatch`.
+        chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows.
 
     Returns:
         A [rows, ...] tensor for each nano-batch.

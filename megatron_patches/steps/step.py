@@ -1,13 +1,14 @@
 """Makes a step: plans one global batch, and brings this rank's part of the batch to its device.
 
-``CAD`` calls :func:`make_step` on every rank with the same documents. All ranks get the same plan from the documents'
-lengths, without messages. It places every token's row on one data-parallel rank, the row's home, where linear layers
-run. It also divides core attention into tasks, and gives each task to a rank of the server pool, its server. The pool
-has the ranks of all pipeline stages, and in some runs also servers without a model, which are further processes.
+A row is the hidden state of one token. The plan places every row on one data-parallel rank, the row's *home*, where
+linear layers run. It also divides core attention into tasks, and gives each task to a rank, the task's *server*. Any
+rank of any pipeline stage may be a server. Some runs also have servers without a model: processes that compute
+attention only.
 
-A rank's routes are its part of the plan: the rows that it sends and receives, and the tasks that it computes. In one
-forward phase each stage runs the forward of one micro-batch, or has none and only serves. A backward phase is the same
-for backward.
+Every rank calls :func:`make_step` with the same documents, and computes the same plan from the documents' lengths. A
+rank's *routes* are the rank's part of the plan: the rows that the rank sends and receives, and the tasks that the rank
+computes. In a *forward phase* each stage runs the forward of one micro-batch. A stage without a micro-batch in that
+phase only computes attention for other stages. Backward phases are alike.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ from megatron_patches.steps.step_documents import StepDocuments
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's rows of a micro-batch on its device, in the order in which the model gets them.
+    """One rank's rows of a micro-batch on the rank's device, in the order in which the model gets the rows.
 
     Attributes:
-        tokens: [1, rows] int64.
+        tokens: [1, rows] int64 token ids.
         labels: [1, rows] int64 next token of the same document.
-        loss_mask: [1, rows] bool, whether the row's label counts in the loss. It is false in padding, at the last token
-            of a document and where the label is not to be learned. Documents with weights make it float32 weights.
+        loss_mask: [1, rows] bool, whether the row's label counts in the loss. Padding, a document's last token and
+            labels that are not to be learned do not count. If documents have weights, float32 weights stand in place
+            of bool.
         positions: [1, rows] int64 position in the document.
         documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
-        attention: the object that a model gets in place of the attention mask; see ``batch_context.py``.
+        attention: the object that a model gets in place of the attention mask.
         micro_batch_lengths: [documents] int64 tokens of every document of the micro-batch on all ranks; a host array.
     """
 
@@ -67,20 +69,21 @@ class Step:
     """One global batch, ready to run.
 
     Attributes:
-        documents: the documents, by micro-batch. The plan may have moved them to other micro-batches than the caller's.
+        documents: the documents, by micro-batch. The plan may have moved documents to other micro-batches than the
+            caller gave.
         plan: the plan of all ranks.
-        balance: seconds of attention by rank, before and after planning.
-        routes: this rank's routes; None where every rank computes its own attention.
+        balance: estimated seconds of every rank, before and after planning.
+        routes: this rank's routes; None if every rank computes its own attention.
         batches: this rank's rows, by micro-batch.
-        planning_ms: milliseconds that planning and making the routes took.
+        planning_ms: milliseconds from the beginning of planning until attention's routes were made.
         waited_ms: milliseconds that the training loop waited for the step.
-        vocabulary: token ids were checked to be below this number; None where they were not checked.
-        announced: the number by which servers without a model know the step. It is 0 without such servers, and on all
-            ranks but the one that announces steps to them.
-        generation: a number that rises when servers without a model come or go; a step of an older one is planned
-            again.
-        queued: a function that ``CAD.forward_backward`` calls once the step's work is queued on the device. In a loop
-            of ``CAD.plan_ahead`` it begins to plan the next step.
+        vocabulary: all token ids of this rank are from 0 to below this number; None if ids were not checked.
+        announced: the number by which servers without a model know the step; 0 without such servers. Only rank 0
+            announces steps, so the number is 0 on other ranks.
+        generation: how often servers without a model had come or gone when the step was planned. After a further
+            change the step is planned again.
+        queued: a function to call once the step's work is queued on the device. In a loop of ``CAD.plan_ahead`` the
+            function begins to plan the next step.
     """
 
     documents: StepDocuments
@@ -98,16 +101,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Taker:
-    """The rank that a step is made for, and the needs of its model.
+    """The rank for which a step is made, and the needs of the rank's model.
 
     Attributes:
         stage: the rank's pipeline stage.
-        rank: the rank's data-parallel rank.
+        rank: the rank's number among data-parallel ranks.
         device: the device of the rank's rows.
         lengths: whether the model's position embedding needs the length of every row's document.
-        vocabulary: token ids have to be below this number; None checks none.
-        recurrences: for each layer of the model its recurrence, or None for a layer with attention. It is empty where
-            all layers have attention.
+        vocabulary: token ids have to be below this number; None leaves ids unchecked.
+        recurrences: for each layer of the model the layer's recurrence, or None for a layer with attention. The
+            sequence is empty if all layers have attention.
     """
 
     stage: int
@@ -133,17 +136,18 @@ def make_step(
     Args:
         documents: the step's documents, by micro-batch.
         options: the options of the planner.
-        taker: this rank.
-        room: most tokens of a micro-batch on all its ranks. The planner then deals the step's documents over its
-            micro-batches anew, unless they have homes. 0 leaves every document in its micro-batch.
+        taker: this rank and the needs of the model.
+        room: the most tokens of a micro-batch, over all ranks. With a room the planner may move documents to other
+            micro-batches of the step, unless documents have homes. 0 leaves every document in its micro-batch.
         number: the step's number, for messages.
         folder: the folder of the file that is written if the planner fails.
-        remote: the servers without a model, which plan the step as well; None for none.
+        remote: the servers without a model, which plan the step as well; None without such servers.
 
     Raises:
         FailedPlanError: the planner failed with an unexpected error.
-        PlanError: documents do not fit, or one spans ranks while ``options.disaggregate`` is False; or a server made
-            another plan.
+        PlanError: documents cannot be laid out over ranks; a document spans ranks while ``options.disaggregate`` is
+            False; or a server without a model made another plan.
+        LaunchError: a server without a model does not answer.
         DataError: a document on this rank has token ids that are not whole numbers or that the model does not have.
     """
     began = time.perf_counter()
@@ -211,12 +215,13 @@ def make_step(
 
 
 def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload: Upload) -> StepRoutes:
-    """Returns the routes of all layers of this stage: the given ones of attention layers, and new ones of recurrent
+    """Returns the routes of all layers of this stage: the given routes of attention layers, and new routes of recurrent
     layers.
 
-    A piece is a run of a document's rows that lie on one rank in one nano-batch. Routes of recurrent layers move states
-    between the ranks that have neighbouring pieces. They differ by ``halo_rows``, the earlier rows that a layer's
-    convolution reads; so they are made once for each number.
+    A nano-batch is one of the parts, usually two, into which a micro-batch is split. A piece is a run of a document's
+    rows that lie on one rank in one nano-batch. Routes of recurrent layers move states between the ranks that have
+    pieces of a document. A causal convolution also reads ``halo_rows`` rows before each row. Layers with equal
+    ``halo_rows`` share their routes.
     """
     options = plan.options
     stage, recurrences = taker.stage, taker.recurrences
@@ -234,7 +239,7 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
     def own(micro_batch: int, attention: Sequence[LayerRoutes]) -> tuple[LayerRoutes, ...]:
         there = pieces(plan.forward[plan.forward_phase(micro_batch, stage)])
-        # In the phase of a micro-batch's backward, other stages run other micro-batches than in that of its forward.
+        # Other stages run other micro-batches in the phase of this backward than in the phase of the forward.
         if options.stages > 1:
             back = pieces(plan.backward[plan.backward_phase(micro_batch, stage)])
             there = {
@@ -257,12 +262,12 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
 
 def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
-    """Returns how many earlier rows the layers' convolutions read: each number that occurs, once."""
+    """Returns the distinct numbers of rows that causal convolutions of the layers read before the current row."""
     return {each.halo_rows for each in recurrences if each is not None}
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
-    """Refuses token ids that the model does not have. An embedding that is split over ranks would give them zeros.
+    """Refuses token ids that the model does not have. An embedding that is split over ranks would give zeros for them.
 
     Args:
         batches: this rank's rows, by micro-batch.
@@ -270,7 +275,7 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
         drawn: by micro-batch, [documents, 2] the micro-batch and place in which the caller gave each document.
 
     Raises:
-        DataError: a row has such a token; the message names its document as the caller gave it.
+        DataError: a token id is negative or too large; the message has the place that the caller gave the document.
     """
     for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
@@ -278,14 +283,17 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
             micro_batch, place = origin[batch.documents[wrong[0]]]
             raise DataError(
                 f"Document {place} of micro-batch {micro_batch} has token {batch.tokens[wrong[0]]}, but the "
-                f"model knows 0 to {vocabulary - 1}: correct the data, or build the model with more."
+                f"model knows 0 to {vocabulary - 1}: correct the data, or build the model with more token ids."
             )
 
 
 def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:
-    """Returns the documents and their weights in the micro-batches into which the plan dealt them.
+    """Returns the documents and weights in the micro-batches of the plan. Documents with homes are already there.
 
-    Homes need no change, as a plan does not deal documents that have homes. ``drawn`` is as in :func:`_check_ids`.
+    Args:
+        documents: the documents as the caller gave them.
+        drawn: by micro-batch of the plan, [documents, 2] the micro-batch and place in which the caller gave each
+            document.
     """
     given, weights = documents.micro_batches, documents.weights
     return replace(
@@ -302,7 +310,7 @@ def batch_on_device(
     *,
     lengths: bool = False,
 ) -> Batch:
-    """Returns a rank's rows of a micro-batch as tensors; ``upload`` fills these when it is sent.
+    """Returns a rank's rows of a micro-batch as tensors, which have their values once ``upload`` is sent.
 
     With ``lengths`` the attention object also gets the length of every row's document."""
     columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions, rows.documents)
@@ -321,36 +329,36 @@ def packed_batches(
     *,
     lengths: bool = False,
 ) -> tuple[Batch, ...]:
-    """Returns micro-batches whose attention every rank computes for itself; Megatron's own schedules run them."""
+    """Returns micro-batches for Megatron's own schedules; with pipeline stages all are padded to equally many rows."""
     columns = with_equal_rows(rows) if options.stages > 1 else rows
     return tuple(batch_on_device(upload, *each, lengths=lengths) for each in zip(columns, attention, strict=True))
 
 
 def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBatch:
-    """Returns the attention object of a rank whose documents are all whole.
+    """Returns the attention object of a rank that has whole documents only.
 
     Raises:
-        PlanError: the layout cuts a document, on any rank; all ranks raise it, as they have the same layout.
+        PlanError: the layout cuts a document, on any rank. All ranks have the same layout, so all raise the error.
     """
     everyone = layout.q
     cut = everyone.document[(everyone.start > 0) | (everyone.stop < layout.last[everyone.document])]
     if len(cut):
         raise PlanError(
             f"Document {cut[0]} of a micro-batch, of {layout.last[cut[0]]:,} tokens, spans data-parallel ranks, but "
-            "`disaggregate` is False, so each stays on one: give them homes (distca.StepDocuments), or set "
-            "`disaggregate` to True."
+            "`disaggregate` is False, so every document has to stay on one rank: give documents homes "
+            "(distca.StepDocuments), or set `disaggregate` to True."
         )
     mine = everyone.on_rank(rank)
-    borders = np.concatenate(([0], np.cumsum(mine.stop)))  # of whole documents, so of queries as of keys
+    borders = np.concatenate(([0], np.cumsum(mine.stop)))  # for queries and for keys, as documents are whole
     return PackedMicroBatch(TaskBatch.of(borders, borders, upload), int(borders[-1]))
 
 
 def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
-    """Pads all micro-batches of a rank to the rows of its largest one. Padding rows have token 0, no loss and no
+    """Pads all micro-batches of a rank to as many rows as the largest has. Padding rows have token 0, no loss and no
     document.
 
-    Megatron's 1F1B schedule then moves activations of one size between stages. For unequal sizes it would first send
-    each size and make the host wait for it, at every stage and micro-batch.
+    Megatron's 1F1B schedule then moves activations of one size between stages. For unequal sizes it would send each
+    size first, and the host would wait for that size.
     """
     assert all(len(batch.nano_rows) == 1 for batch in batches), "padding is appended, so there is one nano-batch"
     rows = max(batch.nano_rows[0] for batch in batches)
