@@ -1,12 +1,13 @@
-"""The ranks' side of servers without a model, which are processes that only compute core attention for them.
+"""The training ranks' side of servers without a model, which are processes that only compute core attention.
 
-The ranks that train are *homes*: they hold documents' rows, the model and the optimizer. A *pool* is the homes with one
-tensor-parallel rank, and the servers without a model that serve them. Servers are in no group of Megatron. They plan
-each step themselves, from documents' lengths, and exchange rows with homes in a process group of the pool.
+The ranks that train are called *homes*: they hold the tokens' hidden states ("rows"), the model and the optimizer. In
+this file a *server* is always a server without a model. A *pool* is all homes with the same tensor-parallel rank,
+followed by the servers for them. Servers are in none of Megatron's process groups. Each pool has a process group, in
+which homes and servers exchange rows. Servers plan each step themselves, from documents' lengths.
 
-The homes' first rank alone talks to servers: through a key-value store it writes messages, which all servers read in
-order, and reads their answers. Servers may leave and others may come during a run. Each such change makes a new
-*generation* of the pool, with a process group of its own.
+Rank 0 of the homes gives orders to servers: it writes messages into a key-value store, and all servers read every
+message. Servers write answers into the store. Servers may leave during a run and others may join. Each change makes a
+new *generation* of the pool, with a new process group.
 
 ``distca/runtime/attention_server.py`` is the servers' side.
 """
@@ -38,11 +39,12 @@ from distca.transport.breakable import BreakableTransport
 logger = logging.getLogger(__name__)
 
 _HERE_S = 15.0
-"""Seconds that homes wait for an answer of a server. Then the server counts as gone, and the run goes on without it."""
+"""Seconds that homes wait for a server's answer, where servers may leave. Then the run goes on without the server."""
 _TRIES = 5
-"""The number of attempts to form a pool after a change. The run ends if servers go away during each of them."""
+"""The number of attempts to form a pool after a change. The run ends if every attempt fails."""
 _pools = count()
-"""Numbers of the pools that this process makes. All homes make their pools together, so numbers are the same on all."""
+"""A number for each :class:`RemoteServers` of this process. All homes create these objects in the same order, so all
+have the same numbers."""
 
 
 def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool) -> None:
@@ -51,7 +53,7 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
     Args:
         config: Megatron's configuration.
         recurrent: whether some layers are recurrent.
-        offload: the argument of ``CAD``.
+        offload: whether inputs of layers wait for backward in host memory.
 
     Raises:
         SupportError: the model or a setting is refused; the message names it.
@@ -60,7 +62,7 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
         "mixtures of experts": bool(config.num_moe_experts),
         "recurrent layers": recurrent,
         "offload": offload,
-        # A step may fail because a server went, and run again. The largest values of the failed run would stay.
+        # A step runs again if a server left during it. Delayed scaling would keep the largest values of the failed run.
         "FP8 with delayed scaling": bool(config.fp8) and config.fp8_recipe == "delayed",
     }
     for what, there in found.items():
@@ -71,19 +73,19 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
 
 
 class RemoteServers:
-    """The servers without a model of one ``CAD``, as a home sees them; all homes create it together.
+    """A home's access to the servers; all homes create this object together.
 
     Args:
-        servers: number of servers, those of all tensor-parallel ranks together.
+        servers: number of servers, over all tensor-parallel ranks.
         tp: number of tensor-parallel ranks; each has the same number of servers.
-        transport: the transport that the user named.
+        transport: the transport that the user named: "auto", or "nccl" on GPUs and "gloo" on CPUs.
         device: this rank's device.
 
     Attributes:
-        transport: moves rows between the ranks of this rank's pool; homes come first, then servers.
+        transport: moves rows between the members of this rank's pool: first homes, then servers.
         generation: number of the pool's generation, from 0.
-        numbers: the numbers of the present servers of all tensor-parallel ranks, in the order in which they follow the
-            homes. A server got its number when it was started.
+        numbers: the numbers of the present servers, over all tensor-parallel ranks, in the pools' order. A server gets
+            its number from the command that starts the server.
 
     Raises:
         SupportError: the number of servers, the transport or a server's device is not possible.
@@ -93,13 +95,13 @@ class RemoteServers:
     def __init__(self, servers: int, tp: int, transport: str, device: torch.device) -> None:
         if servers % tp:
             raise SupportError(
-                f"`servers` is {servers}, no multiple of the {tp} tensor-parallel ranks, but each of these has "
-                "servers of its own: set it to a multiple."
+                f"`servers` is {servers}, no multiple of the {tp} tensor-parallel ranks, but each tensor-parallel rank "
+                "has servers of its own: set it to a multiple."
             )
         by = "nccl" if device.type == "cuda" else "gloo"
         if transport not in ("auto", by):
             raise SupportError(
-                f"`transport` is {transport!r}, and rows reach servers without a model by {by}: set it to 'auto'."
+                f"`transport` is {transport!r}, but rows reach servers without a model by {by}: set it to 'auto'."
             )
         self._tp, self._device, self._may_change = tp, device, device.type in MAY_GO
         self._leads = dist.get_rank() == 0
@@ -117,10 +119,10 @@ class RemoteServers:
         self._comers: list[Comer] = []  # servers that came during the run and are not in the pool yet
         self._seen = 0  # how many servers have come during the run
         self._lost: set[int] = set()  # numbers of servers that are to leave the pool
-        self._released: set[int] = set()  # those among them that the user let go
+        self._released: set[int] = set()  # numbers of servers that are to leave because the user let them go
         self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
         weakref.finalize(self, self._watch.stop)
-        # Small questions between homes go over gloo, if that is there, so that they do not wait for the GPU.
+        # Where homes have gloo, they agree on the CPU, without waiting for the GPU.
         self._asking = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
         if self._leads:
             # Servers are told to end when this object is collected, or when this process ends.
@@ -136,9 +138,9 @@ class RemoteServers:
         return [each.machine for each in self._servers[dist.get_rank() % self._tp :: self._tp]]
 
     def begin(self, terms: PoolTerms) -> None:
-        """Forms the process group of the first generation; all homes and servers do so at the same time.
+        """Forms the process group of the first generation, together with all homes and servers.
 
-        ``terms`` are the facts of the homes' model that servers need."""
+        ``terms`` are the facts about the homes' model that servers need."""
         self._put_generation(terms)
         self.transport.use(self._group(TIMEOUT))
         self._begin_watch()
@@ -146,7 +148,7 @@ class RemoteServers:
     # A step.
 
     def announce(self, inputs: StepInputs) -> int:
-        """Makes servers plan a step; returns the number by which they know it. On all ranks but the first it does
+        """Makes servers plan a step; returns the number by which servers know the step. On ranks other than 0 it does
         nothing and returns 0."""
         if not self._leads:
             return 0
@@ -155,13 +157,13 @@ class RemoteServers:
         return number
 
     def agree(self, number: int, plan: StepPlan) -> None:
-        """Waits until all servers have planned step ``number``, and compares their plans with the homes' one.
+        """Waits until all servers have planned step ``number``, and compares their plans with ``plan``; rank 0 alone.
 
-        A server that is gone is noted, and the step is later planned again without it.
+        If a server has gone and may go, the step is later planned again without the server.
 
         Raises:
-            PlanError: a server has another plan or could not plan; the first rank raises it.
-            LaunchError: a server does not answer, and servers on such devices have to stay; the first rank raises it.
+            PlanError: a server has another plan or could not plan.
+            LaunchError: a server does not answer, on a device on which servers have to stay.
         """
         if self._leads:
             for each in self._servers:
@@ -180,26 +182,26 @@ class RemoteServers:
             number: from :meth:`announce`.
             plan: the step's plan.
             forward_only: True if the step has no backward.
-            zero: the time at which the homes' recording began, in seconds since 1970. Servers then record the step too.
-                None records nothing.
+            zero: the time at which the homes' recording of spans began, in seconds since 1970. Servers then record the
+                step too. None records nothing.
         """
         if self._leads:
-            # These lengths are in the micro-batches of the plan. A server that has to plan again must not deal the
-            # documents over micro-batches once more.
+            # The plan has moved documents between micro-batches. A server that has to plan again gets the moved
+            # documents, and with room None does not move documents once more.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
 
     def is_served(self) -> bool:
-        """Whether all servers were there to the end of the step that just ran; all homes call it together."""
+        """Whether all exchanges of the step that just ran came to their end; all homes call it together."""
         return not (self._may_change and self._anywhere(not self.transport.came_to_end(self._device)))
 
     def served(self, number: int) -> list[Served | None] | None:
-        """Waits for the servers' reports of step ``number``, and returns them in the servers' order.
+        """Waits for the servers' reports on step ``number``, and returns the reports in the servers' order.
 
-        The report of a server that has gone is None. On all ranks but the first it returns None at once."""
+        The report of a server that has gone is None. On ranks other than 0 the result is None."""
         return [self._left(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 
     def timelines(self) -> dict[int, list[dict[str, Any]]]:
-        """Ends the servers' recording; returns each server's spans, by its number. Empty on all ranks but the first."""
+        """Ends the servers' recording; returns the spans by server number. Empty on ranks other than 0."""
         if not self._leads:
             return {}
         number = next(self._numbers)
@@ -207,7 +209,8 @@ class RemoteServers:
         return {each.number: self._left(f"timeline/{number}/{each.number}", each) or [] for each in self._servers}
 
     def _left(self, key: str, server: Comer) -> Any:
-        """Waits for a server's answer in the store under ``key``; returns it, or None if the server has gone."""
+        """Waits for a server's answer under ``key`` in the store; returns the answer, or None if the server has
+        gone."""
         return self._store.take(key) if self._answers(key, server) else None
 
     # Changes of the servers.
@@ -230,7 +233,7 @@ class RemoteServers:
         """Leaves server ``number`` out of the pool from the next step on.
 
         Raises:
-            SupportError: servers on such devices have to stay to the end.
+            SupportError: servers on this type of device have to stay to the end of the run.
         """
         if not self._may_change:
             raise SupportError(f"Servers without a model stay to the end on {self._device.type}: end the run.")
@@ -241,8 +244,8 @@ class RemoteServers:
         """Forms the next generation of the pool, from the servers that are there; all homes call it together.
 
         Args:
-            terms_of: a function that returns the facts for servers, when :attr:`numbers` already has the new servers.
-                All homes call it together.
+            terms_of: a function that returns the facts about the homes' model for servers. All homes call it together,
+                once :attr:`numbers` has the servers of the new generation.
 
         Raises:
             LaunchError: the pool has failed to form ``_TRIES`` times.
@@ -276,13 +279,13 @@ class RemoteServers:
         raise LaunchError(f"The pool of homes and servers without a model has failed to form {_TRIES} times.")
 
     def _is_here(self, server: Comer) -> bool:
-        """Whether a server answers to the change, and was not let go."""
+        """Whether a server takes part in the change that is under way, and was not let go."""
         if server.number in self._released:
             return False
         return self._answers(f"here/{self.generation}/{server.number}", server)
 
     def _answers(self, key: str, server: Comer) -> bool:
-        """Waits until a server has written ``key`` to the store; returns False if it is gone or takes too long."""
+        """Waits until ``key`` is in the store; returns False if the server has gone or takes too long."""
         until = time.monotonic() + (_HERE_S if self._may_change else TIMEOUT.total_seconds())
         while not self._store.has(key):
             if (self._may_change and self._is_gone(server)) or time.monotonic() > until:
@@ -291,7 +294,7 @@ class RemoteServers:
         return True
 
     def _is_gone(self, server: Comer) -> bool:
-        """Whether a server's process has ended, or has given no sign of life for a while."""
+        """Whether a server has given no sign of life for a while."""
         return self._watch.is_gone(server.process)
 
     def _begin_watch(self) -> None:
@@ -301,14 +304,14 @@ class RemoteServers:
     def _whole_places(self, here: list[Comer]) -> list[Comer]:
         """Returns the servers that can stay.
 
-        ``tp`` consecutive servers share a place in the pool, one for each tensor-parallel rank. If one of them is not
-        in ``here``, the others cannot stay either.
+        ``tp`` consecutive servers form a group, one for each tensor-parallel rank. A group stays only if all its
+        servers are in ``here``.
         """
         places = [self._servers[at : at + self._tp] for at in range(0, len(self._servers), self._tp)]
         return [each for place in places if all(one in here for one in place) for each in place]
 
     def _let_in(self, comers: list[Comer]) -> list[Comer]:
-        """Returns the new servers that can join, lowest numbers first: as many as fill places of ``tp`` servers."""
+        """Returns the new servers that can join, lowest numbers first: a multiple of ``tp``."""
         some = sorted((each for each in comers if not self._is_gone(each)), key=lambda each: each.number)
         return some[: len(some) // self._tp * self._tp]
 
@@ -327,7 +330,8 @@ class RemoteServers:
             taken.add(each.number)
 
     def _put_generation(self, terms: PoolTerms, new: Sequence[Comer] = ()) -> None:
-        """Writes the generation to the store, and once more for each new server, which waits for it there."""
+        """Writes the generation to the store, for all servers together and for each new server under a key of its
+        own."""
         if self._leads:
             made = Generation(self.generation, tuple(self._servers), terms, self._store.told)
             self._store.put(f"generation/{self.generation}", made)
@@ -335,7 +339,8 @@ class RemoteServers:
                 self._store.put(f"welcome/{each.process}", made)
 
     def _group(self, patience: timedelta) -> dist.ProcessGroup:
-        """Returns the process group of this rank's pool, once all its ranks have connected within ``patience``."""
+        """Returns the process group of this rank's pool; raises RuntimeError if a member takes longer than
+        ``patience``."""
         rank, homes = dist.get_rank(), dist.get_world_size() // self._tp
         name = group_name(self.generation, rank % self._tp)
         ranks = homes + len(self._servers) // self._tp
@@ -358,10 +363,10 @@ def _say(before: Sequence[int], now: Sequence[int]) -> None:
 
 
 def check_planned(found: int | str, server: int, fingerprint: int) -> None:
-    """Refuses a server's plan that is not the homes' one.
+    """Refuses a server's plan that differs from the homes' plan.
 
     Args:
-        found: the fingerprint of the server's plan, or its error in words.
+        found: the fingerprint of the server's plan, or the text of the error if the server could not plan.
         server: the server's number, for the message.
         fingerprint: the fingerprint of the homes' plan.
 
@@ -372,8 +377,8 @@ def check_planned(found: int | str, server: int, fingerprint: int) -> None:
         raise PlanError(f"Server {server} of the pool could not plan a step: {found}")
     if found != fingerprint:
         raise PlanError(
-            f"Server {server} of the pool planned a step differently from the homes, so nothing of it was sent: "
-            "compare versions of distca and numpy by `distca doctor` on both nodes."
+            f"Server {server} of the pool planned a step differently from the ranks that train, so the step was not "
+            "run: compare versions of distca and numpy by `distca doctor` on both nodes."
         )
 
 
@@ -381,5 +386,5 @@ _MISSING = "Server {} of the {} that `servers` asks for has not come: start it w
 
 
 def _lengths(inputs: StepInputs) -> tuple[Sequence[Any], Any, Any]:
-    """Returns the inputs of a plan that servers do not have: the step's lengths, homes and room."""
+    """Returns the inputs of a plan without the options, which servers have already."""
     return inputs.lengths, inputs.homes, inputs.room

@@ -1,7 +1,7 @@
-"""Chooses Megatron's own or Transformer Engine's linear layers for ``CAD``, and refuses FP8 that cannot run here.
+"""Chooses Megatron's own or Transformer Engine's linear layers for a model, and refuses FP8 that cannot run here.
 
-FP8 is computed by Transformer Engine's layers only. Tensors are scaled to FP8 in one of three ways: by their own
-largest value ("current"), by those of earlier steps ("delayed"), or block by block ("blockwise").
+Only Transformer Engine's layers compute in FP8. A tensor is scaled before it is rounded to FP8. The scale follows from
+the largest value: of the tensor itself ("current"), of earlier steps ("delayed"), or of each block ("blockwise").
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _OWN = "with experts or latent attention all linear layers are Megatron-Core's o
 _CAPABILITY = (8, 9)
 """The lowest CUDA compute capability that has FP8 products."""
 _BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
-"""The lowest compute capability and CUDA version for FP8 that is scaled in blocks."""
+"""The lowest compute capability and CUDA version for FP8 with scaling "blockwise"."""
 
 
 def use_te(linears: Linears, config: TransformerConfig, device: torch.device) -> bool:
-    """Returns whether a model gets Transformer Engine's linear layers; False is Megatron's own.
+    """Returns True if a model gets Transformer Engine's linear layers, and False if it gets Megatron's own.
 
     Args:
-        linears: "te" for Transformer Engine's, "local" for Megatron's own, and "auto" for Transformer Engine's if they
-            can be used.
+        linears: "te" for Transformer Engine's layers, "local" for Megatron's own. "auto" takes Transformer Engine's
+            layers if these can be used.
         config: the model's configuration.
         device: this rank's device.
 
     Raises:
-        SupportError: Transformer Engine's layers cannot be used, but ``linears`` or FP8 asks for them; or FP8 cannot be
+        SupportError: ``linears`` or FP8 asks for Transformer Engine's layers, which cannot be used; or FP8 cannot be
             computed here.
     """
     fp8 = fp8_of(config)
@@ -64,7 +64,7 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
 
 
 def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
-    """Refuses a layer spec with Transformer Engine's linear layers; called where Megatron's own were chosen.
+    """Refuses a layer spec with Transformer Engine's linear layers, in a run for which Megatron's own were chosen.
 
     Raises:
         SupportError: always; the message says why Megatron's own were chosen.
@@ -77,10 +77,10 @@ def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
 
 
 def check_moments(moments: torch.dtype, device: torch.device) -> None:
-    """Refuses moments of Adam that are not float32 where Transformer Engine's Adam, which they need, cannot be used.
+    """Refuses a dtype of Adam's moments other than float32 if Transformer Engine, whose Adam it needs, is not usable.
 
     Raises:
-        SupportError: Transformer Engine is not usable here.
+        SupportError: ``moments`` is not float32, and Transformer Engine is not usable here.
     """
     if moments == torch.float32:
         return
@@ -92,16 +92,17 @@ def check_moments(moments: torch.dtype, device: torch.device) -> None:
 
 
 def why_not_te(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns why Transformer Engine's linear layers cannot be used; None if they can."""
+    """Returns why Transformer Engine's linear layers cannot be used, as part of a sentence; None if they can be
+    used."""
     if device.type != "cuda":
         return _NO_GPU
     if dtype != torch.bfloat16:
-        return f"Transformer Engine's linear layers are served in bfloat16 only, and parameters are {dtype}"
+        return f"Transformer Engine's linear layers are supported in bfloat16 only, and parameters are {dtype}"
     return why_not_supported()
 
 
 def why_not_fp8(device: torch.device, blockwise: bool) -> str | None:
-    """Returns why this GPU cannot compute in FP8; None if it can."""
+    """Returns why this GPU cannot compute in FP8, as part of a sentence; None if the GPU can."""
     capability, least = torch.cuda.get_device_capability(device), _BLOCKWISE_CAPABILITY if blockwise else _CAPABILITY
     if capability < least:
         return (
@@ -121,13 +122,13 @@ def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
         raise SupportError(f"`fp8` is {fp8}, but {reason}: set `fp8` to none.")
     if config.fp8_param and config.use_cpu_initialization:
         raise SupportError(
-            "fp8_param is True, but use_cpu_initialization draws weights after they are quantised, and main weights "
-            "would be made of others: set use_cpu_initialization to False."
+            "fp8_param is True, but use_cpu_initialization draws weights after the FP8 numbers are made, so the "
+            "optimizer's main weights would be made of other numbers: set use_cpu_initialization to False."
         )
     if config.fp8_param and config.tp_only_amax_red and fp8 == "delayed":
         raise SupportError(
-            "tp_only_amax_red is True, but with fp8_param each data-parallel rank casts a part of a weight, and "
-            "scales of delayed scaling have to be the same on all of them: set tp_only_amax_red to False."
+            "tp_only_amax_red is True, but with fp8_param each data-parallel rank casts a part of a weight, and all "
+            "data-parallel ranks need the same scales of delayed scaling: set tp_only_amax_red to False."
         )
     assert config.ffn_hidden_size is not None and config.num_query_groups is not None
     assert config.kv_channels is not None

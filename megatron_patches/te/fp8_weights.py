@@ -1,12 +1,11 @@
-"""Weights that exist as FP8 numbers and scales only, without a bfloat16 copy; for Transformer Engine's linear layers.
+"""Weights of Transformer Engine's linear layers that exist as FP8 numbers and scales only, without a bfloat16 copy.
 
-Megatron builds such weights where its configuration says ``fp8_param``. Its optimizer keeps float32 main weights. They
-are made from the numbers that initialisation drew, and not from the FP8 numbers, which are rounded already. After an
-update ranks gather FP8 numbers.
+Megatron builds such weights if its configuration sets ``fp8_param``. Megatron's optimizer also keeps a float32 *main
+weight* for each. Main weights are made from the drawn initial values, before these are rounded to FP8.
 
-On Hopper a product in backward reads a weight by columns, from a transposed copy. Transformer Engine makes that copy
-and keeps it, which doubles a weight's memory. Here the copy is made for each product in backward, and dropped after it.
-So a weight takes one byte for each parameter.
+For backward on Hopper GPUs, Transformer Engine makes a transposed copy of a weight's FP8 numbers. Transformer Engine
+would keep that copy, which doubles the weight's memory. This file drops the copy after use, so a weight takes one byte
+for each parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 def is_fp8(weight: torch.Tensor) -> bool:
-    """Whether a weight is FP8 numbers and scales. Its ``dtype`` does not say so: that is bfloat16 also for FP8."""
+    """Whether a weight is FP8 numbers and scales; the ``dtype`` of such a weight is bfloat16 all the same."""
     return bool(fp8_utils.is_float8tensor(weight))
 
 
@@ -33,35 +32,35 @@ def has_fp8_weights(model: torch.nn.Module) -> bool:
 
 
 def keep_rows_only(weight: Any) -> None:
-    """Drops the transposed copy of a weight's FP8 numbers; a later quantisation makes none either."""
+    """Drops the transposed copy of a weight's FP8 numbers, and prevents later quantisations from making a copy."""
     weight._quantizer.set_usage(rowwise=True, columnwise=False)
     forget_columns(weight)
     _cast_parts_by_rows()
-    # Megatron's function, which this replaces, makes the transposed copies of all weights after every update.
+    # The replaced function makes transposed copies of all weights after every update of the optimizer.
     fp8_utils.te_post_all_gather_processing = forget_columns
 
 
 def break_reference_cycle(weight: Any) -> None:
-    """Makes the memory of a weight, and of its main weight, free as soon as nothing uses the weight any more.
+    """Lets Python free a weight as soon as nothing else uses the weight.
 
     Transformer Engine stores two bound methods as attributes of the weight, so the weight refers to itself. Python
-    frees tensors in such a cycle late or never. Here the methods hold the weight by a weak reference."""
+    frees such a cycle late. The new attributes refer to the weight by a weak reference."""
     here = weakref.ref(weight)
 
     def bound(method: Any) -> Callable[[], Any]:
         return lambda: method(here())
 
     for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
-        if hasattr(weight, name):  # models that are built without gradients have none
+        if hasattr(weight, name):  # weights that are built without gradients lack these attributes
             setattr(weight, name, bound(getattr(weight, name).__func__))
 
 
 @cache
 def _cast_parts_by_rows() -> None:
-    """Replaces Transformer Engine's cast of a one-dimensional tensor to FP8 by one without a transposed copy.
+    """Makes Transformer Engine cast one-dimensional tensors to FP8 without a transposed copy.
 
-    The distributed optimizer casts its part of a weight as one long row. With current scaling Transformer Engine would
-    make a transposed copy too, by a kernel that takes 70 ms for a billion weights."""
+    The distributed optimizer casts this rank's part of a weight as one long row. With current scaling Transformer
+    Engine would also transpose that row, which takes 70 ms for a billion weights."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     cast = Float8Quantizer.update_quantized
@@ -75,28 +74,29 @@ def _cast_parts_by_rows() -> None:
 
 
 def forget_columns(weights: Any) -> None:
-    """Drops the transposed copy of a weight, or of each weight in a list."""
+    """Drops the transposed copy of an FP8 weight, or of each FP8 weight in a list."""
     for weight in weights if isinstance(weights, list) else [weights]:
         if is_fp8(weight):
             weight.update_usage(rowwise_usage=True, columnwise_usage=False)
 
 
 def set_values(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Sets a weight before the optimizer is built, and with it the float32 main weight that will be made of it.
+    """Sets a weight before the optimizer is built. Megatron's optimizer then makes the main weight from these values.
 
     Args:
         weight: a weight, FP8 or not.
-        values: the numbers in the weight's shape, of any dtype and on any device.
+        values: the new values in the weight's shape, of any dtype and on any device.
     """
     with torch.no_grad():
         if is_fp8(weight):
-            values = values.to(weight.device, weight.dtype)  # rounded to bfloat16 first, as a weight without FP8
+            values = values.to(weight.device, weight.dtype)  # rounds to bfloat16, like weights that are not FP8
             weight._high_precision_init_val.copy_(values)  # type: ignore[attr-defined]
         weight.copy_(values)
 
 
 def broadcast_weights(model: DistributedDataParallel) -> None:
-    """Copies the weights of the first data-parallel rank to all others, before the optimizer is built."""
+    """Copies the weights of the first data-parallel rank to all other data-parallel ranks, before the optimizer is
+    built."""
     if not has_fp8_weights(model):
         model.broadcast_params()
         return
@@ -112,7 +112,7 @@ def broadcast_weights(model: DistributedDataParallel) -> None:
 
 
 def quantise_main_weights(model: DistributedDataParallel, optimizers: Iterable[Any]) -> None:
-    """Sets all weights from the optimizers' float32 main weights, which a checkpoint has just set.
+    """Sets all weights from the optimizers' float32 main weights, for example after a checkpoint was loaded.
 
     Args:
         model: the model in Megatron's wrapper for data parallelism.

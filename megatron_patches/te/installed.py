@@ -1,7 +1,7 @@
-"""Says which Transformer Engine is installed and whether it can be used, without importing it; hides it without a GPU.
+"""Says, without an import, whether a supported Transformer Engine is installed; hides Transformer Engine without a GPU.
 
-Megatron-Core imports Transformer Engine wherever that is installed. Without a GPU this import fails. So there imports
-are made to fail in the way that Megatron-Core expects of a package that is not installed.
+Megatron-Core imports Transformer Engine wherever the package is installed. On a machine without a GPU this import
+breaks Megatron-Core. So there the import raises ModuleNotFoundError, as if the package were not installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST, _BEYOND = (2, 11), (2, 21)
 
 
 def installed_version() -> str | None:
-    """Returns the version of the Transformer Engine that an import would take, such as "2.11.0"; None without one."""
+    """Returns the version of the installed Transformer Engine, such as "2.11.0"; None if none is installed."""
     try:
         return metadata.version(NAME)
     except metadata.PackageNotFoundError:
@@ -28,7 +28,7 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """Returns why the installed Transformer Engine cannot be used, as part of a sentence; None if it can."""
+    """Returns why Transformer Engine cannot be used, as part of a sentence; None if a supported one is installed."""
     version = installed_version()
     if version is None:
         return f"Transformer Engine is not installed; versions {SUPPORTED} are supported"
@@ -37,20 +37,20 @@ def why_not_supported() -> str | None:
     try:
         metadata.version(f"{NAME}_torch")
     except metadata.PackageNotFoundError:
-        return f"Transformer Engine {version} is here without its part for PyTorch, {NAME}_torch"
+        return f"Transformer Engine {version} is installed without its part for PyTorch, {NAME}_torch"
     return None
 
 
 def hide_without_gpu() -> None:
-    """Makes imports of Transformer Engine fail, as if it were not installed, while torch has no GPU.
+    """Makes imports of Transformer Engine raise ModuleNotFoundError while torch has no GPU.
 
-    It must be called before Megatron-Core is imported, and may be called again."""
+    Call it before Megatron-Core is imported; further calls do nothing."""
     if NAME not in sys.modules and not any(isinstance(finder, _NotWithoutGpu) for finder in sys.meta_path):
         sys.meta_path.insert(0, _NotWithoutGpu())
 
 
 class _NotWithoutGpu:
-    """An import hook that refuses to load Transformer Engine while torch has no GPU, and leaves all else to others."""
+    """An import hook that refuses to load Transformer Engine while torch has no GPU. Other imports pass."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

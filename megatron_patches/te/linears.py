@@ -1,7 +1,7 @@
 """Megatron's wrappers of Transformer Engine's linear layers, changed for layers that run a micro-batch in two parts.
 
-The two parts are nano-batches: ping goes forward first, and pong backward first. So a layer runs twice for each
-micro-batch. Importing this module imports Transformer Engine.
+The two parts are called ping and pong. A layer runs the forward of ping, then the forward of pong, and later the
+backward of pong before the backward of ping. Importing this module imports Transformer Engine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from megatron_patches.te.quantization import in_fp8, make_recipe
 logger = logging.getLogger(__name__)
 
 _HISTORY = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
-"""The name, by direction, under which Transformer Engine holds scales and largest values of delayed scaling."""
+"""By direction, the key under which Transformer Engine holds scales of delayed scaling and largest values of earlier
+steps. Delayed scaling multiplies a tensor, before rounding to FP8, by a scale from those values."""
 
 
 class _Linear:
-    """The changes to both of Megatron's wrappers."""
+    """The changes to Megatron's wrappers of column-parallel and row-parallel layers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -33,24 +34,25 @@ class _Linear:
             break_reference_cycle(self.weight)  # type: ignore[attr-defined]
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        """Ignores ``.cuda()``, ``.bfloat16()`` and the like for FP8 weights. They are on their GPU already, and a
-        conversion would quantise them once more."""
+        """Ignores ``.cuda()``, ``.bfloat16()`` and the like for FP8 weights, which are on the GPU already. A conversion
+        would round the weights to FP8 once more."""
         return self if self._is_fp8 else super()._apply(function, recurse)  # type: ignore[misc]
 
     @property
     def is_first_microbatch(self) -> bool:
-        """Always False. After True Transformer Engine would overwrite the weight's gradient in backward of these rows,
-        and not add to it. But rows that are first in forward, those of ping, come last in backward."""
+        """Always False. True would make backward of the first forward overwrite the weight's gradient. Ping is first in
+        forward but last in backward, so the gradient of pong would be lost."""
         return False
 
     @is_first_microbatch.setter
     def is_first_microbatch(self, first: bool) -> None:
-        """Drops the FP8 copies of weights, so that they are quantised anew. Megatron sets True before a step."""
+        """Drops the FP8 copies of weights if ``first`` is True, as Megatron sets it before a step. The next forward
+        makes new copies."""
         if first:
             self.__dict__.get("_fp8_workspaces", {}).clear()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the output, and the bias if the caller has to add it, else None."""
+        """Returns the output, and the bias if the caller has to add the bias, else None."""
         with in_fp8(self._recipe, self.config):  # type: ignore[attr-defined]
             output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(x)  # type: ignore[misc]
         if self._is_fp8 and (product := output[0].grad_fn) is not None:
@@ -67,7 +69,7 @@ class _Linear:
     # Transformer Engine's own extra state is a pickle, and loading a pickle can run code. Ours has tensors only.
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
-        """Returns the scales of delayed scaling and the largest values of earlier steps; None without delayed
+        """Returns the scales of delayed scaling and the largest values of earlier steps. Returns None without delayed
         scaling, and before the first forward."""
         meta = self.fp8_meta  # type: ignore[attr-defined]
         if self._recipe is None or not self._recipe.delayed() or "scaling_fwd" not in meta:
@@ -79,8 +81,8 @@ class _Linear:
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Sets the state that :meth:`get_extra_state` returned. A state that another class of layers wrote is
-        ignored."""
+        """Sets the state that :meth:`get_extra_state` returned. States of other kinds, such as pickles, are ignored, as
+        is a history of another length."""
         if self._recipe is None or not self._recipe.delayed() or not isinstance(state, dict):
             return
         meta = self.fp8_meta  # type: ignore[attr-defined]
@@ -93,7 +95,7 @@ class _Linear:
         ]
         if any(held.shape != loaded.shape for held, loaded in pairs):
             logger.warning(
-                "Scales and their history begin anew: the history has another length than in the checkpoint."
+                "FP8 scales begin anew: the checkpoint's history of largest values has another length than this run's."
             )
             return
         for held, loaded in pairs:
@@ -101,8 +103,8 @@ class _Linear:
 
 
 class ColumnLinear(_Linear, TEColumnParallelLinear):  # type: ignore[misc]
-    """A linear layer whose outputs are split over tensor-parallel ranks: linear_qkv and linear_fc1."""
+    """A linear layer whose outputs are split over tensor-parallel ranks, such as linear_qkv and linear_fc1."""
 
 
 class RowLinear(_Linear, TERowParallelLinear):  # type: ignore[misc]
-    """A linear layer whose inputs are split over tensor-parallel ranks: linear_proj and linear_fc2."""
+    """A linear layer whose inputs are split over tensor-parallel ranks, such as linear_proj and linear_fc2."""

@@ -1,12 +1,11 @@
 """FP8 in Transformer Engine's linear layers: the context in which a layer computes, and the scales of delayed scaling.
 
-A tensor is multiplied by a scale before it is rounded to FP8. With *delayed* scaling the scale follows from the largest
-values of earlier steps. Here scales stay the same during a step, so that recomputation in backward rounds as forward
-did. At the step's end :func:`end_step` reduces the largest values over ranks, and sets the next scales.
+A tensor is multiplied by a scale before the tensor is rounded to FP8. With *delayed* scaling the scale follows from the
+largest values of earlier steps. Scales stay the same during a step, so recomputation in backward rounds like forward.
+At the step's end :func:`end_step` reduces the largest values over ranks, and sets the next scales.
 
-Megatron's own blocks open an FP8 context around each layer, or around all of them. Our linear layers run once for each
-of a micro-batch's two parts, and again where they are recomputed. So each opens a context for itself, by
-:func:`in_fp8`.
+Each of this project's linear layers opens an FP8 context for itself, by :func:`in_fp8`. Megatron's blocks open the
+context around whole layers.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.sizes.fp8_shapes import Fp8
 
-# By scaling, the fields of Megatron's configuration.
+# For each way of scaling to FP8, the fields of Megatron's configuration.
 _FIELDS: dict[Fp8, dict[str, Any]] = {
     "none": {},
     "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "delayed": {
         "fp8": "hybrid",
         "fp8_recipe": "delayed",
-        # A scale follows from the largest values of this many steps; 1024 is Transformer Engine's default. Megatron's
-        # own layers count micro-batches in place of steps, and count recomputed products twice.
+        # The number of steps whose largest values determine a scale.
         "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
     },
@@ -42,14 +40,14 @@ _unreduced = False
 
 
 def config_fields(fp8: Fp8, weights: bool = False) -> dict[str, Any]:
-    """Returns the fields of Megatron's configuration for a scaling to FP8.
+    """Returns the fields of Megatron's configuration for a way of scaling to FP8.
 
-    ``weights`` adds the field by which weights are FP8 numbers only, without a bfloat16 copy."""
+    ``weights`` adds the field ``fp8_param``, with which weights are FP8 numbers only, without a bfloat16 copy."""
     return _FIELDS[fp8] | ({"fp8_param": True} if weights else {})
 
 
 def fp8_of(config: TransformerConfig) -> Fp8:
-    """Returns how a configuration scales tensors to FP8; other ways than these were refused before."""
+    """Returns how a supported configuration scales tensors to FP8; "none" is no FP8."""
     if config.fp8 is None:
         return "none"
     names: dict[str, Fp8] = {"tensorwise": "current", "delayed": "delayed", "blockwise": "blockwise"}
@@ -57,7 +55,7 @@ def fp8_of(config: TransformerConfig) -> Fp8:
 
 
 def keeps_inputs(linear: Any) -> bool:
-    """Whether a linear layer keeps its bfloat16 input for backward. With FP8 it usually keeps an FP8 copy."""
+    """Whether a linear layer keeps its bfloat16 input for backward. Most layers with FP8 keep an FP8 copy instead."""
     return linear.config.fp8 is None or getattr(linear, "save_original_input", False)
 
 
@@ -72,10 +70,10 @@ def make_recipe(config: TransformerConfig) -> Any:
 def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
     """Makes one of Transformer Engine's layers compute in FP8 inside the ``with`` block.
 
-    Nothing changes where a context is open already, or where ``recipe`` is None.
+    Nothing changes if an FP8 context is open already, or if ``recipe`` is None.
 
     Args:
-        recipe: from :func:`make_recipe`.
+        recipe: from :func:`make_recipe`, or another recipe of Transformer Engine.
         config: the layer's configuration.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
@@ -91,9 +89,9 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
         _unreduced = True
         _autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
-    # Transformer Engine's own context sets scales when it is left, and in backward of the first layer that entered it.
-    # This one must leave them to end_step. So it sets the state alone, and the last but one False says that the layer
-    # is not the first.
+    # Transformer Engine's own context manager also sets new scales, at its end and in backward of its first layer. Only
+    # end_step may set scales. So this context sets the state alone; the first False behind the group means "not the
+    # first layer".
     State.set_autocast_state((True, False, recipe, group, False, False))
     try:
         yield
@@ -102,18 +100,18 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
 
 
 def _autocast_arguments(manager: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns Transformer Engine's dictionary of recipes and groups, by which it updates scales of delayed scaling.
+    """Returns Transformer Engine's dictionary of the recipes and groups with which scales of delayed scaling are set.
 
     Args:
-        manager: Transformer Engine's FP8GlobalStateManager. The dictionary is its attribute in 2.11, and an attribute
-            of its ``quantization_state`` in 2.20.
+        manager: Transformer Engine's FP8GlobalStateManager. The dictionary is an attribute of the manager in 2.11, and
+            an attribute of ``manager.quantization_state`` in 2.20.
     """
     held: dict[str, tuple[Any, Any]] = getattr(manager, "quantization_state", manager).autocast_arguments
     return held
 
 
 def end_step() -> None:
-    """Reduces the largest values of a step over ranks, and sets the next scales of delayed scaling from them.
+    """Reduces the largest values of a step over ranks, and sets the next scales of delayed scaling.
 
     All ranks call it after the step's last backward; without delayed scaling it does nothing."""
     global _unreduced
@@ -128,7 +126,7 @@ def end_step() -> None:
 
 
 def forget_layers() -> None:
-    """Resets Transformer Engine's global state, which holds values of earlier layers and groups that are closed."""
+    """Resets Transformer Engine's global state: it would keep closed process groups and values of earlier layers."""
     global _unreduced
     _unreduced = False
     if "transformer_engine.pytorch.quantization" in sys.modules:

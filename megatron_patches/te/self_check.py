@@ -1,7 +1,6 @@
-"""Compares one of Transformer Engine's linear layers on this machine with float64, in bfloat16 and in FP8.
+"""Compares matrix products of a Transformer Engine linear layer with float64, on this machine's GPU.
 
-``CAD`` runs it before a model is built. Where products are wrong, a run in bfloat16 can take Megatron's own layers. A
-run in FP8 is refused, as Megatron's own layers cannot compute in FP8.
+The layer runs in bfloat16, and in FP8 if the model does. The check runs before a model is built.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ logger = logging.getLogger(__name__)
 _WIDTH, _OUT, _ROWS = 256, 384, 512
 """Inputs, outputs and rows of the layer that is checked."""
 _MOST = {"none": 0.0078, "current": 0.10, "delayed": 0.10, "blockwise": 0.10}
-"""The largest relative error of a product that passes, norm over norm, by scaling to FP8. In bfloat16 a product is
-rounded once, which makes 0.2 %. Rounding to FP8 with 3 bits of fraction makes 2.6 %, and with the 2 bits of gradients
-5.2 %. A product of two such tensors has 5.8 %."""
+"""The largest relative error that passes, for each way of scaling to FP8; "none" is bfloat16. The relative error of a
+product is the norm of its difference from float64, over the norm in float64. Rounding causes 0.2 % in bfloat16, and up
+to 5.8 % in FP8."""
 _MOST_FACTOR = 0.02
-"""The largest distance from 1 that passes, of the factor by which a product differs from the exact one as a whole.
-Errors of rounding cancel out in this factor, so it shows wrong scales."""
+"""How far the factor between a product and its exact value may be from 1. Random rounding hardly changes this factor,
+so a larger distance shows a wrong scale."""
 
 
 def check_products(config: TransformerConfig, device: torch.device) -> str | None:
@@ -38,7 +37,8 @@ def check_products(config: TransformerConfig, device: torch.device) -> str | Non
         device: this rank's GPU.
 
     Returns:
-        Why products in bfloat16 are wrong, as part of a sentence and the same on every rank; None if they are right.
+        Why products in bfloat16 are wrong, as part of a sentence and the same on every rank; None if products are
+        right.
 
     Raises:
         SupportError: the configuration has FP8, and products are wrong on some rank; all ranks raise it.
@@ -48,15 +48,16 @@ def check_products(config: TransformerConfig, device: torch.device) -> str | Non
     scaled = None if plain or fp8 == "none" else first_objection(_why_wrong(fp8, config, device))
     torch.cuda.empty_cache()
     if fp8 != "none" and (plain or scaled):
+        remedy = "set `fp8` to none and `linears` to local" if plain else "set `fp8` to none"
         raise SupportError(
-            f"`fp8` is {fp8}, but Transformer Engine's products are wrong here, as {plain or scaled}: set `fp8` to "
-            "none, or install another version of it."
+            f"`fp8` is {fp8}, but Transformer Engine's products are wrong here, as {plain or scaled}: {remedy}, or "
+            "install another version of Transformer Engine."
         )
     return plain
 
 
 def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str | None:
-    """Returns why this rank's products are wrong, as part of a sentence; None if they are right."""
+    """Returns why this rank's products are wrong, as part of a sentence; None if products are right."""
     try:
         actual, exact = _products(fp8, config, device)
     except Exception as error:  # Transformer Engine's libraries raise errors of any kind
@@ -66,7 +67,7 @@ def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str
 
 
 def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], fp8: Fp8) -> str | None:
-    """Returns why products are wrong, as part of a sentence; None if they are as right as their numbers allow.
+    """Returns why products are wrong, as part of a sentence; None if rounding explains the difference from float64.
 
     Args:
         actual: products by name.
@@ -78,7 +79,7 @@ def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], f
         off = float(((values - expected).square().sum() / square).sqrt())
         factor = float((values * expected).sum() / square)  # the least-squares factor from exact to actual values
         if not off <= _MOST[fp8]:
-            return f"{name} is {off:.2%} off float64, and {_MOST[fp8]:.2%} is explained"
+            return f"{name} is {off:.2%} off float64, and rounding explains at most {_MOST[fp8]:.2%}"
         if not abs(factor - 1) <= _MOST_FACTOR:
             return f"{name} is {factor:.3f} times what float64 gives"
     return None
@@ -87,7 +88,7 @@ def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], f
 def _products(
     fp8: Fp8, config: TransformerConfig, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns a layer's output and gradients by name, as Transformer Engine and as float64 products give them."""
+    """Returns a layer's output and gradients by name: from Transformer Engine, and from products in float64."""
     import transformer_engine.pytorch as te
 
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +104,7 @@ def _products(
         params_dtype=torch.bfloat16,
         device=device,
         fuse_wgrad_accumulation=True,
-        init_method=torch.nn.init.zeros_,  # draws no random numbers, so the model's weights are as without the check
+        init_method=torch.nn.init.zeros_,  # draws no random numbers, so the check does not change the model's weights
     )
     with torch.no_grad():
         linear.weight.copy_(weight)
@@ -122,7 +123,7 @@ def _products(
 def _recipe(fp8: Fp8) -> Any:
     """Returns Transformer Engine's recipe for the check; None for bfloat16.
 
-    For delayed scaling it is that of current scaling: it runs the same products, and keeps no scales afterwards."""
+    Delayed scaling is checked with the recipe of current scaling, which runs the same products and keeps no scales."""
     from transformer_engine.common import recipe
 
     if fp8 == "none":

@@ -53,7 +53,11 @@ def test_it_is_hidden_from_megatron_without_a_gpu(tmp_path: Path) -> None:
         ("2.20.2", True, "None"),
         ("2.21.0", True, "Transformer Engine is 2.21.0; versions >=2.11,<2.21 are supported"),
         ("2.10.0", True, "Transformer Engine is 2.10.0; versions >=2.11,<2.21 are supported"),
-        ("2.11.0", False, "Transformer Engine 2.11.0 is here without its part for PyTorch, transformer_engine_torch"),
+        (
+            "2.11.0",
+            False,
+            "Transformer Engine 2.11.0 is installed without its part for PyTorch, transformer_engine_torch",
+        ),
         ("2.9.0", True, "Transformer Engine is 2.9.0; versions >=2.11,<2.21 are supported"),
         ("3.0.0", True, "Transformer Engine is 3.0.0; versions >=2.11,<2.21 are supported"),
     ],

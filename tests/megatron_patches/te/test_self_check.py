@@ -1,9 +1,13 @@
 """How far off products in FP8 may be: rounding passes, a factor and a wrong column do not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from megatron_patches.te.self_check import objection
+from distca.errors import SupportError
+from megatron_patches.te import self_check
+from megatron_patches.te.self_check import check_products, objection
 
 
 def _products(dtype: torch.dtype, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -35,3 +39,13 @@ def test_columns_of_others_are_refused() -> None:
     actual, exact = _products(torch.float8_e4m3fn, 0)
     actual["the output"][:, :2] = actual["the output"][:, 2:4]
     assert "off float64" in str(objection(actual, exact, "current"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [("current", "set `fp8` to none, or"), ("none", "set `fp8` to none and `linears` to local, or")],
+)
+def test_the_remedy_leaves_out_the_layers_that_are_wrong(monkeypatch, wrong, remedy) -> None:
+    monkeypatch.setattr(self_check, "_why_wrong", lambda fp8, *_: "the output is 0" if fp8 == wrong else None)
+    with pytest.raises(SupportError, match=remedy):
+        check_products(SimpleNamespace(fp8="hybrid", fp8_recipe="tensorwise"), torch.device("cpu"))
