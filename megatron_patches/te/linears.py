@@ -19,8 +19,8 @@ from megatron_patches.te.quantization import in_fp8, make_recipe
 logger = logging.getLogger(__name__)
 
 _HISTORY = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
-"""By direction, the key under which Transformer Engine holds scales of delayed scaling and largest values of earlier
-steps. Delayed scaling multiplies a tensor, before rounding to FP8, by a scale from those values."""
+"""For each direction, the name under which Transformer Engine holds the state of delayed scaling: scales, and the
+largest values of earlier steps from which scales follow."""
 
 
 class _Linear:
