@@ -110,7 +110,8 @@ class PoolWatch:
                 return
             self._store.put(key, True)
         if not transport.broken:
-            logger.info("Generation %d of the pool is broken off: a rank of it is gone.", self._generation)
+            # Homes warn of the server when they go on without it. At the end of a run servers just leave.
+            logger.debug("Generation %d of the pool is broken off: a rank of it is gone.", self._generation)
             transport.break_off()
 
 

@@ -114,7 +114,10 @@ def kind_rows(made: MicroBatchPlan) -> list[tuple[str, str]]:
 
 def lower_bound(made: MicroBatchPlan) -> float:
     """Seconds of forward and backward of one layer that no plan of these layouts can beat."""
-    return sum(nano.share * makespan_bound(nano.layout, nano.cost, "both") for nano in made.every_nano_batch)
+    on_servers = made.step.options.on_servers
+    return sum(
+        nano.share * makespan_bound(nano.layout, on_servers(nano.cost), "both") for nano in made.every_nano_batch
+    )
 
 
 def most_received(made: MicroBatchPlan) -> int:

@@ -118,9 +118,13 @@ class PlanOptions:
     @cached_property
     def server_cost(self) -> CostModel:
         """Returns the seconds per task on each server, in layers of the first kind."""
-        if isinstance(self.cost, PoolCost) or not self.servers:
-            return self.cost
-        return PoolCost((self.cost,), (0,) * self.pool_ranks)
+        return self.on_servers(self.cost)
+
+    def on_servers(self, cost: CostModel) -> CostModel:
+        """Returns ``cost`` with servers without a model counted, each as fast as a home unless ``cost`` says more."""
+        if isinstance(cost, PoolCost) or not self.servers:
+            return cost
+        return PoolCost((cost,), (0,) * self.pool_ranks)
 
     @cached_property
     def combinations(self) -> tuple[tuple[int, ...], ...]:

@@ -47,6 +47,12 @@ def test_figures_agree_with_the_plan() -> None:
     assert (seconds[np.eye(4) == 0] > 0).any()
 
 
+def test_servers_without_a_model_lower_the_bound() -> None:
+    found = plan_micro_batch([100_000, 40_000, 60_000, 900], 4, COST, nano_batches=2, servers=2)
+    alone = plan_micro_batch([100_000, 40_000, 60_000, 900], 4, COST, nano_batches=2)
+    assert lower_bound(alone) / 2 < lower_bound(found) <= min(found.seconds_after.max(), lower_bound(alone) * 0.7)
+
+
 def test_busiest_rank_nodes_and_halves_are_those_of_the_routes() -> None:
     documents, links = [100_000, 4000, 6000, 900, 20_000], Links(2)
     found = plan_micro_batch(documents, 4, COST, nano_batches=2, links=links)

@@ -7,6 +7,7 @@ Waits are no part of those seconds, so a rank that waits for a slow one is not s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -52,6 +53,24 @@ class SlowRanks:
         slow = set(np.flatnonzero(self.slower > _MARGIN).tolist())
         new, self._named = sorted(slow - self._named), slow
         return new
+
+
+def speeds_as_measured(
+    speeds: Sequence[float], server_of_rank: Sequence[int], slower: np.ndarray, named: Sequence[int]
+) -> list[float]:
+    """The speeds by which plans count with the slow ranks that were found.
+
+    Args:
+        speeds: [servers] the speeds by which plans were made.
+        server_of_rank: [ranks] each rank's place in the pool of servers.
+        slower: [ranks] how much longer each takes for its work than the others, as in :class:`SlowRanks`.
+        named: the ranks that are slower. Other ranks' servers keep their speeds.
+    """
+    found = list(speeds)
+    for rank in named:
+        server = server_of_rank[rank]
+        found[server] = min(found[server], round(speeds[server] / (1 + float(slower[rank])), 2))
+    return found
 
 
 def _median_of_others(pace: np.ndarray, rank: int) -> float:

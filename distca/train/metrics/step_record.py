@@ -22,7 +22,7 @@ from distca.train.metrics.expert_load import expert_values
 from distca.train.metrics.flops import mfu, model_flops, peak_seconds
 from distca.train.metrics.phase_table import PhaseTable, measured_phases
 from distca.train.metrics.progress import SMOOTHED, RunSummary
-from distca.train.metrics.slow_ranks import STEPS, SlowRanks
+from distca.train.metrics.slow_ranks import STEPS, SlowRanks, speeds_as_measured
 from distca.train.run.builder import Trainer
 from distca.train.run.memory import GIB, predict_memory
 
@@ -66,7 +66,7 @@ class StepRecorder:
         self._losses: list[float] = []
         self._layers = trainer.layers
         self._slow = SlowRanks()
-        self._servers = trainer.cad.servers
+        self._servers = self._servers_at_first = trainer.cad.servers
         self._places: list[str] = [""] * trainer.world.size
         dist.all_gather_object(self._places, f"{socket.gethostname()}, {trainer.world.device}")
         health = trainer.world.health
@@ -260,14 +260,24 @@ class StepRecorder:
         """Name GPUs that are slower than the others; ranks on CPUs share their cores with whatever else runs there."""
         planned = balance.seconds_after.sum(axis=0)[by_rank[:, 0].astype(int)]
         named = self._slow.add(by_rank[:, 1], planned)
-        if self._trainer.world.device.type == "cuda" and self._trainer.world.rank == 0:
-            for rank in named:
-                assert self._slow.slower is not None
-                logger.warning(
-                    "%s took %.0f %% longer than the others for the attention that it was given, over %d "
-                    "steps: all others wait for it. Look at its clocks and temperature, and at what else runs there.",
-                    *(self._who(rank), 100 * self._slow.slower[rank], STEPS),
-                )
+        if not named or self._trainer.world.device.type != "cuda" or self._trainer.world.rank:
+            return
+        assert self._slow.slower is not None
+        for rank in named:
+            logger.warning(
+                "%s took %.0f %% longer than the others for the attention that it was given, over %d "
+                "steps: all others wait for it. Look at its clocks and temperature, and at what else runs there.",
+                *(self._who(rank), 100 * self._slow.slower[rank], STEPS),
+            )
+        cad, pool = self._trainer.config.cad, balance.seconds_after.shape[1]
+        # Speeds are given by place in the pool. They fit the next start only if no server has gone or come.
+        if cad.enabled and len(cad.speeds) in (0, pool) and self._servers == self._servers_at_first:
+            places = by_rank[:, 0].astype(int).tolist()
+            found = speeds_as_measured(cad.speeds or (1.0,) * pool, places, self._slow.slower, named)
+            logger.warning(
+                "Plans count with its speed if the run is started again with --cad.speeds '[%s]'.",
+                ",".join(f"{speed:g}" for speed in found),
+            )
 
     def _add_phases(self, balance: StepBalance, measured: np.ndarray) -> None:
         planned = self._trainer.config.cad.enabled

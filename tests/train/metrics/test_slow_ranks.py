@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from distca.train.metrics.slow_ranks import STEPS, SlowRanks
+from distca.train.metrics.step_record import StepRecorder
 
 
 def _named(ranks: int, steps: int, slowed: dict[int, float]) -> tuple[list[list[int]], SlowRanks]:
@@ -39,3 +44,22 @@ def test_a_rank_without_work_says_nothing() -> None:
     for _ in range(STEPS + 5):
         assert watch.add(np.array([1.0, 1.0, 0.0]), np.array([1.0, 1.0, 0.0])) == []
     assert watch.slower is not None and np.isnan(watch.slower[2]) and watch.slower[0] == 0
+
+
+@pytest.mark.parametrize("servers", [(0, 1), (0, 2)], ids=["as at first", "one has died, and another came"])
+def test_a_slow_gpu_can_be_planned_as_slower(servers: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
+    """Eight GPUs and two servers, two of each a tensor-parallel group; one GPU of the third takes a quarter longer."""
+    recorder: Any = object.__new__(StepRecorder)
+    world = SimpleNamespace(size=8, rank=0, device=SimpleNamespace(type="cuda"))
+    cad = SimpleNamespace(enabled=True, speeds=())
+    recorder._trainer = SimpleNamespace(world=world, config=SimpleNamespace(cad=cad))
+    recorder._slow, recorder._servers_at_first, recorder._servers = SlowRanks(), (0, 1), servers
+    recorder._places, recorder._server_places = ["here"] * 8, ["there"] * 2
+    by_rank = np.stack((np.arange(10) // 2, np.ones(10)), axis=1)
+    by_rank[5, 1] = 1.25
+    with caplog.at_level(logging.WARNING):
+        for _ in range(STEPS + 5):
+            recorder._watch_speed(by_rank, SimpleNamespace(seconds_after=np.ones((1, 5))))
+    assert caplog.text.count("Rank 5 (here) took 25 % longer") == 1
+    advised = "again with --cad.speeds '[1,1,0.8,1,1]'." in caplog.text
+    assert advised == (servers == (0, 1)) == ("--cad.speeds" in caplog.text)
