@@ -24,22 +24,22 @@ from distca.errors import DistcaError
 from distca.versions import command_line, versions, write_report
 
 _THROUGHPUT = ("throughput_*", "baselines_*_gpus*", "kinds_*_gpus*", "kinds_*_two_nodes*")
-_FILES = (*_THROUGHPUT, "experts_*_gpus", "hybrid_*_gpus", "pipeline_8b_8_layers_*")
+_FILES = (*_THROUGHPUT, "experts_*_gpus", "experts_*_two_nodes", "hybrid_*_gpus", "pipeline_8b_8_layers_*")
 _BENCHMARK = re.compile(r"benchmarks[./](\w+)")
 
 
-def asked_of(command: str) -> tuple[str, list[str]]:
-    """The benchmark of a kept command line, throughput or pipeline, and its arguments. One of two nodes is a throughput
-    run over sockets."""
-    words = shlex.split(command)
+def asked_of(content: dict[str, Any]) -> tuple[str, list[str]]:
+    """The benchmark of a kept report's command line, throughput or pipeline, and its arguments. One of two nodes is a
+    throughput run over sockets, of so many batches as ``--runs`` names."""
+    words = shlex.split(content["command"])
     number, name = next((n, found[1]) for n, word in enumerate(words) if (found := _BENCHMARK.search(word)))
     asked = words[number + 1 :]
     if name != "two_nodes":
         return name, asked
-    micro_batches, batches = asked[1].split("x")  # behind --runs
-    split = asked.index("--")
-    own = ["--socket-nodes", "--short-warm-up", "--batches", batches]
-    return "throughput", [*asked[2:split], *own, *asked[split:], "--train.micro_batches", micro_batches]
+    split, first = asked.index("--"), next(n for n, word in enumerate(asked[1:], 1) if word.startswith("--"))
+    own = ["--socket-nodes", "--short-warm-up", "--batches", str(content["batches"])]
+    own += [*asked[split:], "--train.micro_batches", str(content["micro_batches"])]
+    return "throughput", [*asked[first:split], *own]
 
 
 def beside(content: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def beside(content: dict[str, Any]) -> dict[str, Any]:
     Raises:
         DistcaError: the command line is refused today.
     """
-    of, asked = asked_of(content["command"])
+    of, asked = asked_of(content)
     ranks, gpu = content["hardware"].split(" × ")
     links = content.get("links", {"all_to_all_gb_per_s": 300.0, "all_gather_gb_per_s": 300.0})
     rates = links["all_to_all_gb_per_s"], links["all_gather_gb_per_s"]
@@ -64,10 +64,15 @@ def main() -> None:
     logging.getLogger("distca").setLevel(logging.ERROR)
     files: dict[str, Any] = {}
     for path in sorted({path for name in _FILES for path in RESULTS.glob(f"{name}.json")}):
-        try:
-            files[path.name] = beside(json.loads(path.read_text()))
-        except DistcaError as error:
-            files[path.name] = {"refused": str(error), "cells": {}}
+        content = json.loads(path.read_text())
+        # Of two nodes there may be several runs in a file.
+        several = content.get("runs", {"": content})
+        for run, each in several.items():
+            name = " ".join(filter(None, (path.name, run)))
+            try:
+                files[name] = beside(each)
+            except DistcaError as error:
+                files[name] = {"refused": str(error), "cells": {}}
     errors = [abs(row["error"]) for each in files.values() for cell in each["cells"].values() for row in cell.values()]
     report = {
         "command": command_line("python -m benchmarks.predicted_kept"),

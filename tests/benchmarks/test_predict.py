@@ -55,7 +55,7 @@ def test_nodes_of_several_ranks_share_what_enters_them() -> None:
 
 def test_a_kept_pipeline_is_predicted_from_its_command_line() -> None:
     content = kept("pipeline_8b_8_layers_pp2_tp2_prolong_256k.json")
-    of, asked = asked_of(content["command"])
+    of, asked = asked_of(content)
     asked.remove("on")  # whose plans take seconds
     found = joined(predicted(asked, Machine(4), of) | {"command": ""}, content)
     (cell,) = found["cells"].values()
