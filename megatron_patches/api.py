@@ -247,8 +247,8 @@ class CAD:
 
         Args:
             layer: Megatron's spec of a dense layer, the local one or Transformer Engine's. None takes Megatron's local
-                spec for the configuration. If CAD chose Transformer Engine's linear layers, they replace those of a
-                local spec.
+                spec for the configuration. If CAD chose Transformer Engine's linear layers, they replace the linear
+                layers of a local spec.
 
         Raises:
             SupportError: the spec is for other layers; it is Transformer Engine's, but CAD chose Megatron's own linear
@@ -355,8 +355,8 @@ class CAD:
                 own rows. It also reads 16 ids of each of 8 documents, by which ranks find that their documents differ.
 
         Raises:
-            PlanError: an object is no document; the number of homes or weights is not that of the documents; documents
-                have more tokens than ``tokens_per_rank`` allows; ranks have different documents or plans; or a rank
+            PlanError: an object is no document; there is not one home or weight for each document; documents have more
+                tokens than ``tokens_per_rank`` allows; ranks have different documents or plans; or a rank
                 could not plan.
             DataError: the attached model does not have a token id.
         """

@@ -47,7 +47,7 @@ _MAY_DIFFER = {
 
 @dataclass(frozen=True, kw_only=True)
 class CadArguments(CadOptions):
-    """The keyword arguments of ``distca.CAD``: those of :class:`distca.cad_options.CadOptions`, and these further ones.
+    """The keyword arguments of ``distca.CAD``: the fields of :class:`distca.cad_options.CadOptions`, and these.
 
     Attributes:
         tokens_per_rank: most tokens of a micro-batch for each data-parallel rank, in the mean over ranks. Where the
@@ -56,8 +56,8 @@ class CadArguments(CadOptions):
             same kernels and Megatron's own layers and schedules.
         deal: True deals a step's documents over its micro-batches anew, so that fewer rows move. It does so only where
             documents may span ranks.
-        level: the seconds that a plan makes about equal on all ranks: those of "attention", or "time", which adds
-            linear layers. "time" needs ``ping_pong``, and pipeline stages, ``servers`` or ``speeds``. Without a cost
+        level: the work that a plan makes about equal on all ranks: "attention", or "time" for attention and linear
+            layers together. "time" needs ``ping_pong``, and pipeline stages, ``servers`` or ``speeds``. Without a cost
             table linear layers count as on an H200. "auto" is "time" where this holds, on GPUs and with another
             transport than "nvshmem"; else it is "attention".
         recompute: with "none" backward recomputes the modules that Megatron's configuration names, at most the MLPs.

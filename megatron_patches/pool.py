@@ -68,7 +68,7 @@ def join_pool(
 def attention_spec(
     config: TransformerConfig, layer_kinds: LayerKinds, device: torch.device, given: CadArguments
 ) -> AttentionSpec:
-    """Returns what a kernel is chosen and checked for: this tensor-parallel rank's heads, dtype and kinds of layers."""
+    """Returns this tensor-parallel rank's heads, dtype and kinds of layers, by which a kernel is chosen and checked."""
     shape = attention_shape(config)
     return AttentionSpec(
         shape.heads,

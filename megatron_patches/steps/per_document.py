@@ -1,4 +1,4 @@
-"""Brings figures of single tokens, such as losses, from the order of ranks' rows to that of documents, and back.
+"""Brings figures of single tokens, such as losses, from the order of a rank's rows into documents' order, and back.
 
 A rank holds only some tokens of a document, in an order that the plan chose. For ``CAD.log_probabilities``
 :func:`gather_documents` puts every document's figures together. :func:`rows_of` goes the other way, from one list for

@@ -75,8 +75,8 @@ def plan_options(
     non_attention = None
     if given.disaggregate:
         unlike = stages > 1 or bool(given.servers or given.speeds)
-        # "auto" levels attention alone on CPUs, as ranks may share cores. So it does with NVSHMEM alone: its receive
-        # memory is too small for the rows that an idle server gets at once.
+        # "auto" is "attention" on CPUs, as ranks may share cores. With NVSHMEM it is "attention" too: an idle server
+        # would get more rows at once than NVSHMEM's receive memory holds.
         usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         works = partial(layer_works, config, layer_kinds, given.hybrid_layer_pattern, tp, given.recompute == "all")
         non_attention = _non_attention(config, cost, given.level, usual, works)

@@ -243,7 +243,7 @@ def linears_like(linear: Any) -> tuple[type, type]:
 
 
 def expect(path: str, found: Any, served: type | Callable[..., Any]) -> None:
-    """Refuses a module of another class than the expected one; functions are compared likewise.
+    """Refuses a module of another class than the expected one, or another function.
 
     Args:
         path: the module's path in the model, for the message.

@@ -2,7 +2,7 @@
 
 A hybrid model mixes attention with recurrent layers, which are gated delta nets or Mamba-2. Megatron builds it in one
 of two ways. A GPTModel has delta nets with ``experimental_attention_variant``. A HybridModel has a pattern with one
-letter for each layer, such as "G-*-". What is refused here no test has compared with Megatron-Core.
+letter for each layer, such as "G-*-". No test has compared the refused settings with Megatron-Core.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Refuses settings that are not supported with multi-head latent attention.
 
-What is refused here no test has compared with Megatron-Core.
+No test has compared the refused settings with Megatron-Core.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
         given: the arguments of ``CAD``.
 
     Raises:
-        SupportError: a setting is not supported; the message names the first. So it is for ``latent_norm_epsilon`` in a
-            model without latent attention.
+        SupportError: a setting is not supported, or ``latent_norm_epsilon`` is set in a model without latent attention.
+            The message names the first.
     """
     epsilon = given.model_options.latent_norm_epsilon
     if not is_latent(config):

@@ -130,7 +130,7 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 
 
 def _check_uses(model: DistributedDataParallel) -> None:
-    """Refuses a step whose last micro-batch gave a weight more or fewer gradients than that of the first step.
+    """Refuses a step in whose last micro-batch a weight got more or fewer gradients than in the first step.
 
     A bucket is reduced once its weights have as many gradients as in the first step. Later gradients would be lost.
 
@@ -300,7 +300,7 @@ def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch
 def sum_over_ranks(reports: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the summed loss and the number of target tokens of the global batch, float64 scalars on the device.
 
-    ``reports`` are those of :func:`summed_loss_step` on this rank. All ranks call it together."""
+    ``reports`` come from :func:`summed_loss_step` on this rank. All ranks call it together."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for report in reports:  # empty on stages without the loss
         total += report
