@@ -1,12 +1,10 @@
-"""The geometry of causal masks: which keys a query range sees, how many query-key pairs it has, and its inverse.
+"""The geometry of causal masks: which keys a query range sees, and how many query-key pairs it has.
 
-A query range is [start, stop) of one document, also written [kv_rows - q_rows, kv_rows). The query at position p sees
-the keys [0, p], or with a window w the last w of them. A *pair* is a query and a key that it sees. Example: the range
-[2, 4) has 3 + 4 = 7 pairs. Costs, placement, scheduling, plans and counted FLOPs all call this file. So a mask of
-another form is a change of this file only.
+A query range is the rows [start, stop) of one document, also written [kv_rows - q_rows, kv_rows). The query at position
+p sees the keys [0, p], or with a window w the last w of these. A *pair* is a query and a key that it sees. Example: the
+range [2, 4) has 3 + 4 = 7 pairs.
 
-Functions over ``Rows`` take a number or an array. The scheduler often has a few ranges only, for which plain numbers
-are faster. Array legend: N ranges.
+Functions over ``Rows`` take a number or an array; for a few ranges plain numbers are faster. Array legend: N ranges.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ Rows = TypeVar("Rows", float, np.ndarray)
 
 
 def first_key(window: int | np.ndarray, start: np.ndarray) -> np.ndarray:
-    """Returns [N] int64 first key that a query range from [N] ``start`` sees; ``window`` 0 is none."""
+    """Returns [N] int64 first key that a query range from [N] ``start`` on sees; ``window`` 0 means no window."""
     return np.where(np.asarray(window) > 0, np.maximum(start - window + 1, 0), 0)
 
 
@@ -37,9 +35,8 @@ def causal_pairs(q_rows: Rows, kv_rows: Rows) -> Rows:
 def pairs(q_rows: np.ndarray, kv_rows: np.ndarray, window: int = 0) -> np.ndarray:
     """Returns [N] float64 query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) of documents.
 
-    A pair takes 4 x head_dim x heads FLOPs in forward, and 10 x head_dim x heads in backward. A window w leaves out the
-    keys more than w - 1 rows before a query. For the queries [0, kv) together these are T(kv - w) pairs, with T(n) = 1
-    + 2 + ... + n. The queries before the range leave out T(kv - q - w) of them."""
+    A pair takes 4 x head_dim x heads FLOPs in forward, and 10 x head_dim x heads in backward. ``window`` 0 means no
+    window."""
     q = np.asarray(q_rows, np.float64)
     full = causal_pairs(q, kv_rows)
     if not window:
@@ -55,13 +52,13 @@ def range_pairs(start: Rows | float, stop: Rows) -> Rows:
 
 
 def squared(position: Rows) -> Rows:
-    """Returns (position + 1/2)²; from ``start`` to ``stop`` it grows by twice the causal pairs of the range [start,
-    stop)."""
+    """Returns (position + 1/2)². From position a to position b it grows by twice the causal pairs of the range [a,
+    b)."""
     return (position + 0.5) ** 2
 
 
 def position_of(squares: Rows) -> Rows:
-    """Returns the position with these ``squares``: the inverse of :func:`squared`."""
+    """Returns the position whose :func:`squared` is ``squares``."""
     if isinstance(squares, np.ndarray):
         return np.sqrt(squares) - 0.5
     return math.sqrt(squares) - 0.5
@@ -75,7 +72,7 @@ def stop_after(start: Rows, wanted: Rows) -> Rows:
 def start_before(stop: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Returns [N] starts of the causal query ranges that end at [N] ``stop`` and have ``wanted`` pairs.
 
-    It is 0 where the rows [0, stop) have fewer pairs."""
+    The start is 0 if the rows [0, stop) have fewer pairs."""
     return position_of(np.maximum(squared(stop) - 2 * wanted, 0.25))
 
 

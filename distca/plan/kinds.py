@@ -1,8 +1,8 @@
 """Kinds of attention layers: which keys a query sees, and how scores become weights.
 
-Layers of one kind share a plan, since the plan depends on the keys that a query sees. The server that computes
-attention must also know how scores become weights. Other differences concern only the rank that holds a row, such as
-rotary angles and norms of queries. They make no other kind.
+Layers of one kind share a plan, because a plan depends on the keys that a query sees. The rank that computes attention
+also needs to know how scores become weights. Layers that differ only in other things, such as rotary angles or norms of
+queries, are of one kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AttentionKind:
 
     Attributes:
         scale: factor on the products of queries and keys.
-        window: most keys that a query sees, its own included; 0 where it sees its whole document up to itself.
+        window: most keys that a query sees, with its own key; 0 if it sees all keys up to its own position.
         softcap: limit of the scores; 0 for none.
         sink: whether each head has a learned extra score in the softmax, which has no value and so adds nothing to o.
 
@@ -56,10 +56,10 @@ def usual_scale(head_dim: int) -> float:
 
 
 def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[int, ...]:
-    """Returns, for each layer, the number of keys that a query sees; 0 for its whole document up to itself.
+    """Returns, for each layer, the number of keys that a query sees; 0 for all keys up to its own position.
 
     Args:
-        layer_types: "full" or "window", for each layer; repeated from the first on where there are more layers.
+        layer_types: "full" or "window" for each layer; it is repeated if there are more layers.
         window: keys that a query sees in layers of type window.
         layers: number of the model's layers.
     """
@@ -69,12 +69,13 @@ def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[in
 def numbered(of_layers: Sequence[AttentionKind]) -> tuple[tuple[AttentionKind, ...], tuple[int, ...]]:
     """Returns the different kinds of a model's layers, and for each layer the number of its kind.
 
-    Kinds are numbered from 0. Those without a window come first, then those with longer windows."""
+    Kinds are numbered from 0: first kinds without a window, then kinds with a window, from the longest to the
+    shortest."""
     kinds = tuple(sorted(dict.fromkeys(of_layers), key=lambda kind: (kind.window > 0, -kind.window)))
     return kinds, tuple(kinds.index(kind) for kind in of_layers)
 
 
 def by_stage(of_layer: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Splits values of layers into one tuple for each pipeline stage; stages have equally many layers."""
+    """Splits the values of all layers into one tuple for each pipeline stage; stages have equally many layers."""
     each = len(of_layer) // stages
     return tuple(tuple(of_layer[stage * each : (stage + 1) * each]) for stage in range(stages))

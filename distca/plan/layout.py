@@ -1,16 +1,15 @@
 """Layouts: the home rank and row of every token of a nano-batch.
 
-A micro-batch is a list of documents whose rows lie on ``ranks`` ranks, their *homes*. It is computed as one or two
+A micro-batch is a list of documents whose rows lie on several ranks, their *homes*. It is computed as one or two
 *nano-batches*, ping and pong: the transfers of one run beside the computation of the other. Each nano-batch has a
-layout, which ``place/lay_out.py`` makes. A *server* is a rank in its role of computing attention.
+layout, for example from ``place/lay_out.py``. A *server* is a rank that computes attention.
 
-A document may have its first rows in ping and its last rows in pong. Then the queries of pong need the keys and values
-of ping's rows too. So pong's layout lists those rows as *carried*. Carried rows stay on the ranks that have them.
-Servers that lack them get them together with pong's own rows.
+A document may have its first rows in ping and its last rows in pong. The queries in pong then need the keys and values
+of the first rows too. In pong's layout these rows are *carried*: they stay on the ranks that have them since ping.
 
-Example: a document of 6 rows on two ranks, cut at row 4. In ping, rank 0 has rows 0 and 1, rank 1 has 2 and 3. In pong,
-rank 0 has row 4 and rank 1 row 5. The k,v rows of pong are then 0, 1, 4 on rank 0, of which 0 and 1 are carried. On
-rank 1 they are 2, 3, 5.
+Example: a document of 6 rows on two ranks, cut at row 4. In ping, rank 0 has rows 0 and 1, and rank 1 has rows 2 and 3.
+In pong, rank 0 has row 4 and rank 1 has row 5. Then the k,v rows of pong are 0, 1, 4 on rank 0, and 2, 3,
+5 on rank 1. Of these, rows 0 to 3 are carried.
 
 Array legend: D documents of the micro-batch, S shards, R ranks, N ranges. All arrays are int64.
 """
@@ -65,16 +64,16 @@ def overlaps(
 
     Args:
         document: [N] document of each range.
-        start: [N] first position of each.
-        stop: [N] one past its last position.
-        shards: the shards, sorted by (document, start).
+        start: [N] first position of each range.
+        stop: [N] one past the last position of each range.
+        shards: shards, sorted by (document, start).
 
     Returns:
         Three arrays with an element for each pair: index of the range, index of the shard, rows in common.
     """
-    # The shards of a range follow each other: "count" of them, from index "low" on. If a document has one shard, this
-    # is all. Else a search for the range's ends finds them. For the search, (document, position) becomes one number,
-    # document * span + position.
+    # The shards of a range follow each other: "count" shards, from index "low" on. If a document has one shard, this is
+    # it. Otherwise the ends of the range are searched, where (document, position) is one number: document * span +
+    # position.
     shards_of = np.bincount(shards.document, minlength=int(document.max(initial=-1)) + 1)
     low = (np.cumsum(shards_of) - shards_of)[document]
     count = shards_of[document]
@@ -96,20 +95,20 @@ def overlaps(
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """One nano-batch: the rows that are computed in it, and the home ranks of these rows and of the k,v rows that they
-    need.
+    """The rows that are computed in one nano-batch, and their homes; also the k,v rows that they need, and the homes of
+    these.
 
     A layout is equal only to itself, so that it can be a key of a dictionary.
 
     Attributes:
-        ranks: number of home ranks, which is also the number of servers.
-        first: [D] first query position of each document that is computed in this nano-batch.
-        last: [D] one past the last one; ``first == last`` for a document with no rows here.
+        ranks: number of home ranks; also the number of servers.
+        first: [D] position of each document's first row that is computed in this nano-batch.
+        last: [D] one past the last row; ``first == last`` for a document without rows here.
         q: shards of the query rows, covering [first, last) of every document.
-        kv: shards of the key/value rows, covering [0, last) of every document with rows here. A rank's k,v rows are
-            numbered with its carried rows first, then its own rows in the order of ``q``.
-        q_rows: [R] query rows per rank.
-        carried_rows: [R] rows of the previous nano-batch that each rank carries over.
+        kv: shards of the key/value rows, covering [0, last) of every document with rows here. ``row`` counts a rank's
+            k,v rows: first its carried rows, then its own rows in the order of ``q``.
+        q_rows: [R] query rows of each rank.
+        carried_rows: [R] carried rows of each rank.
     """
 
     ranks: int
@@ -122,7 +121,7 @@ class Layout:
 
     @property
     def kv_rows(self) -> np.ndarray:
-        """Returns [R] k,v rows per rank: carried rows, then own rows."""
+        """Returns [R] k,v rows of each rank: carried rows and own rows."""
         return self.carried_rows + self.q_rows
 
     @property
@@ -132,17 +131,15 @@ class Layout:
 
     @property
     def carried(self) -> np.ndarray:
-        """Returns [S] bool: whether each shard of ``kv`` is carried, so that its queries were in the previous
-        nano-batch."""
+        """Returns [S] bool: whether each shard of ``kv`` is carried from the previous nano-batch."""
         return np.asarray(self.kv.row < self.carried_rows[self.kv.rank])
 
     def within(self, window: int) -> Layout:
-        """Returns the layout for a kind of layer whose queries see ``window`` keys; 0 for all.
+        """Returns the layout for a kind of layer whose queries see ``window`` keys; 0 for all keys.
 
-        Carried rows that no query of this nano-batch sees are left out. The others are the ``window`` - 1 rows before a
-        document's first row here."""
-        # Carried shards begin later, or are left out. Then the k,v rows of each rank are numbered anew. Carried rows
-        # still come first, in the same order, and the rank's own rows move up behind them.
+        Carried rows that no query of this nano-batch sees are left out."""
+        # Each document keeps the ``window`` - 1 rows before its first row here. Then the k,v rows of each rank are
+        # numbered anew: first carried rows, then own rows.
         carried = self.carried
         if not window or not carried.any():
             return self
@@ -159,8 +156,8 @@ class Layout:
         return replace(self, kv=Shards(document, start, stop, rank, row), carried_rows=carried_rows)
 
     def carried_from(self, previous: Layout | None, rank: int) -> list[tuple[int, int]]:
-        """Returns the rows of the ``previous`` nano-batch that ``rank`` carries over, as ranges (begin, end), in
-        order."""
+        """Returns, in order, the rows of the ``previous`` nano-batch that ``rank`` carries over, as ranges (begin,
+        end)."""
         if previous is None or not self.carried_rows[rank]:
             return []
         here = self.kv.on_rank(rank)

@@ -1,9 +1,9 @@
 """Tasks: the units of core attention, each computed by one server.
 
-A task is a range [start, stop) of query rows of one document, with all keys and values that it may see, [0, stop). A
-*server* is a rank in its role of computing tasks. A task is never split along the keys, so no partial softmax is ever
-merged (CA-tasks in arXiv 2510.18121, section 4.1). The scheduler makes tasks (``scheduler/``), and routes say which
-rows must travel for them (``routes.py``).
+A task is a range [start, stop) of query rows of one document, with all keys and values that these rows may see, [0,
+stop). A *server* is a rank that computes tasks. A task is never split along the keys, so softmax results are never
+merged (CA-tasks in arXiv 2510.18121, section 4.1). The scheduler makes tasks (``scheduler/``), and ``routes.py`` finds
+the rows that travel for them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Tasks:
 
     Attributes:
         document: [T] index of the document in the micro-batch.
-        start: [T] first query position.
-        stop: [T] one past the last query position; also the number of k,v rows that the task reads, unless a window
+        stop: [T] one past the last query position. The task reads the k,v rows before it, [0, stop); a window leaves
+            out the first of these.
             leaves out the first.
         server: [T] rank that computes the task.
     """
@@ -45,8 +45,8 @@ class Tasks:
 
     @property
     def last_on_server(self) -> np.ndarray:
-        """Returns [T] bool: whether a task is the last one of its document on its server. It reads all k,v rows of the
-        others."""
+        """Returns [T] bool: whether a task is the last task of its document on its server. Without windows, it reads
+        all k,v rows that the document's other tasks on this server read."""
         differs = (self.document[1:] != self.document[:-1]) | (self.server[1:] != self.server[:-1])
         return np.append(differs, True)[: len(self)]
 

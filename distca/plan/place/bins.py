@@ -1,13 +1,14 @@
-"""Dealing documents to bins, so that bins get equal work and none gets more tokens than it has room for.
+"""Deals documents to bins, so that all bins get about equal work and no bin gets more tokens than it has room for.
 
-``shares.py`` calls this to place the documents of a micro-batch. The bins are nodes first, and then the ranks of each
-node. An *item* is a document, or the part of a document that a node got. An item that no bin can take whole is cut into
-*shares*, each in another bin. Work is attention time; the mean rank's work is 1.
+``shares.py`` calls this to place the documents of a micro-batch on ranks. The bins are ranks. If the ranks are on
+several nodes, documents are dealt to nodes first, and a bin is then a node. An *item* is a document, or the part of a
+document that a node got. An item that is too large for any bin is cut into *shares* for several bins. Work is the time
+of attention; the unit is the mean rank's work.
 
-The *filler* are the shortest documents. They are not dealt here: they later fill all room that items leave. Filler
-brings work too, so a bin with much room left will get work in any case. Bins and items are therefore compared by their
-*surplus*. The surplus of an item is its work, minus the work of as many tokens of filler. Example: filler has 0.1 work
-per 1,000 tokens. Then an item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
+The shortest documents, the *filler*, are not dealt here. They later fill the room that items leave, and filler brings
+work too. So a bin with much room left will get work in any case. Items are therefore compared by their *surplus*: their
+work minus the work of as many tokens of filler. Example: filler has 0.1 work per 1,000 tokens. Then an item of 2,000
+tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
 """
 
 from __future__ import annotations
@@ -20,33 +21,29 @@ import numpy as np
 
 _DENSE = 0.6
 """An item is *sparse* if its work per token is below this multiple of the mean over all items and filler. Room that
-shares leave free on a rank is expected to be filled with sparse items. With 0.4 or 0.8 plans move 1 % more or fewer
-bytes. The measurements of all constants here are in benchmarks/results/planner.md."""
+shares leave free on a rank is expected to be filled with sparse items. With 0.4 plans move 1.1 % fewer bytes
+(benchmarks/results/planner.md)."""
 _SAME_SIZE = 1.5
-"""Items are dealt in groups. The longest item of a group has at most this many times the rows of the shortest. All
-items of a group are compared with the same filler, so bins are sorted once per group."""
+"""Items are dealt in groups of similar length: the longest item of a group has less than this many times the rows of
+the shortest. Bins are sorted once for each group, which saves time."""
 OVERFULL = 0.012
-"""The work that a rank may get above its goal so that an item stays whole; the mean rank's work is 1. An item that
-would exceed it is cut into shares. The scheduler tolerates about this difference anyway."""
+"""The work that a rank may get above its goal so that an item stays whole; the mean rank's work is 1."""
 _OVERFULL_WITH_KEYS = 0.09
-"""The limit in place of ``OVERFULL`` for the last share of a document with more keys than a rank has tokens. With the
-smaller limit a further rank would read all these keys for this little work (benchmarks/results/planner.md)."""
+"""The limit in place of ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``). It is large, because
+a further rank would have to read all keys of the document for little work."""
 _LEVELLINGS = 3
-"""Rounds in which :func:`levelled` resizes shares. A round that levels one rank disturbs the others with shares of the
-same document, a little less each time. Without any round plans move 1.2 % more bytes, with one 0.1 % more. More than
-two change nothing further."""
+"""Rounds in which :func:`levelled` resizes shares. Without any round plans move 1.2 % more bytes
+(benchmarks/results/planner.md)."""
 _NO_SURPLUS = 1e-6
-"""A surplus below this part of an item's work is taken for rounding. Resizing shares of such an item would level
-nothing."""
+"""Shares of an item are not resized if its surplus is below this part of its work: such a surplus is rounding."""
 _FEW_SHARES = 1.1
-"""A document with up to this many times a rank's tokens begins on the rank where the document before it ended. A longer
-document begins on the rank that lacks most surplus. Where it ends, the room goes to shorter documents, which have fewer
-keys."""
+"""A document with more than this many times a rank's tokens is very long. A shorter document that is cut may begin on
+the rank where the document before it ended. So fewer ranks read the keys of several documents."""
 LEAST_SHARE = 0.05
-"""The least work of a share; the mean rank's work is 1. A smaller share would level less than it costs to read the
-document's keys once more."""
+"""The least work of a share; the mean rank's work is 1. A smaller share is not worth the keys that its rank must
+read."""
 _LEAST_ROWS = 0.2
-"""The part of ``LEAST_SHARE`` that suffices where a bin has no tokens for a larger share."""
+"""The part of ``LEAST_SHARE`` that suffices if a bin has no tokens for a larger share."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,9 @@ class Items:
 
     Attributes:
         rows: [I] tokens.
-        work: [I] float64 work of the whole item.
-        added: [I] float64 work that every share of the item has on top of its part of ``work``.
-        long: [I] bool, whether the item is to be cut into shares.
+        work: [I] float64 work of each item.
+        added: [I] float64 work that a cut adds for each share of the item, because every share reads keys again.
+        long: [I] bool, whether the item is cut into shares from the start.
         keys: [I] tokens of the whole document.
     """
 
@@ -68,7 +65,7 @@ class Items:
     keys: np.ndarray
 
     def of(self, item: np.ndarray, part: np.ndarray) -> Items:
-        """Returns new items, each a fraction ``part`` [N] of the item with the index ``item`` [N]."""
+        """Returns [N] new items: number n is the fraction ``part[n]`` of the item ``item[n]``."""
         rows, work = self.rows[item] * part, self.work[item] * part
         return Items(rows, work, self.added[item], self.long[item], self.keys[item])
 
@@ -79,7 +76,7 @@ class Items:
 
 
 class Parts(NamedTuple):
-    """The parts of items that bins got, [N] each: index of the item, index of the bin, and the fraction of the item."""
+    """The parts of items that bins got, [N] each: index of the item, index of the bin, and fraction of the item."""
 
     item: np.ndarray
     bin: np.ndarray
@@ -87,12 +84,12 @@ class Parts(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """Bins with the parts that they got. Array legend: B bins.
+    """Bins and the parts of items in them. Array legend: B bins.
 
     Attributes:
         parts: the parts of items.
-        mean: [B] float64 work that each rank of the bin should get.
-        need: [B] float64 work that each bin still lacks; negative where it has too much.
+        mean: [B] float64 work that each rank of a bin should get.
+        need: [B] float64 work that each bin still lacks; negative if it has too much.
         space: [B] float64 tokens that each bin still has room for.
     """
 
@@ -111,21 +108,21 @@ def deal_to_bins(
     most: tuple[float, float],
     in_turn: bool = False,
 ) -> tuple[Filled, list[tuple[int, float]]]:
-    """Deals items to bins. Each goes to the bin that lacks most surplus and has the tokens, or in parts to several
-    bins.
+    """Deals each item to the bin that lacks most surplus and has the tokens, or in shares to several bins.
 
     Args:
         items: the items, longest first.
         mean: work that each rank should get.
         room: [B] tokens that each bin has room for.
         ranks: [B] number of ranks that each bin stands for.
-        filler: work per token of the filler, and its number of tokens.
-        most: limits on the shares of one rank: their work over the mean work, and their rows over the rank's tokens.
-        in_turn: whether a document in few shares begins on the bin where the document before it ended. Then also no bin
-            gets a sliver of a document with many keys.
+        filler: work per token of the filler, and the number of its tokens.
+        most: limits on all shares of a rank together: their work over the mean work, and their rows over the rank's
+            tokens.
+        in_turn: whether consecutive documents in shares may begin on the bin where the one before ended
+            (``_FEW_SHARES``). Very long documents then leave no small last share (``_OVERFULL_WITH_KEYS``).
 
     Returns:
-        The bins; and (item, fraction of the item) for all that found no room.
+        The bins; and (item, fraction of the item) for each item, or rest of an item, that found no room.
     """
     rates = Rates(items.rows, items.work, filler)
     bins = _Bins(mean, room, ranks, rates.sparse, most, in_turn)
@@ -134,10 +131,9 @@ def deal_to_bins(
     keys = items.keys.tolist()
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
-    # Items [begin, end) are one group of about the same size; for them all items from "end" on count as filler too.
-    # Small items are put whole, in one quick loop. Any other item is put whole if a bin can take it. Else it is cut:
-    # each bin first gets at most the work that it lacks. If something is left then, bins get as much as they have
-    # tokens for.
+    # Items [begin, end) are one group of similar length. For them, all shorter items count as filler too. Small items
+    # are put whole, in one quick loop. A larger item is put whole if a bin can take it; otherwise it is cut. Bins first
+    # get at most the work that they lack. What is left then goes wherever there are tokens.
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -162,18 +158,17 @@ def deal_to_bins(
 
 
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
-    """Returns the dealt parts, with the shares of long documents resized so that ranks have more equal work.
+    """Returns the dealt parts, with shares of long items resized so that ranks have more equal work.
 
-    Shares were dealt before shorter documents, so a rank with shares may have too little work by now, or too much. Each
-    round scales all shares of a rank so that the rank would reach its goal. Then the shares of each document are scaled
-    to the same sum as before.
+    Shares were dealt before shorter items. When all items are dealt, a rank with shares may have too little work, or
+    too much. Each round scales the shares of every rank so that the rank would reach its goal. Then it scales the
+    shares of every item so that their sum stays.
 
     Args:
         items: all items.
         filled: the bins with the parts that were dealt.
         rate: work per token of the filler.
     """
-    # An item without surplus has as much work per token as filler: resizing its shares would level nothing.
     resizable = items.long & (items.work - rate * items.rows > _NO_SURPLUS * items.work)
     in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
     if not len(in_shares):
@@ -187,9 +182,9 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
-        # "size" is the surplus of each share and "own" its rows. The shares of a rank all grow by the same factor,
-        # until the rank has what it lacks ("wanted") or is out of tokens ("most"). "whole" is the sum of a document's
-        # shares, which stays.
+        # "size" is the surplus of each share and "own" its rows. All shares of a rank are scaled by one factor: to the
+        # surplus that the rank lacks ("wanted"), but not beyond its tokens ("most"). "whole" is the sum of all shares
+        # of an item.
         size, own = part * surplus, part * rows
         lacks = need - rate * space
         wanted = size * (1 + (lacks / np.maximum(np.bincount(at, size, len(space)), tiny))[at])
@@ -205,19 +200,20 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
 
 
 class _Bins:
-    """The bins while they are filled: a heap with the bin that lacks most surplus on top. Array legend: B bins.
+    """The bins while items are dealt: a heap with the bin that lacks most surplus on top. Array legend: B bins.
 
     Args:
         mean: work that each rank should get.
         room: [B] tokens that each bin has room for.
         ranks: [B] number of ranks that each bin stands for.
         sparse: work per token of sparse items (:class:`Rates`).
-        most: as in :func:`deal_to_bins`.
-        in_turn: whether the bin that got the newest share leaves the heap until :meth:`take_back`.
+        most: limits on all shares of a rank together: their work over the mean work, and their rows over the rank's
+            tokens.
+        in_turn: whether the bin with the newest share leaves the heap until :meth:`take_back`.
 
     Attributes:
         least: least work of a share.
-        many_keys: whether the item that is being cut has so many keys that no rank should read them for little work.
+        many_keys: whether the last share of the item that is being cut has the limit ``_OVERFULL_WITH_KEYS``.
     """
 
     def __init__(
@@ -226,8 +222,8 @@ class _Bins:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
         self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
-        # Shares may take at most "most_rows" of a bin's rows. The other rows will hold sparse documents, whose work is
-        # taken off the work that shares may have.
+        # Shares may take at most "most_rows" of a bin's tokens. Sparse documents will fill the other tokens, so their
+        # work is subtracted from the work that shares may have.
         self._need_shares = [
             most_work * lacks - sparse * (1 - most_rows) * tokens
             for lacks, tokens in zip(self._need, self._space, strict=True)
@@ -248,9 +244,9 @@ class _Bins:
         return Filled(parts, np.full(len(self._need), self._mean), np.array(self._need), np.array(self._space))
 
     def order_by(self, rate: float) -> None:
-        """Sorts the bins by the surplus that each lacks, most first, for filler with ``rate`` work per token.
+        """Sorts the bins by the surplus that they lack, most first, for filler with ``rate`` work per token.
 
-        The lacking surplus is the work that the bin lacks, minus the work of filler in all of its room."""
+        A bin lacks its missing work, minus the work of filler in all of its room."""
         self._rate, self._newest = rate, -1
         pairs = zip(self._need, self._space, strict=True)
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
@@ -258,10 +254,10 @@ class _Bins:
         heapq.heapify(self._heap)
 
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
-        """Puts whole items from index ``first`` up to ``end``, each into the bin that lacks most surplus at that time.
+        """Puts whole items, from index ``first`` up to ``end``, each into the bin that lacks most surplus at that time.
 
-        This stops at an item that is not ``small``, or that the bin has no tokens for. Items are small if they have
-        less work than a share may have. Returns the index of the first item that was not put."""
+        Stops at an item that is not ``small``, or for which this bin has no tokens. Returns the index of the first item
+        that was not put."""
         if first == end or not small[first]:
             return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace
@@ -284,8 +280,8 @@ class _Bins:
         """Puts a whole item into the bin that lacks most surplus among those with enough tokens; returns whether it
         did.
 
-        The item is not put if the bin would get more than ``OVERFULL`` work above its goal. It is put all the same if
-        the item, or the part of it that fits, has too little work for a share.
+        Such a bin may get at most ``OVERFULL`` work above its goal. The limit does not hold if the item, or the part of
+        the item that fits, is smaller than a least share.
 
         Args:
             item: index of the item.
@@ -303,7 +299,7 @@ class _Bins:
             if found:
                 self._put(item, at, 1.0, own, brings)
         for each in aside:
-            # A bin without room for one token is left out until the next cut: only fractions of an item may still fit.
+            # A bin without room for one token is left out until the next cut.
             if self._space[each[1]] < 1.0:
                 self._full.append(each)
             else:
@@ -313,8 +309,8 @@ class _Bins:
     def take_back(self, *, first: bool = False) -> None:
         """Puts the bin with the newest share back into the heap.
 
-        With ``first`` the bin goes on top, if it still lacks the work of two least shares. Then the next document
-        begins there. So few bins must read the keys of many documents."""
+        With ``first``, the bin goes on top if it still lacks the work of two least shares. The next document then
+        begins there."""
         at, self._newest = self._newest, -1
         if at >= 0:
             first = first and self._need_shares[at] >= 2 * self.least
@@ -324,15 +320,15 @@ class _Bins:
         return self._rate * self._space[at] - self._need[at]
 
     def put_parts(self, item: int, part: float, own: float, brings: float, extra: float, *, within_need: bool) -> float:
-        """Puts a fraction of an item into bins, one bin after the other; returns the fraction that is left.
+        """Puts a fraction of an item into bins, one bin after the other. Returns the fraction that found no room.
 
         Args:
             item: index of the item.
             part: fraction of the item that is to be put.
             own: rows of the whole item.
             brings: work of the whole item.
-            extra: work that each share has on top of its part of ``brings``.
-            within_need: True limits each bin to the work that it lacks; False limits it by its tokens alone.
+            extra: work that a cut adds for each share.
+            within_need: whether bins get at most the work that they lack; otherwise only their tokens limit them.
         """
         aside = []
         while self._full:
@@ -348,8 +344,8 @@ class _Bins:
                 space = min(self._space[at], self._space_shares[at])
                 if most * part > lacks + over or own * part > space:
                     taken = min((lacks - extra) / most if most > 0 else part, space / own)
-                    # The rest must not be smaller than a least share. Either this bin takes the rest too, or it takes
-                    # less, so that a least share is left.
+                    # The rest must be a least share or more. If it is less, this bin takes the rest too, or it takes
+                    # less and leaves a least share.
                     if part - taken < least:
                         taken = part if (part - taken) * most <= over else part - least
                 if taken < least and taken < part:
@@ -368,7 +364,7 @@ class _Bins:
         return part
 
     def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
-        """Notes that the bin ``at`` got a part of an item, and sorts the bin anew.
+        """Notes that the bin ``at`` got a part of an item, and moves the bin to its new place in the heap.
 
         Args:
             item: index of the item.
@@ -396,12 +392,12 @@ class _Bins:
 
 
 class Rates:
-    """Work per token of the filler that is still to come, as items are dealt one after the other.
+    """Work per token of items and filler that are still to be dealt.
 
     Attributes:
-        of_shorter: [I + 1] number i is the work per token of items i, i + 1, ... and the filler together.
-        sparse: work per token of all sparse items together (``_DENSE``). Where no item is sparse, it is that of the
-            last item and the filler.
+        of_shorter: [I + 1] element i is the work per token of the items from i on and the filler together.
+        sparse: work per token of all sparse items (``_DENSE``) and sparse filler together. If nothing is sparse, it is
+            the value for the last item and the filler.
     """
 
     def __init__(self, rows: np.ndarray, work: np.ndarray, filler: tuple[float, int]) -> None:

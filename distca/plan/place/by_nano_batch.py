@@ -1,16 +1,16 @@
-"""Placing one nano-batch's documents on ranks by work, where long documents are cut from their end.
+"""Places one nano-batch's documents on ranks by work; long documents are cut from their end.
 
-A micro-batch has two *nano-batches*, ping and pong: the transfers of one run beside the computation of the other. First
-``nano_batches.py`` deals documents to ping and pong. Then ``lay_out.py`` calls :func:`spread` for each by itself. So
-hardly any document has rows in both, unlike where both are placed together (``shares.py``). Small pools take the
-cheaper of the two placements (``distca/plan/choice.py``).
+A micro-batch has two *nano-batches*, ping and pong: the transfers of one run beside the computation of the other.
+``nano_batches.py`` deals documents to ping and pong, and ``lay_out.py`` then calls :func:`spread` for each nano-batch.
+Another placement deals documents to ping and pong together (``shares.py``); ``distca/plan/choice.py`` compares the two.
 
-Documents with more attention work than one rank should have are cut, from their end, into parts of one rank's work
-each. The others are dealt one by one, longest first. The shortest documents are the *filler*: they fill the tokens that
-are left, and bring work too. So ranges are compared by their *surplus*: their work minus the work of as many tokens of
-filler.
+Documents with more attention work than one rank should have are cut, from their end, into parts with one rank's work
+each. Other documents are dealt one by one, longest first. The shortest documents are the *filler*: they fill the tokens
+that are left, and bring work too. Other ranges are compared by their *surplus*: their work minus the work of as many
+tokens of filler.
 
-Array legend: N ranges (documents, or parts of them), R ranks. Rows are int64. The mean rank's work is 1.
+Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Work is the time of attention; the
+unit is the mean rank's work.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from distca.plan.place.shares import ONE_BY_ONE, Work, work_of
 from distca.plan.sorting import in_turns, order_by
 
 _DENSE = 0.6
-"""A document is only cut for its work if it has at least this multiple of the mean work per token. Less dense ones are
-needed everywhere as filler. With 0.4 plans move 0.7 % more bytes. The measurements of all constants here are in
-benchmarks/results/planner.md."""
+"""Only documents with at least this multiple of the mean work per token are cut for their work. All other documents
+count as filler here."""
 _SAME_SIZE = 1.5
-"""Ranges are dealt in groups. The longest of a group has at most this many times the rows of the shortest. All ranges
-of a group are compared with the same filler, so ranks are sorted once per group."""
+"""Ranges are dealt in groups of similar length: the longest of a group has at most this many times the rows of the
+shortest. Ranks are sorted once for each group, which saves time."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest documents, with this part of all work, are filler. With 0.01 or 0.1 the slowest server is 0.05 to 0.12 %
-slower."""
+"""The shortest documents, with this part of all work together, are filler. With 0.01 the slowest server is 0.1 % slower
+(benchmarks/results/planner.md)."""
 _ENOUGH_OVER = 0.005
-"""A document is not cut if its surplus exceeds a rank's by at most this part of a rank's surplus. In :func:`_cut_long`
-a change of the mean work below this ends the search for it."""
+"""A document is cut only if its surplus exceeds a rank's wanted surplus by more than this part. The
+search in :func:`_cut_long` ends when the mean work changes by less than this."""
 _LEAST_PART = 0.05
-"""No document is cut if each rank should get less surplus than this part of the mean work. Filler alone gives ranks
-nearly all their work then."""
+"""No document is cut if ranks should have less surplus than this part of the mean work: filler gives them enough
+work."""
 _PASSES = 3
-"""How often documents are cut anew, at most. Cuts add work, which raises the mean work that the next pass cuts for."""
+"""The most times that documents are cut anew. Cuts add work, so the mean work rises, and the next pass cuts for it."""
 _CORRECTIONS = 2
-"""How often the place of a document's first cut is guessed, each time with the work that the guess before had. With one
-guess plans move 1.8 % more bytes."""
+"""How often the place of a document's first cut is guessed; each guess uses the work of the guess before. With one
+guess plans move 1.8 % more bytes (benchmarks/results/planner.md)."""
 
 
 def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool = False) -> tuple[Stream, np.ndarray]:
@@ -55,18 +54,17 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
         stream: [N] ranges of documents, in any order; at least one token.
         budgets: [R] tokens per rank; they add up to the stream's tokens.
         cost: seconds per task.
-        backwards: whether ranks get documents in the opposite order. The parts of a document go to one rank after the
-            other, and the last part needs the keys of all. So the rank that needs most keys in ping needs fewest in
-            pong if pong is placed backwards.
+        backwards: whether ranks get documents in the opposite order. The rank with a document's last part reads most
+            keys. If only pong is placed backwards, this is another rank in pong than in ping.
 
     Returns:
-        The ranges, some of them cut, and the rank of each.
+        The ranges, some of them cut, and the [N] rank of each.
     """
     if backwards:
         placed, rank = spread(stream, budgets[::-1], cost)
         return placed, len(budgets) - 1 - rank
-    # First the parts of long documents get a rank each, then other documents are dealt, then filler is laid into the
-    # tokens that are left. In between, "left" and "tokens" are the work and the tokens that each rank still lacks.
+    # First each part of a long document gets a rank, then other documents are dealt, then filler fills the tokens that
+    # are left. "left" and "tokens" are the work and the tokens that each rank still lacks.
     work = work_of(stream.start, stream.stop, len(budgets), cost)
     parts, rank_of_part, rest = _cut_long(stream, budgets, work)
     work_of_part = work(parts.start, parts.stop)
@@ -80,9 +78,10 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
 
 
 def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, np.ndarray, Stream]:
-    """Returns parts of long documents with one rank's work each, the rank of each, and all other ranges.
+    """Returns parts of long documents with one rank's work each, the rank of each part, and all other ranges.
 
-    Every part reads keys once more, which adds work. So documents are cut again, with the higher mean work."""
+    Each part reads keys of the parts before again, which adds work. So documents are cut again for the higher mean
+    work."""
     mean = 1.0
     for _ in range(_PASSES):
         parts, ranks, rest = _parts_of(stream, budgets, work, mean)
@@ -94,16 +93,16 @@ def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, 
 
 
 def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> tuple[Stream, np.ndarray, Stream]:
-    """Returns parts for ranks with the work ``mean``, the rank of each part, and the ranges that are left."""
-    # A rank full of filler, which has "short_rate" work per token, still lacks the surplus "wanted". So every part gets
-    # that surplus. A document with more surplus than "enough" is long.
+    """Returns parts for ranks whose mean work is ``mean``, the rank of each part, and all other ranges."""
+    # Filler has "short_rate" work per token. A rank full of filler still lacks the surplus "wanted", so each part gets
+    # this surplus. A document with more surplus than "enough" is long.
     start, stop = stream.start, stream.stop.copy()
     rows = stop - start
     whole = work(start, stop)
     dense = whole >= _DENSE * rows / budgets.mean()
     short_rate = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
-    # ``align`` may leave the last ranks next to no tokens, so only ranks with at least half of the largest budget get
-    # parts.
+    # Budgets are multiples of ``align``, so the last ranks may have hardly any tokens. Only ranks with at least half of
+    # the largest budget get parts.
     ranks = np.flatnonzero(2 * budgets >= budgets.max())
     wanted = mean - short_rate * float(budgets[ranks].mean())
     if wanted <= _LEAST_PART * mean:
@@ -117,9 +116,9 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     corrections = _CORRECTIONS
     cut: list[Stream] = []
     parts = 0
-    # In each round all long documents lose one rank's part from their end. Rounds go on until no document is long or
-    # every rank has a part. The part begins at "middle". The first guess takes surplus to grow with query-key pairs;
-    # the next ones use the surplus per pair of the guess before.
+    # In each round all long documents lose one part from their end, until no document is long or every rank has a part.
+    # The part begins at "middle". The first guess takes surplus to grow with query-key pairs; the next guess uses the
+    # surplus per pair of the guess before.
     while parts < len(ranks) and len(long):
         order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
         long, pairs_per_work = long[order], pairs_per_work[order]
@@ -150,10 +149,10 @@ def _left_over(
 
     Args:
         work_left: [R] work that each rank lacked before.
-        tokens_left: [R] tokens that it lacked.
+        tokens_left: [R] tokens that each rank lacked before.
         work: [N] work of the placed ranges.
         placed: [N] ranges.
-        rank: [N] rank of each.
+        rank: [N] rank of each range.
     """
     ranks = len(tokens_left)
     tokens = np.bincount(rank, weights=placed.stop - placed.start, minlength=ranks).astype(np.int64)
@@ -165,9 +164,9 @@ def _deal(
 ) -> tuple[Stream, np.ndarray, Stream]:
     """Deals ranges, longest first, each to the rank that lacks most surplus among those with enough tokens.
 
-    Returns the ranges that were dealt, their ranks, and the ranges that are left as filler."""
-    # Ranges [begin, end) are one group of about the same size; "short_rate" is the work per token of all shorter ones.
-    # The heap has the rank on top that lacks most surplus.
+    Returns the ranges that were dealt, the rank of each, and the ranges that are left as filler."""
+    # Ranges [begin, end) are one group of similar length; "short_rate" is the work per token of all shorter ranges. The
+    # heap has the rank on top that lacks most surplus.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))
@@ -184,7 +183,7 @@ def _deal(
         surplus = cost[begin:end] - short_rate * rows[begin:end]
         columns = (rows[begin:end].tolist(), cost[begin:end].tolist(), surplus.tolist())
         for at, (own, brings, more) in enumerate(zip(*columns, strict=True), begin):
-            # A rank without room for this range leaves the heap until the next size.
+            # A rank without room for this range leaves the heap until the next group.
             while heap and tokens[heap[0][1]] < own:
                 heapq.heappop(heap)
             if not heap:

@@ -1,13 +1,13 @@
-"""Cutting documents in two, so that every rank has about the same part of its attention work in ping.
+"""Cuts documents in two, so that every rank has about the same part of its attention work in ping.
 
 *Ping* and *pong* are the two nano-batches of a micro-batch: the transfers of one run beside the computation of the
-other. A document's first rows, its *head*, are computed in ping, the rest in pong. ``home_rows.py`` calls this when
-documents already have their ranks. Long documents lie on several ranks, each of which has a *share* (``shares.py``).
-Their cut is given. This file chooses the cuts of the documents that lie on one rank.
+other. A document's first rows, its *head*, are computed in ping, the other rows in pong. ``home_rows.py`` calls
+:func:`cut_whole` when documents already have their ranks. Documents that lie on several ranks, in *shares*, already
+have their cut. The function chooses the cuts of all documents that lie on one rank.
 
-The shortest documents are the *filler*: they fill the tokens that are left in each nano-batch, and bring work too. So
-documents are compared by their *surplus*: their work minus the work of as many tokens of filler. The mean rank's work
-is 1.
+The shortest documents are the *filler*: they fill the tokens that are left in each nano-batch, and bring work too.
+Other documents are compared by their *surplus*: their work minus the work of as many tokens of filler. Work is the time
+of attention; the unit is the mean rank's work.
 
 Array legend: D documents, R ranks, S shares, N ranges. All arrays of rows are int64.
 """
@@ -25,54 +25,51 @@ from distca.plan.place.shares import Dealt, Work
 from distca.plan.sorting import order_by
 
 _CLOSE = 0.003
-"""No document is cut if ping's work is off by at most this; the mean rank's work is 1. A cut costs time, since the
-document's keys are read twice. With 0.02 nothing changes by 1 %. The measurements of all constants here are in
-benchmarks/results/planner.md."""
+"""No document is cut if ping's work is off by at most this; the mean rank's work is 1. A cut costs time, because the
+keys of the head are read in both nano-batches."""
 
 _HALVINGS = 16
-"""Steps of the bisection for the row up to which documents are in ping: 16 steps find it to a 65,536th of the longest
-document."""
+"""Steps of the bisection for the row up to which documents are in ping. After 16 steps the error is a 65,536th of the
+longest document."""
 _NEARLY = 0.02
-"""How far ping's work may stay below the wanted work to count as reached, as a part of the wanted work."""
+"""Work in ping counts as reached if it is below the wanted work by at most this part of the wanted work."""
 
 _LEVELLINGS = 2
-"""How often ping's part of the work is set. If some ranks have no room for so much work in ping, all ranks get less the
-second time."""
+"""How often ping's part of the work is set. If some ranks have no room for so much work in ping, the second try gives
+all ranks less."""
 _FEW = 0.1
-"""The part of all ranks that may stay below ping's part of the work without a second time. They are left to the
-scheduler."""
+"""The part of all ranks that may stay below the wanted work in ping without a second try. The scheduler moves work for
+these ranks."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""[N] document, start, stop and rank of query ranges [start, stop), each int64."""
+"""[N] document, start, stop and rank of query ranges [start, stop), all int64."""
 
 
 def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the [S] begins and [S] ends of shares in a nano-batch (0 is ping, 1 is pong).
+    """Returns the [S] begins and [S] ends of the shares [low, high) in a nano-batch: 0 is ping, 1 is pong.
 
-    Shares count from the ends of a document, at 0, to its middle, at 1. In pong a share [low, high) becomes [1 - high,
-    1 - low). A rank with outer rows reads most of the keys. So a rank that has outer rows in ping gets inner rows in
-    pong."""
+    A share counts from the ends of a document, at 0, to its middle, at 1. In pong a share becomes [1 - high, 1 - low),
+    because a rank with outer rows reads most keys: a rank with outer rows in ping gets inner rows in pong."""
     return (1 - high, 1 - low) if nano else (low, high)
 
 
 def ranges_of_shares(
     document: np.ndarray, rank: np.ndarray, low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> Ranges:
-    """Returns the rows of shares, if documents consist of the rows [first, last) only.
+    """Returns the rows of shares in the part [first, last) of each document.
 
-    A share is a range near the start and its mirror image near the end; the innermost share is one range around the
-    middle. Example: of rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7).
+    A share is a range near ``first`` and its mirror image near ``last``. A share that ends at 1, the middle, is one
+    range. Example: of the rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7).
 
     Args:
         document: [S] document of each share.
-        rank: [S] its rank.
-        low: [S] where it begins, between 0 and 1.
-        high: [S] where it ends.
-        first: [D] first row of each document.
-        last: [D] one past its last row.
+        rank: [S] rank of each share.
+        low: [S] where each share begins, between 0 and 1.
+        high: [S] where each share ends.
+        first: [D] first row of each document's part.
+        last: [D] one past the last row of each document's part.
     """
-    # "outer" and "inner" are the begin and end of a share, in rows from either end of the document. A share that ends
-    # at 1 becomes one range, from its outer row to the mirror image of that.
+    # "outer" and "inner" are the begin and the end of a share, in rows from either end of the part.
     first, last = first[document], last[document]
     half = (last - first) // 2
     outer, inner = (low * half).astype(np.int64), (high * half).astype(np.int64)
@@ -86,7 +83,7 @@ def ranges_of_shares(
 def cut_whole(
     length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], cut: np.ndarray, whole: np.ndarray, work: Work
 ) -> None:
-    """Writes into ``cut`` where documents that lie on one rank are cut.
+    """Writes into ``cut`` how many rows of each document that lies on one rank are in ping.
 
     Each rank gets about the same part of its work in ping, and neither nano-batch gets more tokens than its budget.
 
@@ -94,12 +91,12 @@ def cut_whole(
         length: [D] tokens.
         dealt: the documents on ranks.
         budgets: of ping and of pong, [R] tokens each.
-        cut: [D] rows of each document in ping, its head. Those of documents on one rank are written here.
+        cut: [D] rows of each document in ping; given for documents in shares, and written here for the others.
         whole: [S] bool, the shares that are whole documents.
         work: gives the work of query ranges.
     """
-    # For each nano-batch and rank: "room" is the tokens that shared documents leave. "more" is the work of these
-    # documents, and of filler in all of that room.
+    # For ping and pong, "room" is the [R] tokens that documents in shares leave. "more" is the [R] work of documents in
+    # shares, and of filler in all of the room.
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
     parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
     room, more = [], []
@@ -120,8 +117,7 @@ def cut_whole(
     square, slope = _growth(own, dealt.work[document], work)
     documents = _Documents(owner, own, square, slope - rate, square / own**2)
     columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
-    # Shares may exceed a nano-batch's budget, until ``home_rows.py`` moves the excess to other ranks. Such a nano-batch
-    # counts as full here.
+    # Shares may exceed the budget of a nano-batch; ``home_rows.py`` moves the excess later. Such a nano-batch is full.
     room = [np.maximum(each, 0.0) for each in room]
     spaces, level = [each.tolist() for each in room], dealt.split.ping
     for _ in range(_LEVELLINGS):
@@ -137,14 +133,14 @@ def cut_whole(
         head = np.array(found, np.int64)
         again = np.flatnonzero(off[owner] > 0)
         if len(again):
-            # Where one cut on a rank does not suffice, all its documents are cut. A head has less work than a whole
-            # document of as many rows. So these cuts are taken only if they come nearer to the wanted work.
+            # If one cut on a rank is not enough, all its documents may be cut instead. These cuts are taken only if
+            # they come nearer to the wanted work, since heads have less work than whole documents of as many rows.
             heads = documents.take(again).heads(wanted, *room)
             nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
             head[again] = np.where(nearer[owner[again]], heads, head[again])
         cut[document] = head
         reached = (more[0] + documents.surplus_of(head, ranks)) / np.maximum(total, 1e-300)
-        # If some ranks have no room for so much work in ping, the others get no more than these in the next round.
+        # If many ranks have no room for so much work in ping, the next try wants no more than they reached.
         lowest = float(np.quantile(reached, _FEW))
         if lowest > level * (1 - _NEARLY):
             break
@@ -152,29 +148,29 @@ def cut_whole(
 
 
 def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarray, np.ndarray]:
-    """Returns [N] ``square`` and [N] ``slope``, with which the work of a head is square · p² + slope · rows · p.
+    """Returns [N] ``square`` and [N] ``slope``: the fraction p of a document's rows, its head, has the work square · p²
+    + slope · rows · p.
 
-    A head is the fraction p of a document's rows. The two are found from the work of whole documents, [N] ``whole``,
-    and of their first halves."""
+    The two are found from [N] ``whole``, the work of whole documents, and from the work of their first halves."""
     half = length // 2
     part = np.maximum(half / length, 1e-9)
-    # Two equations are solved for slope. Of whole documents: whole = square + slope * rows. Of their first ``half``
-    # rows: work = square * part^2 + slope * rows * part.
+    # Two equations are solved for slope: whole = square + slope * rows, and for the first ``half`` rows: work = square
+    # * part^2 + slope * rows * part.
     slope = (work(np.zeros_like(half), half) - whole * part**2) / (length * np.maximum(part - part**2, 1e-9))
     slope = np.where(length > 1, slope, 0.0)
     return whole - slope * length, slope
 
 
 class _OnRank(NamedTuple):
-    """One rank's documents that lie on no other rank, longest first. Array legend: W documents.
+    """The documents that lie on one rank only, for one rank, longest first. Array legend: W documents.
 
     Attributes:
         rows: [W] tokens.
         surplus: [W] work, minus the work of as many tokens of filler.
-        square: [W] the part of a document's work that grows with the square of a head's rows.
-        slope: [W] the part of the surplus that grows with the rows of a head, per row.
-        ping: tokens that ping has room for.
-        pong: tokens that pong has room for.
+        square: [W] the work of a whole document that grows with the square of its rows.
+        slope: [W] the surplus that grows in proportion to rows, per row.
+        ping: tokens that fit into ping.
+        pong: tokens that fit into pong.
     """
 
     rows: list[int]
@@ -185,10 +181,11 @@ class _OnRank(NamedTuple):
     pong: float
 
     def cuts(self, wanted: float) -> tuple[list[int], float]:
-        """Returns [W] rows in ping of each document, so that ping has ``wanted`` surplus, and how far ping is off.
+        """Returns [W] rows in ping of each document, so that ping has ``wanted`` surplus, and by how much ping misses
+        it.
 
-        Each document, longest first, goes to the nano-batch that lacks more surplus, if it has the room. Then at most
-        one document is cut. The distance is 0 within ``_CLOSE``, and infinite where a document has no room."""
+        Each document goes to the nano-batch that lacks more surplus, if there is room. Then at most one document is
+        cut. The second result is 0 within ``_CLOSE``, and infinite if a document fits nowhere."""
         missing, of_pong = wanted, sum(self.surplus) - wanted
         room = [self.ping, self.pong]
         cuts: list[int] = []
@@ -207,8 +204,8 @@ class _OnRank(NamedTuple):
                 cuts.append(own)
         if abs(missing) <= _CLOSE:
             return cuts, 0.0
-        # If ping lacks work, it gets the head of one of pong's documents. If it has too much, pong gets the tail of one
-        # of its documents. The shortest document with enough surplus is cut, if there is room.
+        # If ping lacks work, one of pong's documents is cut and ping gets its head. If ping has too much, one of ping's
+        # documents is cut and pong gets its tail. It is the shortest document with enough surplus.
         giver = 1 if missing > 0 else 0
         for at in range(len(cuts) - 1, -1, -1):
             if (cuts[at] == 0) != (giver == 1) or self.surplus[at] < abs(missing):
@@ -222,14 +219,14 @@ class _OnRank(NamedTuple):
 
 
 class _Documents(NamedTuple):
-    """The documents of all ranks that lie on one rank each. Those of a rank are together, longest first. Array legend:
-    N documents.
+    """All documents that lie on one rank only, for all ranks. Documents of a rank are together, longest first. Array
+    legend: N documents.
 
     Attributes:
         rank: [N] home rank.
-        rows: as in :class:`_OnRank`.
-        square: as in :class:`_OnRank`.
-        slope: as in :class:`_OnRank`.
+        rows: [N] tokens.
+        square: [N] the work of a whole document that grows with the square of its rows.
+        slope: [N] the surplus that grows in proportion to rows, per row.
         dense: [N] ``square`` over the square of ``rows``.
     """
 
@@ -243,17 +240,17 @@ class _Documents(NamedTuple):
         return _Documents(*(column[chosen] for column in self))
 
     def surplus_of(self, heads: np.ndarray, ranks: int) -> np.ndarray:
-        """Returns each rank's [R] surplus in ping, if [N] ``heads`` rows of each document are there."""
+        """Returns [R] surplus of each rank in ping, if [N] ``heads`` rows of each document are in ping."""
         return np.bincount(self.rank, (self.dense * heads + self.slope) * heads, ranks)
 
     def heads(self, wanted: np.ndarray, ping: np.ndarray, pong: np.ndarray) -> np.ndarray:
-        """Returns [N] rows of every document's head in ping, so that ranks have [R] ``wanted`` surplus there.
+        """Returns [N] rows of every document's head, so that ranks have [R] ``wanted`` surplus in ping.
 
-        Neither nano-batch gets more rows than its [R] room, ``ping`` or ``pong``. On each rank all heads end at the
-        same position. No other heads with as many rows in all have less work. If they have too little work, the heads
-        of the rank are the same fraction of each document instead."""
-        # Bisection, on all ranks at once, for the last position at which ping has room. An earlier position is taken if
-        # ping has the wanted work there, and pong has room for the rest.
+        At most ``ping`` and ``pong`` [R] rows fit into the nano-batches. First all heads on a rank end at the same
+        position. For their rows, such heads have the least work. If that is too little, heads are the same fraction of
+        each document instead."""
+        # Bisection on all ranks at once, for the last position at which ping has room. If ping has the wanted work
+        # earlier, and pong has room for the rest, the earlier position is taken.
         at, own = self.rank, self.rows
         ranks, total = len(wanted), np.bincount(at, own, len(wanted))
         low, high = np.zeros(ranks), np.zeros(ranks)
@@ -265,7 +262,7 @@ class _Documents(NamedTuple):
             over = (tokens > ping) | ((found > wanted) & (tokens > total - pong))
             low, high = np.where(over, low, middle), np.where(over, middle, high)
         enough = self.surplus_of(np.minimum(own, low[at]), ranks) >= wanted * (1 - _NEARLY)
-        # If both nano-batches are full, there is no other choice.
+        # If both nano-batches are full, the number of rows in ping is given.
         enough |= (total - pong >= ping) | (total == 0)
         heads = np.minimum(low[at].astype(np.int64), own)
         for rank in np.flatnonzero(~enough).tolist():
@@ -274,7 +271,7 @@ class _Documents(NamedTuple):
             part = _head_with(float(wanted[rank]), 1.0, float(self.square[here].sum()), slope)
             part = min(max(part, 1 - pong[rank] / total[rank]), ping[rank] / total[rank], 1.0)
             heads[here] = part * own[here]
-        # Heads were rounded down, so pong may have got too many rows. They go back to ping, document by document.
+        # Heads were rounded down, so pong may have too many rows. They go back to ping, document by document.
         over = total - np.bincount(at, heads, ranks) - np.floor(pong)
         spare = own - heads
         before = np.cumsum(spare) - spare
@@ -283,7 +280,7 @@ class _Documents(NamedTuple):
 
 
 def _head_with(surplus: float, rows: float, square: float, slope: float) -> float:
-    """Returns the rows of the head with this ``surplus``, at most ``rows``, which are those of the document.
+    """Returns the rows of the head with this ``surplus`` in a document of ``rows`` rows.
 
     It is the root h of dense · h² + slope · h = surplus, where dense is ``square`` over the square of ``rows``."""
     dense = max(square, 1e-12) / rows**2

@@ -1,13 +1,12 @@
-"""Choosing the rows of every document that each rank computes in *ping* and in *pong*, the two nano-batches.
+"""Chooses which rows of every document each rank computes in *ping* and in *pong*, the two nano-batches.
 
-``lay_out.py`` calls :func:`home_rows` after ``shares.py`` has dealt documents to ranks. A rank keeps its documents for
-both nano-batches: their first rows, the *head*, are in ping, the others in pong. So queries in pong find the keys of
-the head on the same rank. A long document lies on several ranks. Each of these has a *share*: a range of rows and its
-mirror image. All shares of a document are cut into head and tail at the same row.
+``lay_out.py`` calls :func:`home_rows` after ``shares.py`` has dealt documents to ranks. A document's first rows, its
+*head*, are in ping, and its other rows in pong, on the same ranks. So queries in pong find the keys of the head there.
+A long document lies on several ranks. Each of these ranks has a *share*: a range of rows and the mirror image of this
+range. Head and tail of a document are divided into shares in the same way.
 
-Every rank should have about the same part of its work in ping. ``head_cuts.py`` chooses cuts of the documents on one
-rank for that. A long document's head has little work for its rows, since early queries see few keys. Then ping has
-less work than pong, by the same part on all ranks. The shortest documents, the *filler*, fill the tokens that are left.
+Every rank should have about the same part of its work in ping. ``head_cuts.py`` cuts documents on one rank for that.
+The shortest documents, the *filler*, fill the tokens that are left.
 
 Example: two ranks have 6 tokens each, 3 of them in ping. A document of 8 rows is in two equal shares and is cut at row
 4. In ping, rank 0 has the outer rows of the head, 0 and 3, and rank 1 has 1 and 2. In pong, rank 0 has the inner rows
@@ -27,40 +26,39 @@ from distca.plan.place.nano_batches import Stream, laid_end_to_end
 from distca.plan.place.shares import Dealt, Work
 
 _HEAD = 0.5
-"""The part of the rows that is in ping, for documents that were cut into shares only because no rank had room for
-them."""
+"""The part of the rows that is in ping, for documents that are in shares only because no rank had room for them
+whole."""
 
 
 def home_rows(
     length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], work: Work, node: np.ndarray
 ) -> list[tuple[Stream, np.ndarray]] | None:
-    """Returns the ranges of every nano-batch and the rank of each, so that all budgets are met exactly.
+    """Returns the ranges of every nano-batch, and the rank of each range, so that ranks get exactly their budgets.
 
     Args:
         length: [D] tokens.
         dealt: the documents on ranks.
-        budgets: by nano-batch, [R] tokens.
+        budgets: for each nano-batch, [R] tokens.
         work: gives the work of query ranges.
         node: [R] node of every rank.
 
     Returns:
-        By nano-batch, N ranges and the [N] rank of each; None where documents in shares need more room than a
-        nano-batch has.
+        For each nano-batch, N ranges and the [N] rank of each. None if the budgets of ping cannot be met.
     """
     shares = dealt.shares
     whole = (shares.low == 0) & (shares.high == 1)
     cut = length.copy()
     if len(budgets) == 2:
-        # Documents that were cut for want of room have half of their rows in ping; the split by work is for long ones.
+        # Documents that were cut for want of room have half of their rows in ping.
         cut = np.rint(length * np.where(dealt.long, dealt.split.head, _HEAD)).astype(np.int64)
         cut_whole(length, dealt, budgets, cut, whole, work)
     keys = np.bincount(shares.rank, length[shares.document], len(node))
     found = []
     in_ping = 0
     for nano, budget in enumerate(budgets):
-        # This nano-batch has the rows [low, high) of every document. First every share's rows are placed. The part of
-        # them that exceeds a rank's budget moves to a rank with room, as far as there is one. The rest ("fixed") and
-        # then the filler are laid end to end into the room that is left.
+        # This nano-batch has the rows [low, high) of every document. First the rows of shares are placed. Rows beyond a
+        # rank's budget move to a rank with room. The rows without a rank ("fixed") and then filler are laid end to end
+        # into the room that is left.
         low, high = (np.zeros_like(cut), cut) if nano == 0 else (cut, length)
         begin, end = bounds_in_nano_batch(nano, shares.low, shares.high)
         placed = [ranges_of_shares(shares.document, shares.rank, begin, end, low, high)]
@@ -78,7 +76,7 @@ def home_rows(
         if nano == 0:
             if spare < 0 or spare > own.sum():
                 return None
-            # Ping takes the first ``spare`` tokens of the filler; a document at the border is cut.
+            # Ping takes the first ``spare`` tokens of the filler; one document may be cut there.
             stop = np.clip(spare - (np.cumsum(own) - own), 0, own)
             start, in_ping = np.zeros_like(stop), spare
         else:
@@ -94,14 +92,14 @@ def home_rows(
 
 
 def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the documents, zeros in place of ranks, the lows and the highs of ``left``, as arrays."""
+    """Returns the arrays of documents, ranks (all 0), lows and highs of ``left``."""
     document, low, high = zip(*left, strict=True) if left else ((), (), ())
     none = np.zeros(len(document), np.int64)
     return np.array(document, np.int64), none, np.array(low, np.float64), np.array(high, np.float64)
 
 
 def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Returns the ranges cut down to the [R] budgets, and the rows that were cut off: the ends of a rank's longest
+    """Returns the ranges within the [R] budgets, and the rows that were cut off, from the ends of a rank's longest
     ranges."""
     document, start, stop, rank = ranges
     over = np.bincount(rank, stop - start, len(budget)).astype(np.int64) - budget
@@ -121,16 +119,15 @@ def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
 
 
 def _moved_to_room(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Moves ranges that exceed their rank's budget to other ranks, the longest first.
+    """Moves ranges to other ranks, longest first. Returns the ranges that moved, and the ranges that fit nowhere.
 
-    A range goes to a rank of its own node with enough tokens left; among several, to the rank that reads fewest keys.
-    If there is none, it goes to the rank with most room on any node. Returns the ranges that moved, and those that fit
-    nowhere.
+    A range goes to a rank of the same node with enough room; among several, to the rank that reads fewest keys. If
+    there is none, it goes to the rank with most room on any node.
 
     Args:
         ranges: the rows that were cut off, with the ranks that they were on.
-        room: [R] tokens left; those of moved ranges are subtracted here.
-        keys: [R] keys that ranks read; those of moved ranges are added here.
+        room: [R] tokens left; changed here.
+        keys: [R] keys that ranks read; changed here.
         node: [R] node of every rank.
     """
     document, start, stop, rank = ranges

@@ -1,16 +1,16 @@
-"""Laying out a micro-batch: which tokens each home rank holds, and in which nano-batch they are computed.
+"""Lays out a micro-batch: which tokens each home rank holds, and in which nano-batch they are computed.
 
-A *home rank* holds rows of documents, its tokens. A micro-batch is computed as one or two *nano-batches*, ping and
-pong: the transfers of one run beside the computation of the other. A document may be cut in two: its head is computed
-in ping, its tail in pong. ``step.py`` calls :func:`lay_out`, which places documents in one of four ways:
+The *home rank* of a token holds its row. A micro-batch is computed as one or two *nano-batches*, ping and pong: the
+transfers of one run beside the computation of the other. A document may be cut in two: its first rows are in ping, its
+last rows in pong. ``step.py`` calls :func:`lay_out`, which places documents in one of four ways:
 
 - by attention work, ping and pong together, where long documents lie on several ranks (``shares.py``,
   ``home_rows.py``);
 - by attention work, each nano-batch by itself (``by_nano_batch.py``);
-- one after the other;
-- on ranks that are given.
+- one document after the other;
+- on given ranks.
 
-Array legend: D documents of the micro-batch, S shards (ranges of documents, each on one rank), R ranks. All arrays are
+Array legend: D documents of the micro-batch, R ranks. A *shard* is a range of one document on one rank. Arrays are
 int64.
 """
 
@@ -58,27 +58,26 @@ def lay_out(
     """Places a micro-batch's documents on ranks, as one or two nano-batches.
 
     Without ``rank_of`` every rank gets about equally many tokens of each nano-batch, in multiples of ``align`` on all
-    ranks but the last. So these need no padding where tensor-parallel ranks split the rows.
+    ranks but the last. So tensor-parallel ranks can split the rows without padding.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
         ranks: number of home ranks.
         nano_batches: 1, or 2 for ping and pong.
-        rank_of: [D] home rank of each document; documents then never span ranks, and each rank deals its own documents
-            to the nano-batches.
+        rank_of: [D] home rank of each document; documents then stay whole on their ranks, and each rank deals its
+            documents to the nano-batches.
         align: rows per rank are multiples of this where documents may span ranks.
-        dealing: how documents are dealt to two nano-batches of equal tokens. Ping may get up to 1/32 more, so that no
-            short tail of a document is left for pong. "in_order": ping gets the first ones. "even": documents are dealt
-            by length, so that both also have about equal attention work. With "spread" ping has less work if documents
-            are too long for that. "lean": with "spread", ping may have still less, where that moves fewer bytes; else
-            as "even".
-        placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other; where a
-            rank is full, the document continues on the next one. "spread": every rank gets about equal attention work
-            and equal tokens. Long documents are cut over several ranks, with rows in both nano-batches.
-            "spread_by_nano_batch": the same for each nano-batch by itself; also "spread" does this where its cuts do
-            not fit. With ``rank_of`` the placement is always "in_order".
-        cost: seconds per task, which "spread" balances; None balances query-key pairs.
-        ranks_per_node: consecutive ranks that share a node; "spread" deals to nodes first. 0 where all share one.
+        dealing: how documents are dealt to two nano-batches of equal tokens. "in_order": the first documents go to
+            ping. "even": documents are dealt by length, so that both nano-batches have about equal attention work.
+            "lean": like "even", but with the placement "spread" ping may have less work, where that moves fewer bytes.
+            Ping may get up to 1/32 more tokens, so that a document's short tail is not cut off.
+        placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other; a document
+            continues on the next rank where a rank is full. "spread": ranks get about equal attention work and equal
+            tokens, ping and pong together. "spread_by_nano_batch": the same for each nano-batch by itself; it also
+            replaces "spread" if long documents do not fit. With ``rank_of`` the placement is always "in_order".
+        cost: seconds of attention, which "spread" balances; None balances query-key pairs.
+        ranks_per_node: consecutive ranks that share a node; "spread" deals to nodes first. 0 if all ranks share one
+            node.
 
     Returns:
         One layout per nano-batch.
@@ -139,14 +138,15 @@ def _check(
 def _place_nano_batches(
     length: np.ndarray, ranks: int, nano_batches: int, align: int, dealing: Dealing, cost: CostModel | None
 ) -> list[tuple[Shards, np.ndarray]]:
-    """Deals documents to nano-batches, then places each by itself: by work if there is a ``cost``, else in order."""
+    """Deals documents to nano-batches, then places each nano-batch by itself: by work if there is a ``cost``, else in
+    order."""
     total = int(length.sum())
     documents = np.arange(len(length))
     cut = _half(total, align)
     if nano_batches == 2 and dealing != "in_order":
         documents = dealt_evenly(length, documents, ping_first=True)
     if nano_batches == 2:
-        # With multiples of ``ranks * align``, a moved cut lets ping's tokens still divide evenly over the ranks.
+        # The cut only moves to a multiple of ``ranks * align``, so that ping's tokens divide evenly over the ranks.
         cut = without_short_tail(length, documents, cut, ranks * align)
     placed = []
     for stream, bounds in zip(
@@ -164,14 +164,14 @@ def _place_nano_batches(
 
 
 def _half(total: int, align: int) -> int:
-    """Returns half of ``total`` tokens, rounded up to a multiple of ``align``: ping's tokens."""
+    """Returns ping's tokens: half of ``total``, rounded up to a multiple of ``align``."""
     return min(total, -(-total // (2 * align)) * align)
 
 
 def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
-    """Returns [R + 1] borders for each nano-batch: rank r gets its tokens from bounds[r] up to bounds[r + 1].
+    """Returns [R + 1] borders for each nano-batch: rank r gets the tokens from bounds[r] up to bounds[r + 1].
 
-    Of two nano-batches, ping has the first ``cut`` of ``total`` tokens."""
+    With two nano-batches, ping has the first ``cut`` of ``total`` tokens."""
     return [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
 
 
@@ -183,10 +183,10 @@ def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
 
 
 def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
-    """Cuts a stream of document ranges wherever a rank's rows end; returns shards and [R] rows per rank.
+    """Cuts a stream of document ranges wherever a rank's rows end; returns shards, and [R] rows per rank.
 
-    Example: borders are 0, 5 and 7, and ranges have 3 and 4 rows. Rank 0 gets shards of 3 and 2 rows, rank 1 one of
-    2."""
+    Example: borders are 0, 5 and 7, and ranges have 3 and 4 rows. Rank 0 gets shards of 3 and 2 rows, and rank 1 gets a
+    shard of 2 rows."""
     placed, rank = laid_end_to_end(stream, np.diff(bounds))
     own = placed.stop - placed.start
     row = np.cumsum(own) - own - bounds[rank]
@@ -199,8 +199,8 @@ def _in_shares(
 ) -> list[tuple[Shards, np.ndarray]] | None:
     """Places the documents of ping and pong together by work.
 
-    Returns the shards and the [R] rows per rank of each nano-batch; None if rows of cut documents do not fit. With
-    ``lean``, ping may have less work than pong. If documents do not fit that way, they are placed without it."""
+    Returns the shards and the [R] rows per rank of each nano-batch; None if documents in shares do not fit. With
+    ``lean``, ping may have less work than pong, if documents fit that way."""
     if not len(length):
         return None
     total = int(length.sum())
@@ -223,10 +223,10 @@ def _in_shares(
 
 
 def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
-    """Numbers the rows of placed ranges on their ranks; returns their shards, and [R] rows per rank.
+    """Numbers the rows of placed ranges on their ranks; returns the shards, and [R] rows per rank.
 
-    Rows of a rank are in order of document and position. Documents that continue in pong, [D] bool ``goes_on``, come
-    last. So their rows, which pong needs again, are the last rows of a rank in ping."""
+    Rows of a rank are in order of document and position. Documents with ``goes_on`` [D] come last: they continue in
+    pong, so the rows that pong needs again are the last rows of a rank in ping."""
     order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
     document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
     row = np.cumsum(stop - start) - (stop - start) - bounds[rank]
@@ -236,10 +236,9 @@ def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.n
 def _place_whole(
     length: np.ndarray, ranks: int, nano_batches: int, rank_of: np.ndarray, dealing: Dealing
 ) -> list[tuple[Shards, np.ndarray]]:
-    """Places whole documents on their [D] ranks ``rank_of``; each rank deals its own to the nano-batches.
+    """Places whole documents on their ranks ``rank_of`` [D]; each rank deals its documents to the nano-batches.
 
-    Unless dealing is in order, a rank's longest document goes to the nano-batch with less work on the ranks dealt
-    before."""
+    Unless dealing is "in_order", a rank's longest document goes to the nano-batch that has less work so far."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
     ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far
@@ -261,7 +260,6 @@ def _place_whole(
 
 
 def _sorted(shards: Shards) -> Shards:
-    """Returns the shards by (document, start)."""
     order = order_by(shards.document, shards.start)
     return Shards(*(column[order] for column in shards.columns()))
 
@@ -269,13 +267,12 @@ def _sorted(shards: Shards) -> Shards:
 def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previous: Layout | None) -> Layout:
     """Returns the layout of one nano-batch.
 
-    Its k,v rows are its own rows and *carried* ones: the rows of its documents in the ``previous`` nano-batch. Carried
-    rows stay where they are; this nano-batch's queries need them."""
+    Its k,v rows are its own rows, and *carried* rows: the rows of its documents in the ``previous`` nano-batch. Queries
+    of this nano-batch need carried rows too, which stay where they are."""
     q = _sorted(shards)
     first = np.zeros(documents, np.int64)
     last = np.zeros(documents, np.int64)
-    # Shards are sorted by (document, start). Written in reverse, each document's first start is written last, and
-    # stays.
+    # Shards are sorted by (document, start). Assigned in reverse, each document's first start is assigned last.
     first[q.document[::-1]] = q.start[::-1]
     last[q.document] = q.stop
     carried_rows = np.zeros(ranks, np.int64)
@@ -284,8 +281,8 @@ def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previo
         split = np.flatnonzero(first > 0)
         head = np.isin(previous.q.document, split)
         np.add.at(carried_rows, previous.q.rank[head], (previous.q.stop - previous.q.start)[head])
-        # On each rank, documents that continue come last, so carried rows are its last rows. The rows before them,
-        # "skipped", are left out, and carried rows are numbered from 0; own rows follow.
+        # On each rank documents that continue come last, so carried rows are the last rows. The rows before these,
+        # "skipped", are left out: carried rows are numbered from 0, and own rows follow.
         skipped = previous.q_rows - carried_rows
         document, start, stop, rank, row = (column[head] for column in previous.q.columns())
         carried = (document, start, stop, rank, row - skipped[rank])

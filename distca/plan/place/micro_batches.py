@@ -1,15 +1,14 @@
-"""Dealing a step's documents over its micro-batches, so that few documents must be cut over several ranks.
+"""Deals a step's documents over its micro-batches, so that few documents must be cut over several ranks.
 
 ``step.py`` calls this before it lays out each micro-batch. The gradient of a step is the same sum however its documents
-are grouped. So any document may go to any micro-batch that has room for it. Few rows travel between ranks where
-documents lie whole on one rank. A document must be cut if it has more attention work than the mean rank of its
-micro-batch. Among documents of its own length, that happens only if it has more tokens than a rank. So the longest
-documents share a micro-batch, the next ones the next, and the shortest fill up the room that is left. Micro-batches may
-have unequal work, since each is balanced over the ranks by itself.
+are grouped, so a document may go to any micro-batch that has room. Few rows travel between ranks if documents lie whole
+on one rank. But a document must be cut if it has more attention work than the mean rank of its micro-batch. Among
+documents of similar length this is rare. So the longest documents share a micro-batch, the next ones share the next,
+and the shortest fill the room that is left. Micro-batches may have unequal work, because each is balanced over the
+ranks by itself.
 
-With pipeline stages, the first and the last micro-batches get the longest documents, those in the middle the shortest.
-While a pipeline fills and drains, stages without a micro-batch compute a part of the others' attention. The more
-attention there is, the less these stages wait.
+With pipeline stages, the first and the last micro-batches get the longest documents. While a pipeline fills and drains,
+some stages have no micro-batch, and compute attention of other stages. With more attention they have more to do.
 
 Array legend: D documents of the step, M micro-batches.
 """
@@ -34,8 +33,8 @@ def deal_over_micro_batches(
         stages: pipeline stages that run the micro-batches in order.
 
     Returns:
-        By micro-batch, the numbers of its documents, ascending; every document is in one of them. None if some document
-        finds no micro-batch with enough room left.
+        For each micro-batch, the indices of its documents, ascending. None if some document finds no micro-batch with
+        enough room left.
 
     Raises:
         PlanError: a document has no tokens, room is below 0, or there is no micro-batch.
@@ -54,8 +53,7 @@ def deal_over_micro_batches(
     rows = length[order]
     heads = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
     ends = np.append(heads[1:], len(rows))[: len(heads)]
-    # All documents of one length ("own") are dealt at once: as many as fit into the first micro-batch, then into the
-    # next.
+    # All documents of one length ("own") are dealt at once: as many as fit into one micro-batch, then into the next.
     for own, begin, end in zip(rows[heads].tolist(), heads.tolist(), ends.tolist(), strict=True):
         for at in turn:
             some = min(left[at] // own, end - begin)

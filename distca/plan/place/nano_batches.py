@@ -1,8 +1,8 @@
-"""Dealing documents to *ping* and *pong*, the two nano-batches of a micro-batch, before they are placed on ranks.
+"""Deals documents to *ping* and *pong*, the two nano-batches of a micro-batch, before they are placed on ranks.
 
 Both get about equally many tokens, so that the transfers of one can run beside the computation of the other. The
-documents are put in an order, the *stream*, which is then cut in two: the tokens before the cut are ping's.
-``lay_out.py`` uses this, unless ping and pong are placed together.
+documents are put in an order, the *stream*, and the stream is cut in two: the tokens before the cut are ping's.
+``lay_out.py`` calls these functions, except where it places ping and pong together.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
-"""How documents are dealt to ping and pong. "in_order": ping gets the first ones. "even" and "lean": the longest are
-dealt by their work. The two differ only where ping and pong are placed together: with "lean", ping may have less
-work."""
+"""How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even" and "lean": documents are
+dealt by length, so that ping and pong have about equal work. Where ping and pong are placed together, "lean" lets ping
+have less work."""
 _DEALT_ONE_BY_ONE = 64
-"""The number of documents, the longest, that are dealt one by one by their work. Shorter ones are dealt in turns, which
-levels them without a look at each. With 8 the slowest server is 0.1 % slower (benchmarks/results/planner.md)."""
+"""The number of documents, the longest, that are dealt one by one by their work. Shorter documents are dealt in turns,
+which is faster. With 8 the slowest server is 0.1 % slower (benchmarks/results/planner.md)."""
 _SHORT_TAIL = 1 / 32
-"""The longest tail, as a part of its document's head, that joins the head in ping where the cut would divide them. Ping
-may get longer by at most this part of its tokens for that."""
+"""A document's tail behind the cut moves to ping if it has at most this part of the rows of the document's head. The
+cut moves by at most this part of ping's tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Stream:
 def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarray]:
     """Lays ranges end to end over the ranks, which have [R] tokens of room, and cuts them where a rank's room ends.
 
-    Returns the pieces, and their ranks. Example: ranges of 3 and 4 rows, room for 5 and 2. Rank 0 gets 3 and 2 rows,
-    rank 1 the last 2."""
-    # All tokens are on one line. Ranges end at "ends", and the room of ranks at "tops". Every piece begins where a
-    # range begins, or where a rank's room begins.
+    Returns the pieces of ranges, and the rank of each piece. Example: for ranges of 3 and 4 rows and room for 5 and 2,
+    rank 0 gets pieces of 3 and 2 rows, and rank 1 a piece of 2 rows."""
+    # All tokens are on one line, where ranges end at "ends" and the room of ranks ends at "tops". Every piece begins
+    # where a range begins, or where a rank's room begins.
     ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(room)
     begins = ends - (ranges.stop - ranges.start)
     cuts = merged(begins, tops[tops < (ends[-1] if len(ends) else 0)])
@@ -59,7 +59,7 @@ def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarra
 
 
 def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, Stream]:
-    """Cuts the stream of ``documents`` after ``cut`` tokens, and returns both sides; the document at the cut is
+    """Returns the ranges before and behind the first ``cut`` tokens of ``documents``; the document at the cut is
     split."""
     own = length[documents]
     ends = np.cumsum(own)
@@ -75,10 +75,8 @@ def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, 
 def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit: int = 1) -> int:
     """Returns the token at which to cut the stream of ``documents``: usually ``cut`` itself.
 
-    If only a short tail of a document would lie behind the cut, it is the document's end instead. That is rounded up to
-    a multiple of ``unit``. The rank that computes a tail needs all keys and values of the document, even for a single
-    token. Contexts that are powers of two make such tails usual: ping is often a few tokens shorter than two full
-    documents."""
+    If only a short tail of a document lies behind ``cut``, the cut moves to the document's end, rounded up to a
+    multiple of ``unit``. Otherwise a rank would need all keys and values of the document for a few queries."""
     ends = np.cumsum(length[documents])
     at = int(np.searchsorted(ends, cut))
     if at == len(ends):
@@ -92,8 +90,7 @@ def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit
 
 
 def streams_of(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut: int) -> list[Stream]:
-    """Returns the ranges of each nano-batch; of two, ping has the first ``cut`` tokens of the stream of
-    ``documents``."""
+    """Returns the ranges of each nano-batch; if there are two, ping has the first ``cut`` tokens of ``documents``."""
     if nano_batches == 1:
         return [Stream(documents, np.zeros(len(documents), np.int64), length[documents])]
     return list(_deal(length, documents, cut))
@@ -102,17 +99,17 @@ def streams_of(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut
 def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) -> np.ndarray:
     """Returns ``documents`` in an order whose first and second half have about equal attention work.
 
-    The longest documents go one by one to the nano-batch with less work; the many short ones go to ping, pong, pong,
-    ping, and so on. In each nano-batch documents keep their order, except that the shortest stand next to the cut. The
-    cut moves over these until both sides have equal tokens, so only a short document is cut.
+    The longest documents go one by one to the nano-batch with less work. Shorter documents go to ping, pong, pong,
+    ping, and so on. Each half keeps the order of its documents, except that the shortest stand next to the middle. The
+    cut between equal tokens then falls on short documents.
 
     Args:
         length: [D] tokens of all documents.
         documents: the documents to order.
         ping_first: whether ping gets the longest document.
     """
-    # "ranking" has the longest documents first, and "in_ping" says for each whether it goes to ping. "ahead" is the
-    # work that ping has more than pong, counted as rows squared.
+    # "ranking" has the longest documents first, and "in_ping" says whether each goes to ping. "ahead" is the work of
+    # ping minus the work of pong, where work is rows squared.
     ranking = documents[np.argsort(-length[documents], kind="stable")]
     in_ping = (np.arange(len(ranking)) + 1) // 2 % 2 == 0
     ahead = 0.0 if ping_first else 1.0

@@ -1,20 +1,22 @@
-"""Dealing the documents of a micro-batch to ranks, so that most attention work is balanced before any row is moved.
+"""Deals the documents of a micro-batch to ranks, so that most attention work is balanced before any row is moved.
 
-Each document gets *home ranks*, which hold its rows. A query row that its home rank computes never travels; only the
-keys and values before it do, if they lie on other ranks. The order of documents in a micro-batch means nothing, so
-homes may be chosen freely. Each rank's number of tokens, its *budget*, is given. ``lay_out.py`` calls :func:`deal`
-first. Then ``home_rows.py`` says which rows are in *ping* and which in *pong*, the two nano-batches of a micro-batch.
+A *home rank* of a document holds rows of the document. A query row that is computed on its home rank does not travel;
+the keys and values that it reads travel only if other ranks hold them. A training step sums over documents, so any rank
+may be a document's home. Each rank's number of tokens, its *budget*, is given. ``lay_out.py`` calls :func:`deal`. A
+micro-batch is computed as one or two nano-batches, *ping* and *pong*. Which rows of a document are in ping is decided
+later, in ``home_rows.py``.
 
-Documents are dealt longest first, to nodes and then to the ranks of each node. A document with more work or tokens than
-a rank should have goes to several ranks in *shares*. A share is a part of the document's head, together with the part
-of its tail that mirrors it. Example: 8 rows in two equal shares are rows 0, 1, 6, 7 and rows 2 to 5. Early queries see
-few keys and late ones see many. So a share with a tenth of the rows has about a tenth of the work. It also sends about
-a tenth of the keys.
+Documents are dealt longest first: to nodes, then to the ranks of each node. A document with more work or tokens than a
+rank should have goes to several ranks in *shares*. A share is a range of rows in the first half of the document, and
+the mirror image of this range in the second half. Example: 8 rows in two equal shares are rows 0, 1, 6, 7 and rows 2 to
+5. Early queries see few keys and late queries see many. So a share with a tenth of the rows has about a tenth of the
+work.
 
 The shortest documents are the *filler*: they fill the tokens that are left of the budgets, and are cut where a budget
-ends. So documents are compared by their *surplus*: their work minus the work of as many tokens of filler (``bins.py``).
+ends. Other documents are compared by their *surplus*: their work minus the work of as many tokens of filler.
 
-Array legend: D documents, R ranks, S shares. Rows are int64. The mean rank's work is 1.
+Array legend: D documents, R ranks, S shares. Rows are int64. Work is the time of attention; the unit is the mean rank's
+work.
 """
 
 from __future__ import annotations
@@ -32,43 +34,42 @@ from distca.plan.sorting import in_turns, order_by
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
-"""The most ranks of a stage for which two placements are planned and the cheaper one is taken
-(``distca/plan/choice.py``). Larger pools use shares without a comparison: the second plan takes tens of milliseconds
-there (benchmarks/results/planner.md)."""
+"""The most ranks for which a placement with shares is compared with another placement (``distca/plan/choice.py``). With
+more ranks shares are always used, because the second plan takes tens of milliseconds
+(benchmarks/results/planner.md)."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest documents, with this part of all work, are filler. With 0.1 plans move 3.5 % more bytes; with 0.01
-planning takes 10 % longer. The measurements of all constants here are in benchmarks/results/planner.md."""
+"""The shortest documents, with this part of all work together, are filler. With 0.1 plans move 3.5 % more bytes
+(benchmarks/results/planner.md)."""
 ONE_BY_ONE = 2048
-"""The most documents per rank that are dealt one by one; all shorter ones are filler. It limits planning time for
-millions of short documents. Ranks with this many documents are level whatever the filler is."""
+"""The most documents per rank that are dealt one by one; all shorter documents are filler. It limits planning time for
+millions of short documents."""
 _PING = 0.25
-"""Ping's part of the work where documents are in shares. The first half of a document's rows has a quarter of its work.
-With less, too little attention of ping would be left to hide pong's transfers. With 0.15 and 0.4 plans move more
-bytes."""
+"""Ping's part of the work if documents are in shares: the first half of a document's rows has a quarter of its work.
+With 0.15 plans move 1.1 % more bytes (benchmarks/results/planner.md)."""
 _LITTLE_PING = 0.06
-"""The least part of the work that ping must have if documents in shares are wholly in pong. Else these documents are
-cut, so that ping has attention to hide transfers."""
+"""The least part of the work that ping may have. Attention in ping hides pong's transfers; with less, documents in
+shares are cut so that their first rows are in ping."""
 _FEW_SHARED = 0.01
-"""Documents in shares with less than this part of all work are left out of the choice of ping's part."""
+"""If documents in shares have at most this part of all work, ping's part of the work does not depend on them."""
 _SPARE = 1.05
-"""Pong should have room for the work of documents in shares times this, as a reserve."""
+"""Pong has room for the work of documents in shares times this factor; the excess over 1 is a reserve."""
 _MOST_ROWS_IN_PONG = 0.35
 """The largest part of all rows that documents in shares may have if they are wholly in pong. Pong has half of all rows,
-and needs room for other documents too."""
+and needs room for other documents."""
 
 
 @dataclass(frozen=True)
 class Shares:
     """The fraction of each document that each rank has. A whole document is one share, from 0 to 1.
 
-    A share [low, high) is measured from the ends of the document, at 0, to its middle, at 1. Example: of 8 rows, [0,
-    0.5) is rows 0, 1, 6 and 7, and [0.5, 1) is rows 2 to 5.
+    A share [low, high) is measured in each half of the document, from the end, at 0, to the middle, at 1. Example: of 8
+    rows, [0, 0.5) is rows 0, 1, 6 and 7, and [0.5, 1) is rows 2 to 5.
 
     Attributes:
         document: [S] int64 document of each share.
         rank: [S] int64 home rank of each share.
         low: [S] float64 where the share begins.
-        high: [S] float64 where it ends.
+        high: [S] float64 where the share ends.
     """
 
     document: np.ndarray
@@ -79,13 +80,13 @@ class Shares:
 
 @dataclass(frozen=True)
 class NanoSplit:
-    """The split of a micro-batch's work between ping and pong.
+    """How the work of a micro-batch is split between ping and pong.
 
     Attributes:
         ping: part of every rank's work that is in ping.
-        head: part of a shared document's rows that is in ping: its first rows.
-        most_work: most work of shares on a rank, over the mean work.
-        most_rows: most rows of shares on a rank, over its budget.
+        head: part of the rows of a document in shares that is in ping: its first rows.
+        most_work: the most work that shares may have on a rank, over the mean work.
+        most_rows: the most rows that shares may have on a rank, over the rank's budget.
     """
 
     ping: float
@@ -97,24 +98,23 @@ class NanoSplit:
     def of(shared: float, rows: float, filler: float, longest: float, lean: bool) -> NanoSplit:
         """Returns the split of a micro-batch.
 
-        A rank that computes the tail of a shared document reads all keys of the document, also those of the head. If
-        the head is in ping and the tail in pong, these keys are read twice, which takes 1 % more of attention's time.
-        So, with ``lean``, shared documents are wholly in pong as long as ping has enough other work. The price is
-        memory: with very long documents in both nano-batches, the fullest rank would hold a tenth fewer keys.
+        If a document in shares has rows in ping and in pong, ranks read its first keys in both. That takes 1 % more of
+        attention's time. So ``lean`` puts these documents wholly into pong, if ping has enough other work. The price is
+        memory: pong then reads more keys at once.
 
         Args:
-            shared: part of all work that shared documents have.
-            rows: part of all rows that they have.
+            shared: part of all work that documents in shares have.
+            rows: part of all rows that documents in shares have.
             filler: work of a rank that is full of documents with little work per token.
             longest: rows of the longest document that stays whole, over a rank's budget.
             lean: whether ping may have less work than pong, where that moves fewer bytes.
         """
         if shared <= _FEW_SHARED or not lean:
-            # Work grows with the square of a head's rows. If one document fills a rank, the half of its rows that ping
-            # has room for has a quarter of the work. Ping's part of the work is what the longest whole document allows.
+            # Work grows with the square of a head's rows, and ping has room for 0.5 of a rank's rows. So of a document
+            # that fills the rank, a quarter of the work fits into ping. The longest whole document sets ping's part.
             ping = min(max((0.5 / max(longest, 0.5)) ** 2, _PING), 0.5)
             return NanoSplit(ping, ping**0.5, 1.0, 1.0)
-        # Pong has the work of shared documents, with a reserve. Its half of the tokens also brings at least the work of
+        # Pong needs the work of documents in shares, with a reserve. Half of its tokens bring at least the work of
         # documents with little work per token. The rest may be ping's.
         ping = min(1.0 - filler / 2 - _SPARE * shared, _PING)
         if ping >= _LITTLE_PING and rows <= _MOST_ROWS_IN_PONG:
@@ -124,16 +124,17 @@ class NanoSplit:
 
 @dataclass(frozen=True)
 class Dealt:
-    """Documents that were dealt to ranks, and documents that are still to be placed.
+    """Documents on ranks, and documents that are still to be placed.
 
     Attributes:
-        shares: the documents that were dealt; the shares of one document follow each other.
+        shares: the documents that were dealt to ranks; the shares of a document follow each other.
         short: [N] int64 documents that are filler.
-        left: (document, low, high) of each range that found no room; low and high as in :class:`Shares`.
+        left: (document, low, high) of each part of a document that found no room; low and high are those of a share.
         work: [D] work of every document.
         short_rate: work per token of the filler.
         split: the split of work between ping and pong.
-        long: [D] bool, whether a document was chosen for shares by its size. Others were cut because no rank had room.
+        long: [D] bool, whether a document was cut into shares for its size. Other documents in shares were cut because
+            no rank had room for the whole document.
     """
 
     shares: Shares
@@ -148,8 +149,8 @@ class Dealt:
 def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
     """Returns a function from [N] starts and [N] stops to the [N] work of the query ranges [start, stop).
 
-    Forward and backward count equally: each is divided by the sum over the ranges given here. The work of these ranges
-    adds up to 1 per rank."""
+    Work is the mean of forward and backward time, each divided by its mean over the ranks. So the work of the ranges
+    given here adds up to ``ranks``."""
     unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -166,14 +167,14 @@ def deal(
     Args:
         length: [D] tokens of each document; at least one document.
         budgets: [R] tokens per rank; they add up to all tokens.
-        work: gives the work of query ranges, as :func:`work_of` returns it.
+        work: the function that :func:`work_of` returns for these documents.
         node: [R] node of every rank, ascending.
         nano_batches: 1, or 2 for ping and pong.
         lean: whether ping may have less work than pong, where that moves fewer bytes.
     """
-    # "order" has documents longest first, and those from "count" on are filler. "surplus" is the work of each document
-    # minus that of as much filler, and "wanted" the surplus that a rank should have. "added" is the work that each
-    # share adds to its document. "extra" is what all shares of a document add.
+    # "order" has documents longest first; from "count" on they are filler. "surplus" is the surplus of each document,
+    # and "wanted" the surplus that a rank should have. A cut adds "added" work for each share of a document, and
+    # "extra" for all of its shares.
     order = order_by(length.max() - length)
     rows, whole = length[order], work(np.zeros_like(length), length[order])
     from_here = np.append(np.cumsum(whole[::-1])[::-1], 0.0)
@@ -200,7 +201,7 @@ def deal(
     limits = split.most_work, split.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
     items = Items(rows, whole, added, in_shares, rows)
-    # In small pools most ranks read the same documents anyway, so the order of shares saves no keys.
+    # In small pools most ranks read the same documents anyway, so the order of shares hardly matters.
     few_keys = nano_batches == 2 and len(budgets) > SMALL_POOL
     first = np.unique(node, return_index=True)[1]
     bounds = [*first.tolist(), len(budgets)]
@@ -208,7 +209,7 @@ def deal(
         filled, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits, few_keys)
         dealt = levelled(items, filled, filler[0])
     else:
-        # A node's part of a document includes the work that its ranks' shares will add.
+        # When nodes are compared, a document has the work that the cuts inside nodes will add, too.
         of_nodes = replace(items, work=whole + extra, added=np.zeros(count))
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
         (by_node, *_), left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)
@@ -230,24 +231,24 @@ def _dealt_in_nodes(
     most: tuple[float, float],
     in_turn: bool,
 ) -> tuple[Parts, list[tuple[int, float]]]:
-    """Deals each node's parts of documents to the ranks of the node.
+    """Deals each node's parts of documents to the ranks of the node. Array legend: I items, the documents that are
+    dealt.
 
-    Returns the parts of ranks, and (item, fraction of it) for all that found no room. Items are the documents that are
-    dealt (``bins.py``). Array legend: I items.
+    Returns the parts on ranks; and (item, fraction of the item) for each part that found no room.
 
     Args:
-        items: the items that were dealt to nodes.
-        work: [I] work of each item, with the work that its shares add.
-        by_node: the parts of items on nodes.
+        items: the documents that were dealt to nodes.
+        work: [I] work of each document, with the work that its cuts add.
+        by_node: the parts of documents on nodes.
         budgets: [R] tokens.
         bounds: [nodes + 1] borders: node n has the ranks from bounds[n] up to bounds[n + 1].
-        filler: work per token of the filler, and its number of tokens.
-        most: as in :func:`distca.plan.place.bins.deal_to_bins`.
-        in_turn: as in :func:`distca.plan.place.bins.deal_to_bins`.
+        filler: work per token of the filler, and the number of its tokens.
+        most: limits on all shares of a rank together: their work over the mean work, and their rows over the rank's
+            tokens.
+        in_turn: whether a document in shares may begin on the rank where the document before it ended.
     """
-    # "inside" has one new item for each part, sorted by node; a node's new items are those from "begin" up to "end".
-    # They are dealt to the ranks "low" up to "high". At the end, indices of new items become indices of ``items``
-    # again.
+    # Each part becomes a new item. "inside" has the new items sorted by node: the items from "begin" up to "end" are
+    # dealt to the ranks from "low" up to "high". At the end indices of new items become indices of ``items``.
     order = order_by(by_node.bin)
     item, part = by_node.item[order], by_node.part[order]
     ends = np.searchsorted(by_node.bin[order], np.arange(len(bounds))).tolist()
@@ -269,16 +270,15 @@ def _dealt_in_nodes(
 
 
 def _shares_each(surplus: np.ndarray, added: np.ndarray, in_shares: np.ndarray, most: float) -> np.ndarray:
-    """Returns the [N] number of shares of each document, where a share has ``most`` surplus at most; 0 for whole
+    """Returns the [N] number of shares of each document if a share has at most ``most`` surplus; 0 for whole
     documents."""
     return np.where(in_shares, np.ceil(surplus / np.maximum(most - added, 2 * LEAST_SHARE)), 0.0)
 
 
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
-    """Returns the [N] work that every share of a document has on top of its fraction of the whole document's work.
+    """Returns the [N] work that a cut adds for every share, because the share reads keys again.
 
-    A share is two ranges, and each reads the keys before it once more. The added work is that of one sample share, half
-    of the document: its rows from 1/8 to 3/8 and from 5/8 to 7/8."""
+    It is found from one sample share, half of the document: its rows from 1/8 to 3/8 and from 5/8 to 7/8."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)
@@ -287,20 +287,20 @@ def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarr
 def _shares(
     documents: np.ndarray, dealt: Parts, missed: list[tuple[int, float]], keys: np.ndarray
 ) -> tuple[Shares, list[tuple[int, float, float]]]:
-    """Returns the shares of ranks, and (document, low, high) of the ranges that no rank has.
+    """Returns the shares of ranks; and (document, low, high) of the ranges that no rank has.
 
     The parts of a document become neighbouring intervals. Example: parts 0.2, 0.3 and 0.5 become [0, 0.2), [0.2, 0.5)
-    and [0.5, 1). Ranks that read many keys in all get the first intervals, which are a document's outermost rows. In
-    pong intervals are mirrored, so these ranks get inner rows there. That helps as pong needs more keys than ping.
+    and [0.5, 1). Ranks that read many keys in all get the first intervals, the outermost rows. In pong intervals are
+    mirrored, so these ranks get inner rows there. Inner rows read fewer keys, and pong reads more keys than ping.
 
     Args:
-        documents: [I] the document of each item.
+        documents: [I] document of each item that was dealt.
         dealt: the parts of items on ranks.
-        missed: (item, fraction of it) that found no room.
-        keys: [I] keys of each item's document; 0 where the order of parts does not matter.
+        missed: (item, fraction of the item) that found no room.
+        keys: [I] keys of each item's document; 0 if the order of parts does not matter.
     """
-    # Parts are sorted by document, and within one by the keys that their ranks read, most first. Sums of parts, counted
-    # from the first part of each document ("heads"), give [low, high).
+    # Parts are sorted by document, and inside a document by the keys that their ranks read, most first. [low, high) are
+    # sums of parts, counted from a document's first part ("heads").
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)
     order = order_by(dealt.item, (read.max(initial=0) - read)[dealt.bin])
     item, rank, part = (column[order] for column in dealt)

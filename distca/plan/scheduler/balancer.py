@@ -1,13 +1,12 @@
-"""Moving attention work from servers above their limit to others, so that few bytes travel for it.
+"""Moves attention work from servers above their limit to other servers, so that few bytes travel for it.
 
-A *server* is a rank in its role of computing attention. The *home* of a row is the rank that holds it. A *piece* is a
-range of query rows of one document that one server computes; at first every server has the pieces of its own rows.
+A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row. A *piece* is a range
+of query rows of one document that one server computes. At first every server has the pieces of its own rows.
 ``scheduler.py`` sets each server's limit, in seconds, and runs a :class:`Balancer`.
 
-In each step the server furthest above its limit, the *sender*, gives work to one or several *receivers* with room. It
-tries these moves, in this order: several whole pieces at once; a part that is cut out of the piece with fewest bytes
-for its work; one whole piece; one piece in exchange for a smaller one. A server that can give nothing away is *stuck*,
-and left as it is.
+In each step a server above its limit, the *sender*, gives work to one or several *receivers*, servers with room for
+more. Moves are tried in this order: several whole pieces at once; a part that is cut out of a piece; one whole piece;
+one piece in exchange for a smaller piece. A server that can give nothing away is *stuck*, and left as it is.
 
 Array legend: K directions (forward, backward, or both), R ranks, P pieces of the sender.
 """
@@ -24,50 +23,49 @@ from distca.plan.scheduler.range_split import Excess, RangeSplit, Receivers, Tim
 from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 
 ENOUGH = 1e-9
-"""Differences of load below this part of the mean load count as rounding."""
+"""Differences of load up to this part of the mean load count as rounding."""
 _LEAST_ROOM = 1e-4
-"""A server with less room than this part of the mean load is no receiver of a cut range. Most constants here save time
-or serve rare cases: other values change plans by less than 1 % (benchmarks/results/planner.md)."""
+"""A server with less room than this part of the mean load gets no range."""
 _TRIES = 3
-"""How many of a sender's pieces are tried for a cut, cheapest first. After that whole pieces are tried."""
+"""How many of a sender's pieces are tried for a cut, cheapest first."""
 _FAILED = 64
-"""The number of cuts that did not pay after which balancing ends, if all servers are within the tolerance. Hardly any
-room is left on receivers then, and filling the rest would take longer than all moves before."""
+"""The number of cuts that did not pay after which balancing ends, if all servers are within the tolerance. Receivers
+have hardly any room by then, and filling it takes long."""
 _FAILED_UNLIKE = 2
-"""The same number where servers are not equally fast, without a condition: ``unlike.py`` then raises the limit."""
+"""The limit in place of ``_FAILED`` if servers are not equally fast. It then holds whether or not servers are within
+the tolerance: ``unlike.py`` raises their limits and tries again."""
 _PARTNERS = 8
-"""How many receivers are tried for an exchange of pieces: those with most room."""
+"""How many receivers are tried for an exchange of pieces, those with most room."""
 _CRUMB = 64
-"""A piece is a crumb if it has less than a 64th of the time that the sender should lose. Crumbs are given away many at
-a time. A thousand moves of one crumb each would take as long as the rest of planning."""
+"""A piece is a crumb if it has less than one part in this many of the time that the sender should lose. Crumbs move
+together, since a thousand moves of one crumb would take long."""
 _MOST_EXCHANGED = 1024
-"""How many pieces of each of two servers are tried for an exchange: the shortest. All pairs of them are compared."""
+"""How many pieces of each of two servers are tried for an exchange, the shortest. All pairs of them are compared."""
 _NO_DOCUMENT = -1
-"""The answer of :meth:`Balancer._move` if it moved pieces of several documents."""
+"""The result of :meth:`Balancer._move` if whole pieces moved."""
 _KV_SHARE = 0.56
-"""The part of a cut range's bytes that are keys and values, if the range lies where its document is cheapest to cut. It
-orders receivers: one that has these rows already costs less by this part. It follows from 32 query and 8 key/value
-heads. With 0.3 plans move 0.4 % fewer bytes, with 0.8 as many."""
+"""The part of a range's bytes that are keys and values, with 32 query and 8 key/value heads. A receiver that already
+has these rows costs less by this part."""
 
 
 class Balancer:
-    """Moves work until no server is above its limit, or no server above it can give work away.
+    """Moves work until no server is above its limit, or every server above its limit is stuck.
 
     Args:
-        state: loads, limits and pieces of all servers; moves are noted in it.
+        state: loads, limits and pieces of all servers; moves are written into it.
         timer: gives seconds of ranges.
         q_bytes: bytes that travel for a query row that is computed away from home.
-        kv_bytes: bytes that travel for a key/value row.
+        kv_bytes: bytes that travel for a key/value row that a server reads away from home.
 
     Attributes:
         unit: [K, 1] mean load of a server, in seconds.
         stuck: [R] bool, servers that can give nothing away.
-        prices: by node, the answer of :meth:`_prices_from`.
+        prices: for each node, what :meth:`_prices_from` returned.
         place: [R] position of every rank in ``state.order``.
-        lately: [R] ranks in the order that :meth:`_falling` found last.
+        lately: [R] all ranks in the order that :meth:`_falling` found last.
         failed: number of cuts so far that did not pay.
         unlike: whether servers are not equally fast.
-        patience: number of cuts that may fail before balancing ends.
+        patience: number of cuts that may fail before balancing ends early.
     """
 
     def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
@@ -87,8 +85,8 @@ class Balancer:
         Args:
             at_most: balancing ends early if a server is stuck at more than this above its fair share, as a part of the
                 mean load.
-            enough: balancing also ends early after many cuts that did not pay, if no server is more than this above its
-                fair share.
+            enough: how far a server may be above its fair share, as a part of the mean load, for many failed cuts to
+                end balancing early.
         """
         state = self.state
         self.stuck[:], self.failed = False, 0
@@ -110,10 +108,10 @@ class Balancer:
         return bool((free >= -ENOUGH).all())
 
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
-        """Returns the next sender, the server furthest above its limit; None if no server is above it.
+        """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        Homes of the ``document`` that moved last come first: receivers of the last move have its k,v rows now. ``free``
-        [R] is how far servers are below their limits, in parts of the mean load; negative above."""
+        First come homes of ``document``, which moved last, because its receivers now have k,v rows of it. ``free`` [R]
+        is how far servers are below their limits, in parts of the mean load; negative above."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
@@ -127,15 +125,15 @@ class Balancer:
         return sender if excess[sender] > ENOUGH else None
 
     def _move(self, sender: int, room: np.ndarray, free: np.ndarray) -> int | None:
-        """Gives away work of the sender.
+        """Gives away some of the sender's work.
 
         Args:
             sender: the server that gives.
             room: [K, R] seconds that servers are below their limits.
-            free: [R] the smaller of both directions' room, in parts of the mean load.
+            free: [R] how far servers are below their limits, in parts of the mean load; the smaller of both directions.
 
         Returns:
-            The document that the work is of; ``_NO_DOCUMENT`` if it is of several; None if nothing could be given.
+            The document of the range that was cut; ``_NO_DOCUMENT`` if whole pieces moved; None if nothing moved.
         """
         need = -room[:, sender]
         wanted = -float(free[sender])
@@ -147,7 +145,7 @@ class Balancer:
             return _NO_DOCUMENT
         for best in _cheapest(price):
             if (_CRUMB * pieces.seconds[:, best] < need).all():
-                # Moving one crumb takes as long as moving all of them.
+                # All crumbs together move as fast as one.
                 crumbs = (_CRUMB * pieces.seconds < need[:, None]).all(axis=0)
                 if self._move_whole(sender, pieces, np.where(crumbs, price, np.inf), need, room, free, wanted):
                     return _NO_DOCUMENT
@@ -159,13 +157,13 @@ class Balancer:
         return _NO_DOCUMENT if moved else None
 
     def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
-        """Returns the [P] price of each piece: bytes per query-key pair of its cheapest range.
+        """Returns the [P] price of each piece: bytes for each query-key pair of the cheapest range in it.
 
-        That range takes the time ``work``, in parts of the mean load, or is the whole piece if this takes less. Its
-        middle is where ``geometry.cheapest_middle`` puts it, or as near as the piece allows."""
+        The range takes the time ``work``, in parts of the mean load, or is the whole piece if that takes less time. Its
+        middle is as near to ``geometry.cheapest_middle`` as the piece allows."""
         if not len(pieces) or work <= ENOUGH:
             return np.full(len(pieces), np.inf)
-        # Positions become floats at once, because numpy takes twice as long where types are mixed.
+        # numpy takes twice as long for mixed types, so positions become floats at once.
         _, start, stop = pieces.place.astype(np.float64)
         whole = range_pairs(start, stop)
         seconds = pieces.seconds / self.unit
@@ -187,18 +185,18 @@ class Balancer:
         free: np.ndarray,
         wanted: float,
     ) -> bool:
-        """Gives the cheapest pieces to one receiver in one move; returns whether any piece went.
+        """Gives whole pieces to one receiver, cheapest first; returns whether any piece went.
 
-        It gives as many pieces as the receiver has room for and the sender must lose.
+        Pieces are given as long as the receiver has room and the sender still has too much.
 
         Args:
             sender: the server that gives.
-            pieces: its pieces.
-            price: [P] bytes per pair of each piece; infinite for pieces that must stay.
+            pieces: the sender's pieces.
+            price: [P] bytes per query-key pair of each piece; infinite for pieces that must stay.
             need: [K] seconds that the sender should lose.
-            room: as in :meth:`_move`.
-            free: as in :meth:`_move`.
-            wanted: what the sender should lose, in parts of the mean load.
+            room: [K, R] seconds that servers are below their limits.
+            free: [R] how far servers are below their limits, in parts of the mean load.
+            wanted: how much the sender should lose, in parts of the mean load.
         """
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False
@@ -212,10 +210,10 @@ class Balancer:
         return self._hand_over(sender, pieces, chosen, receiver)
 
     def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Gives one whole piece to the receiver with most room, where no cut pays; returns whether it did.
+        """Gives one whole piece to the receiver with most room; returns whether it did.
 
-        It is the piece with fewest rows of those that relieve the sender of all that it must lose. If none does, it is
-        the piece with most rows that fits."""
+        If some pieces relieve the sender of all that it must lose, the piece with fewest rows of these goes. Otherwise
+        it is the piece with most rows that fits."""
         receiver = self._one_receiver(free, np.inf)
         fits = (self.state.on(receiver, sender, pieces) <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
@@ -226,11 +224,11 @@ class Balancer:
         return self._hand_over(sender, pieces, np.array([best]), receiver)
 
     def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Swaps two whole pieces where no piece fits alone; returns whether it did.
+        """Exchanges a piece of the sender for a smaller piece of a receiver; returns whether it did.
 
-        The sender gives a piece, and a receiver gives it a smaller one. The pair with fewest rows is taken."""
-        # Tables of all pairs of a given and a taken piece, [K, given, taken]: "lost" is the seconds that the sender
-        # loses by the exchange, "gained" those that the receiver gains.
+        The pair of pieces with fewest rows is taken."""
+        # Tables of all pairs, [K, given, taken]: "lost" is the seconds that the sender loses by the exchange, and
+        # "gained" the seconds that the receiver gains.
         given = pieces.shortest(_MOST_EXCHANGED)
         for receiver in self._falling(free)[:_PARTNERS].tolist():
             theirs = self.state.pieces_of(receiver)
@@ -247,7 +245,7 @@ class Balancer:
         return False
 
     def _hand_over(self, sender: int, pieces: Pieces, chosen: np.ndarray, receiver: int) -> bool:
-        """Moves the ``chosen`` whole pieces to the receiver; returns whether there was anything to move."""
+        """Moves the ``chosen`` whole pieces to the receiver; returns whether any piece moved."""
         if not len(chosen) or receiver == sender:
             return False
         part = pieces.take(chosen)
@@ -259,10 +257,10 @@ class Balancer:
         return True
 
     def _falling(self, worth: np.ndarray) -> np.ndarray:
-        """Returns [N] ranks with a ``worth`` [R] above 0, the highest first; equals are in the order of
+        """Returns [N] ranks with a ``worth`` [R] above 0, highest first; equal ranks are in the order of
         ``state.order``."""
-        # Little changes from move to move, and a nearly sorted array is sorted faster. So the order of the last call is
-        # sorted anew. Equals may stand in the wrong order in it; then all ranks are sorted from ``state.order``.
+        # Little changes from move to move, and numpy sorts a nearly sorted array faster. So the order of the last call
+        # is sorted. If equal ranks stand in the wrong order after that, ranks are sorted from ``state.order``.
         found = -worth.take(self.lately)
         at, some = found.argsort(kind="stable"), np.count_nonzero(worth)
         self.lately = self.lately.take(at)
@@ -275,7 +273,8 @@ class Balancer:
         return self.lately[:some]
 
     def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
-        """Returns the fullest rank that still has room for ``wanted``; if none has, the rank with most room."""
+        """Returns the fullest rank that still has room for ``wanted``. If there is none, returns the rank with most
+        room."""
         order = self.state.order
         fits = np.where(free[order] >= wanted, free[order], np.inf)
         at = int(np.argmin(fits)) if np.isfinite(fits).any() else int(np.argmax(free[order]))
@@ -284,7 +283,7 @@ class Balancer:
     def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Cuts ranges out of a piece for the cheapest receivers; returns whether a cut paid.
 
-        Servers that would then read too many k,v rows are receivers only if the others do not suffice."""
+        A server that would read too many k,v rows after this is a receiver only if the other servers do not suffice."""
         state = self.state
         pieces = state.pieces_of(sender)
         document, start, stop = pieces.place[:, piece].tolist()
@@ -306,17 +305,17 @@ class Balancer:
         return True
 
     def _split(self, sender: int, excess: Excess, receivers: Receivers) -> RangeSplit | None:
-        """Returns the cut of a piece into ranges for receivers; None if there are none, or no cut pays."""
+        """Returns the ranges of a piece for receivers; None if there are no receivers, or no cut pays."""
         if not len(receivers.rank):
             return None
         return split_range(excess, receivers, replace(self.timer, sender=sender, receivers=receivers.rank))
 
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
-        """Returns the ranks with room, in the order of the bytes that they cost per second of work, fewest first.
+        """Returns the ranks with room, in the order of bytes per second of work, fewest first.
 
-        Ranks of the sender's node cost less, as do ranks with much room, and ranks that have k,v rows of the document.
-        A rank with more room takes a longer range, and bytes per second fall with the square root of its time. So ranks
-        are sorted by room over squared price, "worth", which needs no square root."""
+        A rank is cheaper on the sender's node, with much room, or with k,v rows of the document. A rank with more room
+        takes a longer range, and bytes per second fall with the square root of the range's time. So ranks are sorted by
+        room over squared price, "worth", which needs no square root."""
         state, network = self.state, self.state.links.network_price
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared
@@ -337,10 +336,8 @@ class Balancer:
         return Receivers(ranks, room.take(ranks, axis=1), distant.take(ranks), price)
 
     def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns three [R] arrays for a sender on ``node``, with a number for every rank.
-
-        The first is 1 for ranks on other nodes, else 0. The second is the price of a query row sent there. The third is
-        the squared price of a byte."""
+        """Returns three [R] arrays for a sender on ``node``: 1 for ranks on other nodes and else 0; the price of a
+        query row sent to each rank; the squared price of a byte."""
         if node not in self.prices:
             distant = (self.state.node != node).astype(np.float64)
             price = np.where(distant, self.state.links.network_price, 1.0)
@@ -349,8 +346,7 @@ class Balancer:
 
 
 def _cheapest(price: np.ndarray) -> Iterator[int]:
-    """Yields the indices of up to ``_TRIES`` pieces by their [P] ``price``, cheapest first; infinite prices are left
-    out."""
+    """Yields the indices of up to ``_TRIES`` pieces, cheapest first, without pieces whose [P] ``price`` is infinite."""
     for _ in range(min(_TRIES, len(price))):
         best = int(price.argmin())
         if not price[best] < np.inf:

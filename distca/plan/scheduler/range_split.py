@@ -1,20 +1,20 @@
-"""Cutting query ranges out of one document for several servers that take over a part of the work.
+"""Cuts query ranges out of a document, for servers that take over part of the work of another server.
 
-A *server* is a rank that computes attention. ``balancer.py`` calls :func:`split_range` when a server, the *sender*, has
-too much work. It names one *piece* of the sender, a range of query rows [start, stop) of a document, and the
-*receivers*: servers with room. The sender gives one part [low, high) of the piece away. This part is cut into
-consecutive ranges, one for each receiver. Example: receivers 5 and 7 get ranges of the piece [0, 1000) with the cuts
-400, 500 and 700. Then one gets the rows [400, 500), the other [500, 700), and the sender keeps [0, 400) and [700,
-1000).
+A *server* is a rank that computes attention. ``balancer.py`` calls :func:`split_range` for a server with too much work,
+the *sender*, and a *piece*: a range of query rows [start, stop) of one document that the sender computes. *Receivers*
+are servers with room for more work. The sender gives up one part of the piece, which is cut into consecutive ranges,
+one for each receiver. Example: the piece [0, 1000) gets the cuts 400, 500 and 700. Then one receiver gets the rows
+[400, 500) and another [500, 700). The sender keeps [0, 400) and [700, 1000).
 
-The part lies where it costs fewest bytes. A range of m query rows that ends at position d moves these m rows. It also
-moves up to d rows of k and v. It has about A = m (d - m/2) query-key pairs. Its bytes are Q m + K d, with Q for a query
-row and K for a key/value row. For a given A they are least if the range's middle is at sqrt(A (Q + K/2) / K). So ranges
-from the middle of a long document are cheapest, and one long range is cheaper than two short ones. Of consecutive
-ranges the short ones come first: that way their ends, and so their k,v rows, add up to least.
+Where the part lies decides how many bytes travel. A range of m query rows that ends at position d has about A = m (d -
+m/2) query-key pairs. The m query rows must travel, and up to d rows of k and v. With Q bytes for a query row and K
+bytes for a k,v row, that is Q m + K d bytes. For a given A this is least if the middle of the range is at sqrt(A (Q +
+K/2) / K). So the cheapest ranges lie in the middle of a long document, and one long range is cheaper than two short
+ranges. Consecutive ranges are sorted with the shortest first, because the sum of their ends, and so of their k,v rows,
+is then least.
 
-Array legend: K directions (forward, backward, or both), C receivers, N receivers that are chosen, G places that are
-tried for the part.
+Array legend: K directions (forward, backward, or both), C receivers, N chosen receivers, G places that are tried for
+the part.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
-"""The most time that a cut may add, as a part of the time that it moves: each side of a cut reads keys once more.
-Costlier cuts are refused while servers can be relieved in another way. So this limits how short a range may be. For its
-effect where ranks have few tokens, and for other values of all constants here, see benchmarks/results/planner.md."""
+"""The most time that a cut may add, as a part of the time that it moves: both sides of a cut read the same keys. So no
+range is very short. Where nothing else relieves a server, ``scheduler.py`` allows more
+(benchmarks/results/planner.md)."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
-"""The places that are tried for the part, from 0, at the start of the piece, to 1, at its end. With 5 places plans move
-0.1 % more bytes, with 49 as many as with 13."""
+"""The places that are tried for the part, from 0 at the start of the piece to 1 at its end."""
 _LEAST_BLOCKS = 8
-"""The least work that a sender gives away, in kernel tiles of query rows, even if it should lose less. With 32 plans
-move 1.5 % more bytes."""
+"""The least work that a sender gives up, in kernel tiles of query rows, even if less would do. With 32 plans move 1.5 %
+more bytes (benchmarks/results/planner.md)."""
 _FEW = 8
-"""The most receivers for which the sizes of ranges are corrected once. With more they are corrected three times,
-because errors add up from range to range. With 32 the slowest server is as fast."""
+"""The most receivers for which the sizes of ranges are corrected only once. With more receivers they are corrected
+three times, because errors add up from range to range. With 2 the slowest server is 0.16 % slower
+(benchmarks/results/planner.md)."""
 _LONG_CONTEXT = 131_072
-"""If a piece ends behind this row, the price of a place includes the time for keys that the sender then reads twice.
-For shorter documents this time does not change the choice, and counting it makes planning slower."""
+"""If a piece ends behind this row, the price of a place includes the time in which the sender reads keys twice. In
+shorter documents this time hardly changes the choice, and planning is faster without it."""
 _NEVER_WASTEFUL = 32
-"""Cuts that leave no range shorter than this many kernel tiles always pay, and are not checked."""
+"""Cuts are not checked for wasted time if every range has at least this many kernel tiles."""
 _SLIVER = 8
-"""If the sender would keep a rest more than this many times shorter than the range next to it, the rest goes along."""
+"""If the sender would keep a rest more than this many times shorter than the range beside it, the range takes the rest
+too."""
 _FINEST = 0.004
 """Cuts fall on whole kernel tiles of query rows, as long as a tile takes at most this part of a server's mean load.
-Else they fall on multiples of a half, a quarter, or at least a sixteenth of a tile."""
+Otherwise they fall on halves, quarters, eighths or sixteenths of a tile."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Timer:
     Attributes:
         work: the work of ranges on every server.
         unit: [K] mean load of a server, in seconds.
-        most_overhead: most time that a cut may add, as a part of the time that it moves.
-        sender: the server that gives.
+        most_overhead: most time that a cut may add, as a part of the time that the cut moves.
+        sender: the server that gives work.
         receivers: [C] the servers that may take ranges.
     """
 
@@ -81,7 +82,7 @@ class Timer:
         return self.work.costs[0].block
 
     def block(self, per_row: list[float]) -> int:
-        """Returns the number of rows that cuts are multiples of: a kernel tile, or a fraction of one (``_FINEST``).
+        """Returns the rows of a block, whose multiples cuts are: a kernel tile, or a fraction of it (``_FINEST``).
 
         ``per_row`` [K] is the seconds of a row."""
         block = self.tile
@@ -91,14 +92,14 @@ class Timer:
         return block
 
     def seconds(self, start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """Returns [K][N] seconds of a handful of ranges [start, stop) on the sender."""
+        """Returns [K][N] seconds of the ranges [start, stop) on the sender."""
         return self.work.of_few(start, stop, self.sender)
 
     def seconds_at(self, chosen: Sequence[int], start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """Returns [K][N + 2] seconds of consecutive ranges on the servers that compute them.
+        """Returns [K][N + 2] seconds of consecutive ranges, each on the server that computes it.
 
-        The first and the last range stay at the sender; the others go to the [N] receivers with the indices
-        ``chosen``."""
+        The first and the last range stay at the sender. The ranges between go to the [N] receivers ``chosen``, given as
+        indices."""
         if self.work.of_server is None:
             return self.seconds(start, stop)
         return self.work.of_few(start, stop, [self.sender, *self.receivers.take(chosen).tolist(), self.sender])
@@ -111,7 +112,7 @@ class Excess(NamedTuple):
         start: first query row of the piece.
         stop: one past its last query row.
         seconds: [K] seconds of the whole piece.
-        need: [K] seconds that the sender should lose; negative where it is below its limit.
+        need: [K] seconds that the sender should lose; negative if the sender is below its limit.
     """
 
     start: int
@@ -125,10 +126,11 @@ class Receivers(NamedTuple):
 
     Attributes:
         rank: [C] the servers.
-        room: [K, C] seconds that each may still gain.
-        distant: [C] float64, 1 for servers on another node than the sender, else 0.
-        price: a function of ``low`` [G], ``ends`` [G, N] and the indices of N receivers. It returns [G] prices of
-            moving ranges that begin at ``low`` and have these ends: of query rows, and of k,v rows that receivers lack.
+        room: [K, C] seconds that each receiver may still gain.
+        distant: [C] float64, 1 for receivers on another node than the sender's, else 0.
+        price: a function of ``low`` [G], ``ends`` [G, N] and N indices of receivers. In case g the ranges begin at
+            ``low[g]`` and end at ``ends[g]``. The function returns [G] prices of the query rows, and of the k,v rows
+            that receivers lack.
     """
 
     rank: np.ndarray
@@ -140,14 +142,14 @@ class Receivers(NamedTuple):
 class RangeSplit(NamedTuple):
     """The consecutive ranges [cuts[i], cuts[i + 1]) of a piece, one for each chosen receiver.
 
-    Mostly there are one or two ranges. So all fields are lists: for so few numbers, calls of numpy take longer.
+    Mostly there are one or two ranges. For so few numbers lists are faster than numpy arrays.
 
     Attributes:
         chosen: [N] indices of receivers.
-        room: [K][N] seconds that each may gain.
+        room: [K][N] seconds that each receiver may gain.
         cuts: [N + 1] positions.
         moved: [K][N] seconds that each receiver gains.
-        kept: [K][2] seconds that the sender keeps before and behind these ranges.
+        kept: [K][2] seconds that the sender keeps before and behind the ranges.
     """
 
     chosen: list[int]
@@ -163,7 +165,7 @@ class RangeSplit(NamedTuple):
 
     @property
     def fit(self) -> list[float]:
-        """Returns [N] room of each receiver over the time of its range, in the direction where that is less."""
+        """Returns [N] how much room each receiver has, over the time of its range; the smaller of both directions."""
         directions = [
             [most / max(own, 1e-300) for most, own in zip(room, moved, strict=True)]
             for room, moved in zip(self.room, self.moved, strict=True)
@@ -172,17 +174,16 @@ class RangeSplit(NamedTuple):
 
 
 def least_of(directions: np.ndarray) -> np.ndarray:
-    """Returns the smaller of one or two directions: an array [K, ...] becomes [...].
-
-    This is faster than numpy's minimum over an axis of length one or two."""
+    """Returns the smaller of one or two directions: an array [K, ...] becomes [...]. This is faster than
+    ``min(axis=0)``."""
     return np.minimum(directions[0], directions[-1])
 
 
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
     """Returns the cheapest ranges that the receivers have room for and that relieve the sender; None if no cut pays."""
-    # The size of a range is its query-key pairs. First the pairs that fill each receiver are guessed, receivers and the
-    # part's place are chosen, and cuts are rounded. Then sizes are corrected by the seconds that these ranges take. At
-    # last ranges that do not fit or do not pay are dropped.
+    # A range's size is its number of query-key pairs. First the sizes that fill receivers are guessed from seconds per
+    # pair. Then receivers and the part's place are chosen, and cuts are rounded to blocks. In the loop sizes are
+    # corrected. At the end ranges that do not fit or do not pay are dropped.
     whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
@@ -190,8 +191,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     low = _place(excess, receivers, chosen, sizes, whole, timer)
     room = receivers.room.take(chosen, axis=1).tolist()
     split = _timed(excess, chosen, room, _on_blocks(excess, low, sizes, block), timer)
-    # Seconds per pair differ from range to range. So sizes are corrected by the times of the ranges just cut; the place
-    # mostly stays.
+    # Seconds per pair differ from range to range. So sizes are corrected by the times of the newest ranges.
     for _ in range(1 if len(chosen) <= _FEW else 3):
         relief = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
         relieved = all(own >= need for own, need in zip(relief, excess.need, strict=True))
@@ -213,16 +213,15 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
 
 
 def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
-    """Returns [C] pairs that fill each receiver, the pairs that should leave the sender, and the fewest that are worth
-    a cut.
+    """Returns [C] pairs that fill each receiver, the pairs that should leave the sender, and the least that are worth a
+    cut.
 
-    Seconds per pair are those of a sample range in the middle of the piece, which fills the first receiver. They are
-    more than those of the whole piece, as a short range has many keys for its pairs."""
+    The pairs of receivers are guessed from the seconds of a sample range in the middle of the piece. The whole piece
+    would not do: a short range has more keys, and so takes longer for its pairs."""
     middle = 0.5 * (excess.start + excess.stop)
     per_pair = [seconds / whole for seconds in excess.seconds]
     size = np.minimum(receivers.room[0] / per_pair[0], receivers.room[-1] / per_pair[-1])
-    # At least a few tiles are given away, as far as a receiver has room: it is better to give more than needed than
-    # nothing.
+    # At least a few tiles are given up, as far as receivers have room, even if the sender should lose less.
     least = min(_LEAST_BLOCKS * timer.tile * middle, float(size.max()))
     wanted = min(max(*(need / each for need, each in zip(excess.need, per_pair, strict=True)), least), whole)
     rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
@@ -237,9 +236,9 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[int], list[float]]:
     """Returns [N] chosen receivers and the pairs that each gets, fewest pairs first.
 
-    Receivers are filled in order of preference. The last part goes to the receiver with the least room that suffices,
-    if possible on the sender's node. Example: receivers have room for 50, 40, 30 and 12 pairs, and 60 pairs should go.
-    The first gets 50 and the last gets 10."""
+    Receivers are filled in order of preference. The rest goes to the receiver with the least room that suffices, on the
+    sender's node if possible. Example: receivers have room for 50, 40, 30 and 12 pairs, and 60 pairs should go. The
+    first receiver gets 50 pairs and the last gets 10."""
     total = size.cumsum()
     full = int(total.searchsorted(wanted * (1 - 1e-12)))
     if full == len(size):
@@ -255,7 +254,7 @@ def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[
 def _place(
     excess: Excess, receivers: Receivers, chosen: list[int], sizes: list[float], whole: float, timer: Timer
 ) -> float:
-    """Returns the first row of the part, at the cheapest of ``_PLACES``, for ranges with the pairs ``sizes``."""
+    """Returns the first row of the part at the cheapest of ``_PLACES``, for ranges of ``sizes`` pairs."""
     total = list(accumulate(sizes))
     if total[-1] >= whole * (1 - 1e-12):
         return float(excess.start)
@@ -264,8 +263,8 @@ def _place(
     ends = np.minimum(stop_after(low[:, None], np.array(total)), excess.stop)
     price = receivers.price(low, ends, chosen)
     if excess.stop > _LONG_CONTEXT:
-        # The sender may keep rows before and behind the part, and then reads keys twice. The price of a place grows by
-        # this time, as a part of the time of the work that leaves.
+        # The sender may keep rows before and behind the part, and then reads some keys twice. Prices grow by the time
+        # for this, as a part of the time of the work that leaves.
         rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
         seconds = timer.work.on(timer.sender, rows, np.append(low, np.full(len(low), float(excess.stop))))
         kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
@@ -276,14 +275,13 @@ def _place(
 
 
 def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> list[int]:
-    """Returns N + 1 cuts, rounded to whole blocks from the piece's start, for ranges with the pairs ``sizes`` from
-    ``low`` on.
+    """Returns [N + 1] cuts for ranges of ``sizes`` pairs that begin at ``low``. Rows are whole blocks, counted from the
+    start of the piece.
 
-    The end of the part is rounded up. Then the rows of every range but the first are rounded down. The first range
-    becomes longer, so that the part has as many pairs as it should. If the sender would keep a sliver, the sliver goes
-    along."""
-    # "edges" are the exact borders. squared() of a border grows by twice the pairs of a range, so edges follow from
-    # sums of pairs.
+    The end of the part is rounded up. The rows of every range but the first are rounded down. The first range becomes
+    longer instead, so that the part keeps its pairs. At both ends the part takes a small rest of the piece too
+    (``_SLIVER``)."""
+    # "edges" are the exact cuts. From one edge to the next, squared() grows by twice the pairs between them.
     square = squared(low)
     edges = [low]
     for pairs in sizes:
@@ -295,7 +293,7 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
     cuts = [high]
     for begin, end in zip(edges[-2:0:-1], edges[:1:-1], strict=True):
         cuts.append(cuts[-1] - max(int((end - begin) // block), 1) * block)
-    # The first range begins where the part, up to its rounded end, has as many pairs as all sizes together.
+    # The first range begins where the part, up to its rounded end, has as many pairs as ``sizes`` together.
     bottom = cuts[-1]
     lowest = squared(low) - squared(edges[-1]) + squared(float(high))
     rows = bottom - position_of(max(lowest, 0.25))
@@ -306,7 +304,7 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
 
 
 def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: list[int], timer: Timer) -> RangeSplit:
-    """Returns the split at ``cuts`` with its seconds; receivers whose range has no rows are left out."""
+    """Returns the split at ``cuts`` with its seconds, without receivers whose range has no rows."""
     some = [start < stop for start, stop in pairwise(cuts)]
     if not all(some):
         chosen, cuts = list(compress(chosen, some)), list(compress(cuts, [*some, True]))
@@ -316,10 +314,10 @@ def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: lis
 
 
 def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int) -> RangeSplit | None:
-    """Shortens ranges that take longer than their receivers have room for, and drops ranges that still do, or do not
-    pay.
+    """Returns the split without bad ranges; None if no range is left.
 
-    Returns None if no range is left."""
+    Ranges that take longer than their receivers have room for are shortened. A range that is still too long, or whose
+    cut does not pay, is bad."""
     over = _over(split)
     for _ in range(3):
         if not any(over):
@@ -332,7 +330,7 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
             bad = [each or wasted for each, wasted in zip(over, _wasteful(excess, split, timer), strict=True)]
         if not any(bad):
             return split
-        # Ranges must stay consecutive. So with a bad range all ranges on its shorter side are dropped.
+        # The other ranges must stay consecutive. So all ranges on the shorter side of a bad one are dropped too.
         at = bad.index(True)
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
         cuts = split.cuts[at + 1 :] if at < len(bad) / 2 else split.cuts[: at + 1]
@@ -342,13 +340,14 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
 
 
 def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer, block: int) -> RangeSplit:
-    """Returns the split with the ranges that are ``over`` their room cut to it; the other ranges move into the gap."""
+    """Returns the split with ranges that are ``over`` their room shortened, and the other ranges moved into the
+    gaps."""
     rows = split.rows
     for at, fit in enumerate(split.fit):
         if over[at]:
             rows[at] = int(rows[at] * fit * 0.999 // block) * block
-    # Ranges move to the part's first row if the piece begins there, else to its last row. So if the part reaches an end
-    # of the piece, the sender keeps one range and not two.
+    # If the part begins where the piece begins, it keeps its first row, else its last row. So a part at one end of the
+    # piece stays there, and the sender keeps one range and not two.
     if split.cuts[0] == excess.start and split.cuts[-1] < excess.stop:
         cuts = list(accumulate(rows, initial=split.cuts[0]))
     else:
@@ -365,13 +364,13 @@ def _over(split: RangeSplit) -> list[bool]:
 
 
 def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
-    """Returns [N] whether it costs too much to cut each range from the rows behind it; for the first, also from those
-    before.
+    """Returns [N] whether it costs too much to cut each range from the rows behind it, and the first also from the rows
+    before it.
 
-    A cut costs the seconds of both sides, minus the seconds of one range that joins them."""
+    A cut costs the seconds of both sides, minus the seconds of one range that joins both sides."""
     wasteful, cuts, most = [True] * len(split.chosen), split.cuts, timer.most_overhead
-    # "seconds" are those of each range joined with the one behind it. The last entry is the first range joined with the
-    # rows before it.
+    # "seconds" has each range joined with the rows behind it. Its last entry has the first range joined with the rows
+    # before it.
     seconds = timer.seconds([*cuts[:-1], excess.start], [*cuts[2:], excess.stop, cuts[1]])
     alone = split.moved if timer.work.of_server is None else timer.seconds(cuts[:-1], cuts[1:])
     for moved, (before, behind), joined in zip(alone, split.kept, seconds, strict=True):

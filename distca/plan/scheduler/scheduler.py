@@ -1,14 +1,12 @@
-"""The scheduler: it chooses the server that computes each range of queries, so that all servers end at about the same
-time.
+"""The scheduler chooses the server that computes each range of queries, so that all servers end at about the same time.
 
-A *server* is a rank that computes attention; the *home* of a row is the rank that holds it. A *task* is a range of
-query rows of one document on one server. ``phases.py`` calls :func:`schedule` for each *nano-batch*, the whole or one
-of two parts of a micro-batch. At first every task is at home. Then work moves from servers above a limit to others, for
-fewest bytes per second of work (``balancer.py``).
+A *server* is a rank that computes attention; the *home* of a row is the rank that holds the row. A *task* is a range of
+query rows of one document on one server. ``phases.py`` calls :func:`schedule` for each *nano-batch*, a whole
+micro-batch or one of its two parts. At first every task is at home. Then work moves from servers above a limit to other
+servers, with fewest bytes per second of work (``balancer.py``).
 
-The scheduler is greedy, like that of the paper (arXiv 2510.18121, section 5.2). It differs in one thing: only a server
-above its limit gives work away, and never more than its excess. So the slowest server's time itself is bounded; see
-docs/planning.md.
+The scheduler is greedy, like the scheduler in arXiv 2510.18121, section 5.2. Unlike there, only a server above its
+limit gives work away.
 """
 
 from __future__ import annotations
@@ -36,43 +34,41 @@ from distca.plan.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOLERANCE = 0.02
-"""How far above the mean load the slowest server may be, as a part of it. It was chosen from the curve of bytes over
-tolerance in benchmarks/results/planner.md; below 0.01 bytes rise steeply."""
+"""How far the slowest server may be above the mean load, as a part of the mean load. Below 0.01 many more bytes travel
+(benchmarks/results/planner.md)."""
 
 _FINEST_TOLERANCE = 0.005
-"""The tolerance of small pools of servers. Finer plans gained less than 0.2 % of attention's time
+"""The tolerance of small pools of servers. With a smaller tolerance attention gained less than 0.2 % of its time
 (benchmarks/results/planner.md)."""
 _SERVERS_OF_DEFAULT = 128
-"""The number of servers from which plans for training have the default tolerance. With fewer servers it is
-proportionally smaller."""
+"""The number of servers from which plans for training have the default tolerance. With fewer servers the tolerance is
+smaller in proportion."""
 
 _AIM = 0.95
-"""The part of the tolerance that the first try aims at. The rest is for time that ranges add when they are joined. With
-1.0 the slowest server is 0.08 % slower; with 0.8 it is 0.24 % faster, but bytes grow by 0.8 %."""
+"""The part of the tolerance that the first try uses. The rest is for time that ranges add when they are joined. With
+0.8 the slowest server is 0.24 % faster, and 0.8 % more bytes travel (benchmarks/results/planner.md)."""
 _JOININGS = 3
-"""How often one limit is tried at most. Ranges that met on a server are joined at the end of a try, which changes their
-seconds. If a server takes longer by that, the next try begins with the joined ranges."""
+"""How often one limit is tried at most. A try ends by joining ranges that meet on a server, which changes their
+seconds. If a server takes longer then, the next try begins with the joined ranges."""
 _USUAL_TRIES = 4
-"""The number of limits that are tried before cuts may add more work."""
+"""The number of limits that are tried before cuts may add more time (``_MORE_OVERHEAD``)."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
-"""Numbers that are added to the tolerance, one after the other, if no plan keeps to the limit before. A kernel tile of
-the longest document may be a few percent of the mean load. Every receiver then stays a little below its limit. A
-slightly higher limit for all is better than one server that nobody can relieve."""
+"""Numbers that are added to the tolerance, one after the other, until a plan keeps to the limit. One kernel tile of a
+long document can be a few percent of the mean load, so a smaller limit may be out of reach."""
 _MORE_OVERHEAD = 1.0
-"""The time that a cut may add, as a part of the time that it moves, in the last tries. If ranks have few tokens, a
-range that pays for its cut is up to a quarter of a server's backward. Shorter ranges add work. But a server that nobody
-can relieve keeps all others waiting for longer (benchmarks/results/planner.md)."""
+"""The time that a cut may add in the last tries, as a part of the time that it moves. Short ranges add work. But if
+ranks have few tokens, only short ranges can relieve the slowest server, and all others wait for that server."""
 _LEAST_SLACK = 0.0003
-"""How far a limit must be above the least imbalance that forward and backward allow together, in parts of the mean
-load. Closer limits are not tried: a thousand moves would end just above them."""
+"""Limits are tried only if they are above the least possible imbalance by this, in parts of the mean load. Closer
+limits take very many moves."""
 
 
 def training_tolerance(servers: int) -> float:
-    """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing with them to 0.02 from 128 on.
+    """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing in proportion to 0.02 for 128 or
+    more.
 
-    In small pools a finer plan costs a few milliseconds of planning, which runs in the background, and some percent
-    more bytes. Example: two ranks have one document each, as long as the context. With 0.02 the slower rank is 1.4 to
-    1.8 % above the mean (benchmarks/results/planner.md)."""
+    In small pools a finer plan costs a few milliseconds of planning and some percent more bytes
+    (benchmarks/results/planner.md)."""
     return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 
 
@@ -92,15 +88,15 @@ def schedule(
     Args:
         layout: the rows of each rank.
         cost: seconds per task.
-        tolerance: how far above its fair share of the time a server may be, as a part of the mean load. A plan exceeds
-            it if documents, and the shortest ranges that pay for their cut, leave no other way.
-        direction: the direction that is balanced; "both" balances both with one common set of tasks.
-        resend: whether homes send q, k, v and o again for backward, which changes the price of a moved row.
+        tolerance: how far a server may be above its fair share of the time, as a part of the mean load. A plan exceeds
+            it if documents, and the shortest ranges worth a cut, leave no other way.
+        direction: the direction that is balanced; "both" finds one set of tasks for both.
+        resend: whether homes send rows again for backward, which changes the price of a moved row.
         links: which ranks share a node, and prices of bytes between ranks; None prices all pairs alike.
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
-            server with less of it gets more attention, so that all end at the same time. None: all have equally much.
-        growth: by direction, the factor by which cuts made all work grow in the plan before. It is used and updated if
-            servers are not equally fast. None: nothing is known.
+            server with less other work gets more attention. None if all servers have equally much.
+        growth: for each direction, the factor by which cuts made all work grow in the plan before. It is used and
+            updated if servers are not equally fast. None if no plan came before.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
@@ -122,7 +118,7 @@ def schedule(
         return Plan(layout, schedule_unlike(home, work, target, tolerance, moved_bytes, links, growth))
     search = _Search(home, work, target, moved_bytes, links)
     while not search.run(tolerance, least) and tolerance > _FINEST_TOLERANCE:
-        # No plan was better than computing at home: one direction always lost more than the other gained. A finer plan
+        # No plan was better than computing at home, since one direction lost more than the other gained. A finer plan
         # may be better.
         tolerance = max(tolerance / 2, _FINEST_TOLERANCE)
     return Plan(layout, search.best)
@@ -136,12 +132,12 @@ class _Search:
         home: the plan that computes everything at home.
         work: the work of ranges on every server.
         target: how much work each server should get.
-        moved_bytes: bytes of a query row and of a key/value row that is computed away from home.
+        moved_bytes: bytes that travel for a query row, and for a key/value row, that moves away from home.
         links: which ranks share a node, and prices of bytes between ranks.
         best: tasks of the fastest plan so far.
-        lowest: its slowest server's seconds over the mean load.
+        lowest: the slowest server's seconds in ``best``, over the mean load.
         before: [K] seconds of the slowest server with everything at home.
-        grown: [K] mean load after the last try, with the work that cuts added.
+        grown: [K] mean load after the newest try, with the work that cuts added.
     """
 
     home: Plan
@@ -158,11 +154,11 @@ class _Search:
         self.best = self.home.tasks
 
     def run(self, tolerance: float, least: float) -> bool:
-        """Tries limits, the first a little below ``tolerance``; returns False if a finer tolerance may give a better
+        """Tries limits, the first a little below ``tolerance``. Returns False if a finer tolerance may give a better
         plan.
 
-        First come a few limits, each higher than the one before. Then all limits are tried with costlier cuts. Limits
-        below ``least`` are left out: forward and backward differ too much for them."""
+        A few limits come first, each higher than the one before. Then all limits are tried with costlier cuts. Limits
+        below ``least`` are left out: no plan for both directions keeps to them."""
         more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
@@ -170,10 +166,10 @@ class _Search:
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # One of the first tries may end as soon as a server is stuck above the next try's limit.
+            # Each of the first tries ends early if a server is stuck above the next try's limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
-            # Cuts add work, and limits rise with the mean load. Servers that were filled before then have only a little
-            # room again, too little for a range. So the last tries expect the work of the try before from the start.
+            # Cuts add work, so the mean load and the limits rise during a try. Servers that were full then have a
+            # little room again, too little for a range. So the last tries expect this growth from the start.
             expected = self.grown if tried > len(usual) else None
             overhead = MOST_OVERHEAD if tried < len(usual) else _MORE_OVERHEAD
             over = self._at_limit(aim, tolerance, at_most, overhead, expected)
@@ -187,14 +183,15 @@ class _Search:
     def _at_limit(
         self, aim: float, tolerance: float, at_most: float, overhead: float, expected: np.ndarray | None
     ) -> float:
-        """Balances to one limit; returns how far above the mean load the slowest server then is, as a part of it.
+        """Balances to one limit; returns how far the slowest server then is above the mean load, as a part of the mean
+        load.
 
         Args:
-            aim: how far above the mean load the limit is.
-            tolerance: how far above it a server may be for the plan to count as good.
-            at_most: a server that is stuck further above it than this ends the try.
+            aim: how far the limit is above the mean load.
+            tolerance: how far a server may be above the mean load in a good plan.
+            at_most: the try ends if a server is stuck further above the mean load than this.
             overhead: most time that a cut may add, as a part of the time that it moves.
-            expected: [K] mean load that the limit is computed from, if cuts are known to add work; else None.
+            expected: [K] the least mean load to compute the limit from; None for the present mean load.
         """
         start, over = self.home, np.inf
         for _ in range(_JOININGS):
@@ -208,24 +205,22 @@ class _Search:
             tasks = state.joined()
             self.grown = state.mean
             slowest = state.figure(unit)
-            # Forward and backward run one after the other, and may share tasks. So a plan is kept only if its slowest
-            # servers, added over directions, are no slower than with everything at home.
+            # Forward and backward run one after the other. So a plan is kept only if the times of the slowest servers,
+            # added over directions, are no longer than with everything at home.
             if slowest < self.lowest and state.slowest.sum() <= self.before.sum():
                 self.best, self.lowest = tasks, slowest
             over = state.over
             if not state.grew_by_joining or over <= max(aim, tolerance) + ENOUGH:
                 break
-            # Joined ranges made a server slower: the next try begins with the ranges as they are now.
             start = Plan(self.home.layout, tasks)
         return over
 
 
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
-    """Returns about how far above the mean load the slowest server stays in any plan for both directions, as a part of
-    it.
+    """Returns about how far the slowest server is above the mean load at least, in any plan for both directions.
 
-    A server may have more than the mean in backward and less in forward, or the other way round. The answer is the
-    larger of both, in the mean over servers; it is 0 for plans of one direction."""
+    It is a part of the mean load, and 0 for one direction. A server with exactly the mean in one direction may have
+    more in the other."""
     seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
     if not seconds:
         return 0.0

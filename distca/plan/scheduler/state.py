@@ -1,8 +1,8 @@
-"""The state of one scheduling run: every server's load, the work that it has, and the k,v rows that it already holds.
+"""The state of one scheduling run: each server's load, the ranges that it computes, and the k,v rows that it reads.
 
-A *server* is a rank that computes attention; the *home* of a row is the rank that holds it. At first each server
+A *server* is a rank that computes attention; the *home* of a row is the rank that holds the row. At first each server
 computes its own rows. ``balancer.py`` then moves *pieces*, ranges of query rows of one document, to other servers. It
-asks this state for loads and limits, and notes every move in it.
+reads loads and limits here, and writes every move here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _MOST_KEPT = 1.5
-"""The number of k,v rows that a server should read at most, over the mean with everything at home. It limits the
-server's memory: servers above it get further work only if the others do not suffice."""
+"""The most k,v rows that a server should read, over the mean before any row moved. It limits the server's memory: a
+server above this gets work only if other servers do not suffice."""
 _FEW_KEPT = 6
-"""The same limit over a server's mean query rows; the larger of both limits counts."""
+"""The least value of the same limit, over the mean query rows of a server."""
 
 
 class Pieces(NamedTuple):
@@ -46,10 +46,11 @@ class Pieces(NamedTuple):
         return np.asarray(self.place[2] - self.place[1])
 
     def shortest(self, most: int) -> np.ndarray:
-        """Returns the indices of the shortest pieces, at most ``most``; of pieces with equal length and end, one."""
+        """Returns the indices of the shortest pieces, at most ``most``. Of several pieces of equal length and end, only
+        one is returned."""
         if len(self) <= most:
             return np.arange(len(self))
-        # (rows, stop) becomes one number, so that np.unique sorts by rows and drops equal pieces.
+        # rows and stop become one number, so that np.unique sorts by rows and drops equal pieces.
         rows, stop = self.rows, self.place[2]
         return np.unique(rows * (int(stop.max()) + 1) + stop, return_index=True)[1][:most]
 
@@ -63,10 +64,10 @@ class MovedRanges(NamedTuple):
 
     Attributes:
         document: [M] document of each range.
-        start: [M] first query row.
+        start: [M] first query row of each range.
         stop: [M] one past the last query row.
         receiver: [M] server that computes the range from now on.
-        seconds: [K][M] seconds of the range there.
+        seconds: [K][M] seconds of each range on its receiver.
     """
 
     document: list[int]
@@ -77,33 +78,32 @@ class MovedRanges(NamedTuple):
 
 
 class HeldRows:
-    """Counts the k,v rows of a document that servers lack, where each rank holds its own rows only.
+    """Counts the k,v rows of a document that servers lack, if each rank holds only the rows whose home it is.
 
     Args:
-        shards: ranges of documents with their home ranks; those of a document cover it up to its last row.
+        shards: ranges of documents with their home ranks; the ranges of a document cover its rows from 0 on.
         node: [R] node of every rank.
     """
 
     def __init__(self, shards: Shards, node: np.ndarray) -> None:
         self._shards, self._node = shards, node
-        # Positions given to :meth:`missing` are floats, and numpy takes twice as long where types are mixed.
+        # numpy takes twice as long for mixed types, and :meth:`missing` gets positions as floats.
         self._start, self._stop = shards.start.astype(np.float64), shards.stop.astype(np.float64)
 
     def missing(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float = 1.0) -> np.ndarray:
-        """Returns [G] rows that must travel so that each of the ``ranks`` [N] has the document's rows up to its stop.
+        """Returns [G] rows that must travel so that each of the ``ranks`` can read the document up to its stop.
 
         Example: a document has rows [0, 4) on rank 0 and [4, 8) on rank 1. For rank 1 with stop 6, 4 rows travel.
 
         Args:
             document: the document.
-            ranks: [N] ranks that read it.
-            stops: [G, N] one past the last row that each rank reads, in G cases; none is behind the document's last
-                row.
+            ranks: [N] ranks that read the document.
+            stops: [G, N] one past the last row that each rank reads, in each of G cases; at most the document's rows.
             between_nodes: how much a row from another node counts; a row from the same node counts 1.
         """
-        # "held" [G, N, shards] is the number of each shard's rows before each stop. First every row counts
-        # ``between_nodes``. "saves" [N, shards] is then taken off: for rows at home all of it, for rows on the same
-        # node all but 1.
+        # "held" [G, N, shards] is the number of rows of each shard before each stop. All rows count ``between_nodes``
+        # at first. "saves" [N, shards] is what to subtract for each row: everything for rows at home, and all but 1 for
+        # rows on the same node.
         some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
         home = self._shards.rank[some]
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
@@ -116,28 +116,27 @@ class HeldRows:
 class SchedulerState:
     """All servers while work moves. Array legend: K directions (forward, backward, or both), R ranks, P pieces.
 
-    Seconds are those of a server of mean speed (:class:`distca.plan.cost.pool.ServerWork`). If servers are equally
-    fast, they are each server's own.
+    If servers are not equally fast, loads are counted in seconds of a server of mean speed.
 
     Args:
-        home: the plan that moving begins with; in a first run it computes everything at home.
+        home: the tasks to begin with: everything at home, or the tasks of a run before.
         work: the work of ranges on every server.
         target: how much work each server should get, its fair share.
-        tolerance: how far above its target a server's limit is, as a part of the mean load.
+        tolerance: how far a server's limit is above its target, as a part of the mean load.
         links: which ranks share a node, and prices of bytes between ranks.
-        expected: see below; None is 0.
+        expected: [K] the least mean load to compute limits from; None is 0.
 
     Attributes:
         load: [K, R] seconds of every server.
         mean: [K] mean load; it grows when cuts add work.
-        expected: [K] the least mean load that limits are computed from. It is more than ``mean`` if cuts are known to
-            add much work later.
-        order: [R] ranks by the first document that they hold, ranks without tokens last. Ties are broken in this order,
-            so that a plan does not depend on how ranks are numbered.
+        expected: [K] the least mean load that limits are computed from. It is above ``mean`` if later cuts are known to
+            add much work.
+        order: [R] ranks by the first document that they compute, ranks without tasks last. It decides between equal
+            ranks, so that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
         kept: [R] k,v rows that every server reads.
         most_kept: k,v rows that a server should read at most.
-        grew_by_joining: whether :meth:`joined` found that a server takes longer after its ranges were joined.
+        grew_by_joining: whether :meth:`joined` found that a server takes longer since its ranges were joined.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class SchedulerState:
         self._held = HeldRows(layout.kv, self.node)
         last = tasks.take(tasks.last_on_server)
         self.kept = np.bincount(last.server, last.stop, layout.ranks)
-        # Servers without a model have no rows of their own, so means are over servers that have some.
+        # Servers without layers of the model have no rows, so the mean is over servers with rows.
         homes = layout.ranks if work.slowness is None else max(int(np.count_nonzero(layout.q_rows)), 1)
         self.most_kept = max(_MOST_KEPT * float(self.kept.sum() / homes), _FEW_KEPT * layout.tokens / homes)
         self._readers = _readers_of_cut_documents(last)
@@ -181,49 +180,49 @@ class SchedulerState:
 
     @property
     def slowest(self) -> np.ndarray:
-        """Returns [K] seconds of the slowest server. If targets differ, it is the mean load plus the longest time above
-        a target."""
+        """Returns [K] seconds of the slowest server. If targets differ, returns the mean load plus the longest time
+        above a target."""
         if self._target.alike:
             return np.asarray(self.load.max(axis=1))
         return self.mean + np.asarray(self._above.max(axis=1))
 
     @property
     def limit(self) -> np.ndarray:
-        """Returns the most seconds of attention that each server may have, [K, R]; or [K, 1] if it is the same for
-        all."""
+        """Returns [K, R] seconds of attention that each server may have at most; [K, 1] if all have the same limit."""
         mean = np.maximum(self.mean, self.expected)
         return self._target.of(mean) + self._target.work_in(self._target.tolerated(mean)[:, None] * self.tolerance)
 
     @property
     def _above(self) -> np.ndarray:
-        """Returns [K, R] seconds that each server is above its target, in seconds of that server."""
+        """Returns [K, R] seconds that each server is above its target, at the server's own speed."""
         return self._target.seconds_of(self.load - self.target)
 
     @property
     def over(self) -> float:
-        """Returns how far the slowest server is above the mean load, as a part of it, in the worse direction."""
+        """Returns how far the slowest server is above the mean load, as a part of the mean load, in the worse
+        direction."""
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
-        """Returns the slowest server's seconds over [K] ``unit``, in the worse direction: the lower, the better the
-        plan."""
+        """Returns the slowest server's seconds over [K] ``unit``, in the worse direction. A better plan has a lower
+        figure."""
         return float((self.slowest / unit).max())
 
     def above_target(self, rank: int) -> float:
-        """Returns how far ``rank`` is above its target, as a part of the mean load, in its worse direction."""
+        """Returns how far ``rank`` is above its target, as a part of the mean load, in the worse direction."""
         return float((self._above[:, rank] / self._mean).max())
 
     def most_above_target(self) -> float:
-        """Returns how far the worst server is above its target, as a part of the mean load, in its worse direction."""
+        """Returns how far the worst server is above its target, as a part of the mean load, in the worse direction."""
         return float((self._above / self._mean[:, None]).max())
 
     @property
     def _mean(self) -> np.ndarray:
-        """Returns the [K] mean load, at least 1e-300, so that it can be divided by."""
+        """Returns the [K] mean load, at least 1e-300 because it is a divisor."""
         return np.maximum(self.mean, 1e-300)
 
     def pieces_of(self, rank: int) -> Pieces:
-        """Returns the pieces that ``rank`` had at the beginning and still computes; pieces that it received do not move
+        """Returns the pieces that ``rank`` had at the beginning and still computes. Pieces that it received do not move
         again."""
         if rank not in self._pieces:
             mine = slice(*self._bounds[rank : rank + 2].tolist())
@@ -231,27 +230,28 @@ class SchedulerState:
         return self._pieces[rank]
 
     def on(self, receiver: int, holder: int, pieces: Pieces) -> np.ndarray:
-        """Returns [K, P] seconds that the ``holder``'s pieces would take on the ``receiver``."""
+        """Returns [K, P] seconds that ``pieces`` of the ``holder`` would take on the ``receiver``."""
         if self.work.same(receiver, holder):
             return pieces.seconds
         return self.work.on(receiver, pieces.rows, pieces.place[2])
 
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns [N] ranks that read ``document``, and [N] up to which row.
+        """Returns [N] ranks that read ``document``, and [N] one past the last row that each reads.
 
-        A document's home is not among them if it is the only one."""
+        For a document on a single home rank, only the servers that ranges moved to are returned."""
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
     def may_keep(self, document: int, stop: int) -> np.ndarray:
-        """Returns [R] whether each server may read ``document`` up to ``stop`` and stay within ``most_kept``."""
+        """Returns [R] whether each server may read ``document`` up to ``stop`` and still reads at most ``most_kept``
+        rows."""
         kept = self.kept + stop
         sharing, had = self.sharers(document)
         kept[sharing] -= np.minimum(had, stop)
         return np.asarray(kept <= self.most_kept)
 
     def homes(self, document: int) -> np.ndarray | None:
-        """Returns [N] home ranks of a document that lies on several, ascending; None for other documents."""
+        """Returns [N] home ranks of a document that lies on several ranks, ascending; None for other documents."""
         homes = self._homes.get(document)
         return None if homes is None else np.array(homes)
 
@@ -259,8 +259,8 @@ class SchedulerState:
         """Returns [G] k,v rows that must still travel so that each of the ``ranks`` [N] can read ``document`` up to its
         stop.
 
-        Rows that a rank holds as a home, or fetched for an earlier move, are free. For ``stops`` and ``between_nodes``
-        see :meth:`HeldRows.missing`."""
+        Rows that a rank already fetched for an earlier move are free. The other arguments are those of
+        :meth:`HeldRows.missing`."""
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
@@ -270,11 +270,11 @@ class SchedulerState:
         return rows[:-1] - rows[-1]
 
     def move(self, sender: int, chosen: list[int], left: Pieces, lost: list[float], moved: MovedRanges) -> None:
-        """Moves work, and updates loads, the mean load, pieces, and the k,v rows that servers read.
+        """Moves work: updates loads, the mean load, pieces, and the k,v rows that servers read.
 
         Args:
             sender: the server that gives.
-            chosen: indices of its pieces that go, whole or in part.
+            chosen: indices of the sender's pieces that go, whole or in part.
             left: the parts of these pieces that stay at the sender.
             lost: [K] seconds that the sender loses.
             moved: the ranges that go, with their receivers.
@@ -305,14 +305,14 @@ class SchedulerState:
         np.add.at(self.kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
-        """Returns all pieces as tasks on their servers, and joins pieces that touch.
+        """Returns all pieces as tasks on their servers; pieces that touch are joined.
 
         A joined range takes other seconds than its pieces. So loads are computed anew if any were joined."""
         home = self._home
         if not self._moved[0]:
             return home
-        # Servers that were never asked for pieces still have all of their own. The others have what is left of theirs;
-        # moved ranges come last.
+        # A server whose pieces were never asked for still has all of them. Other servers have what is left of theirs.
+        # Moved ranges come last.
         changed = np.zeros(self.layout.ranks, bool)
         changed[list(self._pieces)] = True
         untouched = ~changed[home.server]
@@ -340,9 +340,10 @@ def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
 
 
 def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:
-    """Returns up to which row each rank reads a document at the beginning, by document and rank.
+    """Returns for each document, and each rank that reads it, one past the last row read; only documents on several
+    ranks.
 
-    It has documents that lie on several ranks only. ``last`` has the last task of each document on each rank."""
+    ``last`` has the last task of each document on each rank."""
     last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)
     readers: dict[int, dict[int, int]] = {}
     columns = (last.document, last.server, last.stop)

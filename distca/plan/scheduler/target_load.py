@@ -1,31 +1,26 @@
-"""How much attention each server should get: less if it has other work at the same time, or is slower.
+"""Computes how much attention each server should get: less if it has other work at the same time, or is slower.
 
-A *server* is a rank that computes attention. ``scheduler.py`` moves attention until no server is far above its target,
-which is computed here. In a pipeline's phase, a stage with a micro-batch computes linear layers between the attention
-of two layers. A stage without one is free for attention then, and so is a server without a model. Say that server r
-takes f_r times as long for attention as the mean server. All servers end at the same time T if server r gets the
-attention
+A *server* is a rank that computes attention. ``scheduler.py`` moves attention between servers until no server is far
+above its target. In a pipeline, some stages compute linear layers between the attention of two layers, while a stage
+without a micro-batch has nothing else to do. Let server r take f_r times as long for attention as the mean server. All
+servers end at the same time T if server r gets the attention
 
     target_r = max(T − other_seconds_r, 0) / f_r      where the targets add up to all attention.
 
-Attention is counted in seconds of a server of mean speed: the harmonic mean of f is 1. Without other work T is the
-mean, and a server with f_r = 2 gets half the mean. No plan ends before the server with most other work. So if servers
-differ in speed, T is at least that server's other seconds: the others have this time for attention anyway, and need not
-give it away.
+Attention is counted in seconds of a server of mean speed: the harmonic mean of f is 1. Example: two servers of equal
+speed have 6 seconds of attention in all, and the first has 2 seconds of other work. Both end at T = 4, with 2 and 4
+seconds of attention.
 
-Example: two equal servers have 6 seconds of attention in all, and the first has 2 seconds of other work. They end at T
-= 4, with 2 and 4 seconds of attention.
+**Two directions.** A server may have to compute the backward of the same tasks as in forward. Then server r has the
+same fraction φ_r of the attention in both directions. Direction k has the attention A_k in all, and takes the time T_k
+of its slowest server:
 
-**Two directions.** If servers keep rows for backward, they compute the backward of the same tasks. So server r has the
-same fraction φ_r of the attention in both directions. A direction k, with the attention A_k in all, ends when its
-slowest server does. Its time T_k obeys
+    other_kr + f_kr · A_k · φ_r ≤ T_k      with Σ φ_r = 1.
 
-    other_kr + f_kr · A_k · φ_r ≤ T_k      with Σ φ_r = 1,
-
-and the plan should have the least T_forward + T_backward. For given times, server r can have the fraction min_k max(T_k
-− other_kr, 0) / (f_kr A_k). The times are long enough if these add up to 1 or more. First each direction's shortest
-time by itself is tried. If no fractions fit both times, T_forward is searched: the least T_backward is a convex,
-falling function of it. A golden-section search finds the least sum. A server's limit in direction k is T_k − other_kr.
+The plan should have the least T_forward + T_backward. In given times, server r can do the fraction min_k max(T_k −
+other_kr, 0) / (f_kr A_k). The times are long enough if these fractions add up to 1 or more. First each direction gets
+the shortest time that it needs by itself. If these times are too short together, a golden-section search over T_forward
+finds the least sum. It finds the least because the shortest T_backward is a convex function of T_forward.
 
 Array legend: K directions, R servers.
 """
@@ -39,11 +34,11 @@ import numpy as np
 from distca.errors import PlanError
 
 _SEARCHED = 24
-"""Steps of the golden-section search. Each shortens the interval to 0.618 of it, so at last it is a 100,000th of the
-first."""
+"""Steps of the golden-section search. Each step shortens the interval to 0.618 of it; after 24 steps it is a
+100,000th."""
 _GOLDEN = (5**0.5 - 1) / 2
 _ROUNDING = 1e-9
-"""Fractions of all attention count as all of it if their sum is below 1 by at most this."""
+"""Fractions count as all of the attention if their sum is below 1 by at most this."""
 
 
 class TargetLoad:
@@ -51,10 +46,10 @@ class TargetLoad:
 
     Args:
         servers: R.
-        other_seconds: seconds of other work than attention on each server, [R], or [K, R] by direction; None if all
-            servers have equally much.
-        slowness: [K, R] seconds that a server takes per second of work; None if servers are equally fast.
-        mean: [K] attention per server before anything is cut; needed if servers are not equally fast, or for both
+        other_seconds: seconds of other work than attention on each server, [R], or [K, R] by direction. None if all
+            servers have the same other work.
+        slowness: [K, R] seconds that a server takes for a second of work; None if servers are equally fast.
+        mean: [K] attention per server before anything is cut; needed if servers are not equally fast, or for two
             directions.
 
     Raises:
@@ -89,14 +84,15 @@ class TargetLoad:
         )
         slow = np.ones_like(other) if slowness is None else slowness
         times = _least_times(mean * servers, other, slow)
-        # Cuts will add work, and servers that get attention share it. The third number kept here is how much all times
-        # rise for each second of mean work.
+        # Cuts will add work, which the servers with attention share. The last number is how much all times rise for
+        # each second of added mean work.
         takes_part = np.where(other < times[:, None], 1.0 / slow, 0.0).sum(axis=1)
         self._times = mean, times, servers / np.maximum(takes_part, 1.0 / slow.max(axis=1))
         self._other = other
 
     def of(self, mean: np.ndarray) -> np.ndarray:
-        """Returns [K, R] attention for each server if there is [K] ``mean`` per server; [K, 1] if all get the mean."""
+        """Returns [K, R] attention for each server, for [K] ``mean`` attention per server; [K, 1] if all get the
+        mean."""
         if self.alike:
             return mean[:, None]
         assert self._other is not None
@@ -104,19 +100,17 @@ class TargetLoad:
             first, times, rise = self._times
             later = times + np.maximum(mean - first, 0.0) * rise
             return self.work_in(np.maximum(later[:, None] - self._other, 0.0))
-        # done[k, n] is the time at which all attention ends if only the n + 1 servers with least other work compute it.
-        # One more server takes part if its own other work ends before that.
+        # done[k, n] is the time at which all attention ends if the n + 1 servers with least other work compute it. One
+        # more server takes part if its other work ends before that.
         done = ((mean * self._servers)[:, None] + self._spent) / np.arange(1, self._servers + 1)
         joined = (done > self._ascending).sum(axis=1) - 1
         last = done[np.arange(len(mean)), np.maximum(joined, 0)]
         return np.asarray(np.maximum(last[:, None] - self._other, 0.0))
 
     def tolerated(self, mean: np.ndarray) -> np.ndarray:
-        """Returns [K] seconds of which the tolerance is a fraction: of each direction the ``mean`` [K].
+        """Returns the [K] seconds that a tolerance is a fraction of: the [K] ``mean`` of each direction.
 
-        If servers differ in speed, it is the mean over both directions instead. Ranges that move have another ratio of
-        backward to forward seconds than ranges that stay. So one direction stays less level, and a second of excess
-        counts the same in both."""
+        If servers differ in speed, both directions get the mean of the two."""
         return mean if self._slowness is None else np.full_like(mean, mean.mean())
 
     def work_in(self, seconds: np.ndarray) -> np.ndarray:
@@ -134,7 +128,7 @@ def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
     """Returns other seconds as [R] for one direction, or [K, R].
 
     Raises:
-        PlanError: they have another shape, or a number is negative or not finite.
+        PlanError: ``seconds`` have another shape, or a number is negative or not finite.
     """
     shapes = {1: ((servers,), (1, servers)), 2: ((2, servers),)}[directions]
     if seconds.shape not in shapes or not np.isfinite(seconds).all() or (seconds < 0).any():
@@ -144,21 +138,20 @@ def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
 
 
 def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> np.ndarray:
-    """Returns the [K] times with the least sum in which servers can do all attention.
-
-    Each server does the same fraction of the attention in all directions.
+    """Returns the [K] times with the least sum in which servers can do all attention, with equal fractions in all
+    directions.
 
     Args:
         total: [K] attention of all servers together.
         other: [K, R] seconds of other work.
         slowness: [K, R] seconds of a server per second of work.
     """
-    # A direction without attention takes the longest other work. For the others the shortest time by itself is tried
-    # first. If no fractions fit these times, forward's time is searched. It lies between its shortest and the one with
-    # which backward can have its shortest.
+    # No direction ends before the longest other work. A direction with attention also gets the shortest time that it
+    # needs by itself. If these times are too short together, forward's time is searched. At most it is the time with
+    # which backward can have its shortest time.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
-    # For each direction with attention: when each server begins, and the fraction of all attention that it does in a
+    # For each direction with attention: when each server begins, and the fraction of all attention that it does per
     # second.
     begin, speed = other[some], 1.0 / (slowness[some] * total[some, None])
     alone = np.array([_time_for(*each) for each in zip(begin, speed, strict=True)])
@@ -188,19 +181,19 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
 
 
 def _share(times: np.ndarray, begin: np.ndarray, speed: np.ndarray) -> np.ndarray:
-    """Returns [R] the fraction of all attention that each server can do in the ``times`` [K], in every direction."""
+    """Returns [R] the fraction of all attention that each server can do in the ``times`` [K] of all directions."""
     return np.asarray((np.maximum(times[:, None] - begin, 0.0) * speed).min(axis=0))
 
 
 def _time_for(begin: np.ndarray, speed: np.ndarray, most: np.ndarray | None = None) -> float:
-    """Returns the earliest time at which servers together have done all attention, or each has done its most.
+    """Returns the earliest time at which servers have done all attention together, or each has done its ``most``.
 
     Args:
         begin: [R] time at which each server begins.
-        speed: [R] fraction of all attention that each does per second.
-        most: [R] largest fraction that each does; None for no limit.
+        speed: [R] fraction of all attention that each server does per second.
+        most: [R] largest fraction for each server; None for no limit.
     """
-    # The fraction that is done grows linearly between "edges": times at which a server begins, or has done its most.
+    # The fraction done grows linearly between "edges": times at which a server begins, or has done its most.
     edges, change = begin, speed
     if most is not None:
         some = most > 0

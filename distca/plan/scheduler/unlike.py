@@ -1,9 +1,9 @@
-"""Scheduling over servers that are not equally fast.
+"""Scheduling of attention over servers that are not equally fast.
 
-A *server* is a rank that computes attention. Where speeds differ, much work moves from slow servers to fast ones.
-``scheduler.py`` calls :func:`schedule_unlike` then. Each cut of a range of queries adds work, so under a tight limit
-some servers stay above it, without a receiver for their work. To begin again with a higher limit would take as long as
-all moves before. So here the limit rises, and moving goes on from where it ended.
+A *server* is a rank that computes attention. If servers differ in speed, much work moves from slow to fast servers.
+``scheduler.py`` then calls :func:`schedule_unlike`. Every cut of a range of queries adds work, so under a tight limit
+some servers stay above their limit. Here the limit then rises, and moving goes on from where it ended. To begin again
+with a higher limit would take longer.
 
 Array legend: K directions (forward, backward, or both).
 """
@@ -23,16 +23,16 @@ from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.tasks import Tasks
 
 _FINEST = 0.01
-"""The smallest tolerance that is used; with a smaller one cuts take more time than they save
+"""The smallest tolerance that is used. With a smaller one cuts take more time than they save
 (benchmarks/results/planner.md)."""
 _RISES = (1, 1.25, 2.5, 6, 20)
-"""Multiples of the tolerance that are the limit, one after the other, until no server is above it."""
+"""Multiples of the tolerance that are tried as the limit, one after the other, until no server is above its limit."""
 _MOST_OVERHEAD = 1.0
-"""The time that a cut may add, as a part of the time that it moves. It is high because a server that nobody can relieve
-costs more than that."""
+"""The time that a cut may add, as a part of the time that it moves. It is high, because all servers wait for the
+slowest one."""
 
 Growth = dict[Direction, np.ndarray]
-"""The factor [K] by which cuts made all work grow in the plan before, by direction."""
+"""For each direction, the factor [K] by which cuts made all work grow in the plan before."""
 
 
 def schedule_unlike(
@@ -44,18 +44,17 @@ def schedule_unlike(
     links: Links,
     growth: Growth,
 ) -> Tasks:
-    """Returns the tasks of one nano-batch, a part of a micro-batch: ranges of queries, each with its server.
+    """Returns the tasks of one nano-batch, a part of a micro-batch. A task is a range of queries on one server.
 
     Args:
         home: the plan that computes everything at home.
         work: the work of ranges on every server.
         target: how much work each server should get.
-        tolerance: how far above its target a server may be, as a part of the mean load.
-        moved_bytes: bytes of a query row and of a key/value row that is computed away from home.
+        tolerance: how far a server may be above its target, as a part of the mean load.
+        moved_bytes: bytes that travel for a query row, and for a key/value row, that moves away from home.
         links: which ranks share a node, and prices of bytes between ranks.
-        growth: the growth of work in the plan before; that of this plan takes its place. All nano-batches of a step
-            grow alike. Limits include this growth from the start. Else servers would be filled too early, and get room
-            later that is too little for a range.
+        growth: the growth of work in the plan before. Limits include it from the start; otherwise servers would count
+            as full too early. The growth of this plan is written into it.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)
