@@ -44,8 +44,8 @@ class Stream:
 def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarray]:
     """Lays ranges end to end over the ranks, which have [R] tokens of room, and cuts them where a rank's room ends.
 
-    Returns the pieces of ranges, and the rank of each piece. Example: for ranges of 3 and 4 rows and room for 5 and 2,
-    rank 0 gets pieces of 3 and 2 rows, and rank 1 a piece of 2 rows."""
+    Returns the pieces of ranges, and the rank of each piece. Example: ranges have 3 and 4 rows, and ranks have room for
+    5 and 2. Rank 0 gets pieces of 3 and 2 rows, and rank 1 a piece of 2 rows."""
     # All tokens are on one line, where ranges end at "ends" and the room of ranks ends at "tops". Every piece begins
     # where a range begins, or where a rank's room begins.
     ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(room)
