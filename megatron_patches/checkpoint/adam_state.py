@@ -1,11 +1,10 @@
-"""Reads and sets a weight's optimizer state in float32, from torch's Adam or Transformer Engine's.
+"""Reads and sets a weight's optimizer state in float32, with torch's Adam or Transformer Engine's.
 
-The state is the float32 weight and Adam's two moments. With torch's Adam, Megatron's optimizer holds the float32
-weight, and Adam holds float32 moments. Transformer Engine's Adam may hold both in fewer bytes. Its moments may be
-scaled numbers of a smaller type. Of a float32 weight it may hold only the lower 16 bits, as the bfloat16 weight of the
-model has the upper ones.
+The state is the float32 weight and Adam's two moments. With torch's Adam, Megatron's optimizer has the float32 weight,
+and Adam has float32 moments. With Transformer Engine's Adam, moments may be scaled numbers of a smaller type. That Adam
+may also store only the lower 16 bits of a float32 weight, because the model's bfloat16 weight has the upper 16 bits.
 
-Checkpoints hold float32 (``checkpoint/optimizer_state.py``). So a run can go on with another Adam than it began with.
+Checkpoints contain float32, so a run can be resumed with another Adam than before.
 """
 
 from __future__ import annotations
@@ -16,15 +15,11 @@ from typing import Any
 import torch
 
 _WHOLE = "master_param"
-"""The name under which Transformer Engine's Adam holds the float32 weight or its lower 16 bits; torch's has no such
-name."""
+"""The key in the state of Transformer Engine's Adam for the float32 weight, or for the lower 16 bits of the weight."""
 
 
 def inner_adams(optimizer: Any) -> Iterator[Any]:
-    """Yields the Adam optimizers inside Megatron's optimizer, which may chain several.
-
-    They are Transformer Engine's or Apex's where one is installed, else torch's.
-    """
+    """Yields the Adam optimizers inside Megatron's optimizer."""
     if hasattr(optimizer, "chained_optimizers"):
         for part in optimizer.chained_optimizers:
             yield from inner_adams(part)
@@ -33,9 +28,9 @@ def inner_adams(optimizer: Any) -> Iterator[Any]:
 
 
 def set_step(adam: Any, step: int) -> None:
-    """Sets the number of steps done, by which Adam corrects the bias of its moments.
+    """Sets the number of steps done, from which Adam corrects the bias of moments.
 
-    torch's Adam holds a float32 scalar for each weight, on the weight's device. Others hold an integer for each
+    torch's Adam gets a float32 scalar for each weight, on the weight's device. Other Adams get an integer for each
     parameter group.
     """
     if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
@@ -47,13 +42,13 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the weight, by the name "param", and its moments, by Adam's names, all in float32.
+    """Returns the weight under the name "param", and the moments under Adam's names, all in float32.
 
-    A tensor that Adam holds in float32 is returned itself, without a copy.
+    Tensors that are stored in float32 are returned without a copy.
 
     Args:
         adam: the optimizer.
-        weight: one of its parameters.
+        weight: a parameter of ``adam``.
     """
     states = {"param": weight.detach()}
     for name, held in adam.state[weight].items():
@@ -66,12 +61,12 @@ def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) -> None:
-    """Sets one tensor that :func:`get_states` returns; a set float32 weight also sets the bfloat16 weight.
+    """Sets the weight or one moment. With "param" a bfloat16 ``weight`` is set too.
 
     Args:
-        adam: the optimizer, which has a state for the weight already.
-        weight: one of its parameters.
-        name: "param" or a moment's name.
+        adam: the optimizer, which must have a state for the weight.
+        weight: a parameter of ``adam``.
+        name: "param" or the name of a moment.
         values: float32, on the weight's device.
     """
     state = adam.state[weight]
@@ -92,10 +87,10 @@ def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) 
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits float32 numbers into bfloat16 numbers, rounded half up, and int16 remainders, as Transformer Engine does.
+    """Splits float32 numbers into bfloat16 numbers and int16 remainders, as Transformer Engine does.
 
-    The remainder is the lower 16 bits as a signed number. It is negative if the bfloat16 number was rounded up. For
-    example, the bits 0x3F80_8001 become 0x3F81 and the remainder 0x8001, which is -0x7FFF.
+    A remainder is the lower 16 bits as a signed number. If the remainder is negative, the bfloat16 number is rounded
+    up. For example, the bits 0x3F80_8001 become 0x3F81 and the remainder 0x8001, which is -0x7FFF.
     """
     bits = values.float().contiguous().view(torch.int32)
     rest = bits.bitwise_and(0xFFFF).to(torch.int32)
@@ -111,5 +106,5 @@ def join(top: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(adam: Any) -> bool:
-    """Whether this Adam may hold its state as scaled numbers; only Transformer Engine's has the method."""
+    """Whether this Adam may store scaled numbers. Only Transformer Engine's Adam has the method."""
     return hasattr(adam, "get_unscaled_state")

@@ -1,8 +1,8 @@
 """The parameters of a hybrid model's layers, and their names in Megatron-Core's checkpoints.
 
 A hybrid model (Megatron's HybridModel) has a pattern with one symbol for each layer: attention, a gated delta net,
-Mamba, an MLP or experts. Its checkpoints can be read without building the model (``whole_weights.py``), for which these
-tables say what each layer holds.
+Mamba, an MLP or experts. ``whole_weights.py`` reads checkpoints without building the model, so the names of parameters
+are listed here.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _IN_PARTS: Final = {
     "mixer.conv1d_weight": ("x", "B", "C"),
     "mixer.conv1d_bias": ("x", "B", "C"),
 }
-"""The parts of some parameters. A checkpoint holds each part under a key of its own, such as ``in_proj.weight.z``."""
+"""The parts in which checkpoints store some parameters, each under its own key, such as ``in_proj.weight.z``."""
 _NORM_KEYS: Final = {DELTA_NET: "self_attention.in_proj.layer_norm_weight", MAMBA: "mixer.in_proj.layer_norm_weight"}
-"""The keys of the norms before a recurrence. Transformer Engine joins a norm with a linear layer, and checkpoints use
-its names."""
+"""The keys of the norms before a recurrence. Checkpoints name norms as Transformer Engine does, which joins each norm
+with a linear layer."""
 _PREFIXES: Final = {
     ATTENTION: ("input_layernorm.", "self_attention."),
     **dict.fromkeys((MLP, EXPERTS), ("pre_mlp_layernorm.", "mlp.")),
 }
-"""How the names of a layer's parameters begin; a hybrid model has attention and MLP in separate layers."""
+"""The beginnings of the names of parameters in a layer with attention alone, or with an MLP or experts alone."""
 
 
 def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
-    """Returns the names of a layer's parameters, without the layer's own prefix.
+    """Returns the names of a layer's parameters, without the prefix ``decoder.layers.N.``.
 
     Args:
         symbol: the layer's symbol in the pattern.
-        of_layer: names of the parameters of a GPTModel's layer, which has both attention and an MLP or experts.
+        of_layer: names of the parameters that a layer with attention and an MLP, or attention and experts, would have.
     """
     if symbol in _RECURRENT_LAYERS:
         return list(_RECURRENT_LAYERS[symbol])
@@ -55,8 +55,8 @@ def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
 
 
 def saved_as(symbol: str, parameter: str) -> tuple[str, ...]:
-    """Returns the keys of a recurrent layer's parameter in a checkpoint. Several keys hold its rows, one part after the
-    other."""
+    """Returns the keys in a checkpoint of a parameter of a recurrent layer. If there are several keys, each has some
+    rows of the parameter, in order."""
     if parameter == _RECURRENT_LAYERS[symbol][0]:
         return (_NORM_KEYS[symbol],)
     key = parameter.replace("conv1d_", "conv1d.")

@@ -1,10 +1,10 @@
 """Reads a checkpoint's ``.metadata`` without running code in it.
 
-torch's distributed checkpoints describe their tensors in this file: shapes, and in which file each part lies. It is a
-pickle, a small program that could call any function. Here it is read in two steps. The class ``_Machine`` runs only the
-operations that make numbers, text, lists, dicts and tuples. Where the pickle names a class, the machine notes the name
-and the values beside it, and imports nothing. Then the class ``_Builder`` checks the types of all values and builds
-torch's objects from them. ``unpickling.py`` makes torch's reader use this file.
+torch's distributed checkpoints describe their tensors in the file ``.metadata``: shapes, and for each part of a tensor
+the file that holds the part. ``.metadata`` is a pickle, a small program that could call any function. It is read in two
+steps. ``_Machine`` runs only the operations of a pickle that make numbers, text, lists, dicts and tuples. For an object
+of a class the machine records the name of the class and the arguments, and imports nothing. Then ``_Builder`` checks
+the types of all values and builds torch's objects.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from torch.distributed.checkpoint.metadata import (
 
 _TORCH = "torch.distributed.checkpoint.metadata."
 _PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
-"""The types under which pickles hold a path; the last is Python 3.13's. A description has the path at which it was
-saved, which is not read."""
+"""The classes of paths in different versions of Python. The file has the path at which it was saved, which is not
+read."""
 _MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
 _MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
 _MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
-"""Classes that a description is made of. The pickle makes them empty and then sets their fields."""
+"""Classes whose objects the file consists of. The pickle makes an object without arguments, then sets its fields."""
 _CALLED = {*_PATHS, "torch.Size", "torch.serialization._get_layout", f"{_TORCH}_MEM_FORMAT_ENCODING"}
-"""Names that the pickle calls with arguments. The call is noted and not made."""
+"""Classes and functions that the pickle calls with arguments. A call is recorded, but not made."""
 _DIMENSIONS = 64
-"""The most dimensions of a tensor, which is torch's own limit. A file that has more is refused."""
+"""The most dimensions of a tensor, far more than a model's weights have. A file with more is refused."""
 _CUTS = 8
-"""The most dimensions along which a tensor may be cut into parts; a file that has more is refused. Each of them doubles
-the time of a check."""
+"""The most dimensions along which a tensor may be cut into parts. A file with more is refused. Each such dimension
+doubles the time of the check that parts are complete."""
 
 
 class _Name(NamedTuple):
-    """A class or function that a pickle names, as its full name alone."""
+    """The full name of a class or function that a pickle names."""
 
     text: str
 
 
 class _Record:
-    """An object that a pickle would make, as data. As a key of a dict it equals only itself.
+    """A pickle's description of an object that the pickle would make.
 
     Attributes:
-        name: full name of its class or function.
-        arguments: the arguments with which it would be made.
-        state: its fields; None until the pickle sets them.
+        name: full name of the class or function that would make the object.
+        arguments: the arguments of that call.
+        state: the object's fields; None until the pickle sets them.
     """
 
     __slots__ = ("arguments", "name", "state")
@@ -76,14 +76,15 @@ def read_metadata(file: BinaryIO) -> Metadata:
         file: the checkpoint's ``.metadata``.
 
     Raises:
-        UnpicklingError: it is no description of a checkpoint, or holds more than data. No code in it was run.
+        UnpicklingError: the file does not describe a checkpoint, or contains more than data. No code in it was run.
     """
     return copy(_built(file.read()))  # a copy, as torch's reader sets a field of the result
 
 
 @lru_cache(maxsize=1)
 def _built(pickled: bytes) -> Metadata:
-    """Returns the description in these bytes. The last one is kept, as loading a checkpoint reads it several times."""
+    """Returns the description in these bytes. The last result is kept, as loading a checkpoint reads the file several
+    times."""
     try:
         return _Builder().metadata(_Machine().run(pickled))
     except UnpicklingError:
@@ -102,13 +103,13 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
     """Refuses a description that does not fit the files: a tensor lacks parts, or a file is missing or too short.
 
     Args:
-        checkpoint: the folder.
-        metadata: its description.
+        checkpoint: the checkpoint's folder.
+        metadata: the description of the checkpoint.
 
     Raises:
-        UnpicklingError: the description is refused; it names the tensor or the file.
+        UnpicklingError: the description does not fit. The message names the tensor or the file.
     """
-    ends: dict[str, int] = {}  # by file, the end of its last part in bytes
+    ends: dict[str, int] = {}  # for each file, where its last part ends, in bytes
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
@@ -125,11 +126,14 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
 
 
 def _is_whole(tensor: TensorStorageMetadata) -> bool:
-    """Whether the parts of a tensor have each of its elements exactly once.
+    """Whether each element of a tensor is in exactly one of its parts.
 
-    Each corner of a box gets the number 1, or -1 if it is at the end of an odd number of dimensions. Where boxes touch,
-    the numbers of their corners cancel. So the parts have each element once if and only if their corners add up to the
-    whole tensor's.
+    Parts are boxes. A corner of a box is the begin or the end of the box in each dimension. A corner counts 1 if it is
+    an end in an even number of dimensions, else -1. At each point the counts of the parts' corners are added up. The
+    parts are complete if the sums equal the counts of the whole tensor's corners.
+
+    Example in one dimension: parts [0, 2) and [2, 5) count 1 at point 0, 1 - 1 = 0 at point 2, and -1 at point 5. The
+    whole tensor [0, 5) counts 1 at point 0 and -1 at point 5.
     """
     parts, size = tensor.chunks, tensor.size
     if any(len(part.offsets) != len(size) or len(part.sizes) != len(size) for part in parts):
@@ -149,14 +153,15 @@ def _is_whole(tensor: TensorStorageMetadata) -> bool:
 
 
 def _bytes(tensor: TensorStorageMetadata) -> int:
-    """Returns the bytes of a whole tensor."""
+    """Returns the size of a whole tensor in bytes."""
     return math.prod(tensor.size) * tensor.properties.dtype.itemsize
 
 
 class _Machine:
-    """Runs the operations of a pickle that make data, on a stack as Python's own unpickler does; refuses all others.
+    """Runs those operations of a pickle that make data, and refuses all other operations.
 
-    A method runs one operation. Its argument is what ``pickletools`` read behind the operation.
+    Like Python's unpickler the machine has a stack of values. ``_operations`` maps the name of an operation to a
+    function of the operation's argument.
     """
 
     def __init__(self) -> None:
@@ -193,8 +198,8 @@ class _Machine:
         }
 
     def run(self, pickled: bytes) -> Any:
-        """Returns the pickle's object, with :class:`_Name` in place of classes and :class:`_Record` in place of their
-        objects."""
+        """Returns the pickled object, with a :class:`_Name` for each class and a :class:`_Record` for each object of a
+        class."""
         for operation, argument, _ in pickletools.genops(pickled):
             do = self._operations.get(operation.name)
             if do is None:
@@ -214,7 +219,7 @@ class _Machine:
         self._stack = []
 
     def _to_mark(self) -> list[Any]:
-        """Returns the values above the last mark, and takes them from the stack."""
+        """Removes the values above the last mark from the stack, and returns them."""
         above, self._stack = self._stack, self._marks.pop()
         return above
 
@@ -229,15 +234,15 @@ class _Machine:
         _of(list, self._stack[-1]).extend(values)
 
     def _set(self, pairs: list[Any]) -> None:
-        """Sets keys and values, in turn in ``pairs``, of the dict on top of the stack."""
+        """Adds ``pairs`` (key, value, key, value and so on) to the dict on top of the stack."""
         names = pairs[::2]
-        # Other keys are refused: a tuple of tuples, nested deeply, would crash Python when it is hashed.
+        # Other keys are refused: hashing deeply nested tuples would crash Python.
         if not all(isinstance(name, str | _Record) for name in names):
             raise UnpicklingError("it has a dict whose keys are no names")
         _of(dict, self._stack[-1]).update(zip(names, pairs[1::2], strict=True))
 
     def _name(self, module: str, name: str) -> None:
-        """Pushes the name of a class, a function or a dtype; names that no description has are refused."""
+        """Pushes the name of a class, a function or a dtype. Names that do not belong to a checkpoint are refused."""
         text = f"{module}.{name}"
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if text not in _MADE | _CALLED and not is_dtype and text != "collections.OrderedDict":
@@ -245,7 +250,7 @@ class _Machine:
         self._push(_Name(text))
 
     def _make(self, allowed: set[str]) -> None:
-        """Replaces a name and arguments on top of the stack by a record of them."""
+        """Replaces the name and the arguments on top of the stack by a record."""
         arguments, name = _of(tuple, self._stack.pop()), _of(_Name, self._stack.pop())
         if name.text == "collections.OrderedDict" and not arguments:
             self._push({})
@@ -255,7 +260,7 @@ class _Machine:
             raise UnpicklingError(f"it makes a {name.text}, which is no part of a checkpoint and was not run")
 
     def _say_state(self, state: Any) -> None:
-        """Sets the fields of the record on top of the stack, once."""
+        """Sets the fields of the record on top of the stack. A second time is refused."""
         record = _of(_Record, self._stack[-1])
         if record.state is not None or record.name not in _MADE:
             raise UnpicklingError(f"it changes a {record.name}, which is no part of a checkpoint and was not run")
@@ -266,11 +271,11 @@ class _Builder:
     """Builds torch's description from records and checks the type of every value."""
 
     def __init__(self) -> None:
-        self._properties: dict[int, TensorProperties] = {}  # by id of the record, which tensors of one sort share
-        self._parts_left = 0  # parts that may still be read: all tensors together have one for each place in a file
+        self._properties: dict[int, TensorProperties] = {}  # by id() of the record, which many tensors share
+        self._parts_left = 0  # number of parts of tensors that may still be read
 
     def metadata(self, made: Any) -> Metadata:
-        """Returns the description that a record holds. Its path and the nesting of the saved state are left out."""
+        """Returns the description in a record, without the checkpoint's path and other fields that are not read."""
         if not isinstance(made, _Record) or made.name != f"{_TORCH}Metadata":
             raise UnpicklingError("it is no metadata of a checkpoint")
         said = _fields(made, "Metadata")
@@ -280,13 +285,13 @@ class _Builder:
         return Metadata(described, storage_data=stored, version=_maybe(str, said.get("version")))
 
     def _stored(self, made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-        """Returns the description of a tensor, or of an object that is none."""
+        """Returns the description of a tensor, or of an object that is not a tensor."""
         if _of(_Record, made).name == f"{_TORCH}BytesStorageMetadata":
             return BytesStorageMetadata()
         said = _fields(made, "TensorStorageMetadata")
         parts = _of(list, said["chunks"])
         self._parts_left -= len(parts)
-        # A small pickle can let many tensors share one long list, which would take hours to read.
+        # In a small pickle many tensors could share one long list, and reading all of them would take hours.
         if self._parts_left < 0:
             raise UnpicklingError("it has more parts of tensors than places in files")
         return TensorStorageMetadata(
@@ -294,7 +299,7 @@ class _Builder:
         )
 
     def _of_tensor(self, made: Any) -> TensorProperties:
-        """Returns a tensor's properties. A record's fields are dtype, layout, gradient, memory format and pinned."""
+        """Returns a tensor's properties. The record has dtype, layout, gradient, memory format and pinned memory."""
         if (known := self._properties.get(id(made))) is not None:
             return known
         dtype, layout, gradient, _, pinned = _of(tuple, _record(made, "TensorProperties").state)
@@ -314,7 +319,7 @@ def _chunk(made: Any) -> ChunkStorageMetadata:
 
 
 def _index(made: Any) -> MetadataIndex:
-    """Returns the name of a tensor or object, with the offsets of one part."""
+    """Returns the name of a tensor or object, and the offsets of one part."""
     said = _fields(made, "MetadataIndex")
     offset = said.get("offset")
     return MetadataIndex(
@@ -323,9 +328,9 @@ def _index(made: Any) -> MetadataIndex:
 
 
 def _info(made: Any) -> _StorageInfo:
-    """Returns the file and the bytes in which a part lies.
+    """Returns the file of a part, with the part's place in bytes.
 
-    Files outside of the checkpoint's folder, and parts that are stored in another form, are refused.
+    Files outside of the checkpoint's folder, and compressed or otherwise transformed parts, are refused.
     """
     if _of(_Record, made).name != "torch.distributed.checkpoint.filesystem._StorageInfo":
         raise UnpicklingError(f"it has a {made.name} in place of a _StorageInfo")
@@ -339,7 +344,7 @@ def _info(made: Any) -> _StorageInfo:
 
 
 def _shape(made: Any) -> torch.Size:
-    """Returns a tensor's sizes or offsets; negative ones are refused."""
+    """Returns sizes or offsets; negative numbers are refused."""
     sizes = made
     if isinstance(made, _Record) and made.name == "torch.Size":
         (sizes,) = made.arguments
@@ -352,7 +357,7 @@ def _shape(made: Any) -> torch.Size:
 
 
 def _record(made: Any, name: str) -> _Record:
-    """Returns the record of a class of torch's descriptions; anything else is refused."""
+    """Returns ``made``, which must be a record of torch's class ``name``."""
     record = _of(_Record, made)
     if record.name != f"{_TORCH}{name}" or record.arguments:
         raise UnpicklingError(f"it has a {record.name} in place of a {name}")
@@ -360,18 +365,18 @@ def _record(made: Any, name: str) -> _Record:
 
 
 def _fields(made: Any, name: str) -> dict[str, Any]:
-    """Returns the fields of a record of this class."""
+    """Returns the fields of ``made``, which must be a record of torch's class ``name``."""
     fields: dict[str, Any] = _of(dict, _record(made, name).state)
     return fields
 
 
 def _of(kind: type, value: Any) -> Any:
-    """Returns the value; refuses one that is not of exactly this type."""
+    """Returns ``value``, which must have exactly the type ``kind``."""
     if type(value) is not kind:
         raise UnpicklingError(f"it has a {type(value).__name__} in place of a {kind.__name__}")
     return value
 
 
 def _maybe(kind: type, value: Any) -> Any:
-    """Returns None or a value of exactly this type."""
+    """Returns ``value``, which must be None or have exactly the type ``kind``."""
     return None if value is None else _of(kind, value)

@@ -1,16 +1,15 @@
-"""Saves and loads each rank's own part of the distributed optimizer's state, without gathering it.
+"""Saves and loads each rank's own part of the distributed optimizer's state, without gathering the whole state.
 
 Megatron's distributed optimizer lays all weights end to end and gives each data-parallel rank one range. A range may
-begin and end inside a weight. Checkpoints hold the state in the shapes of the weights. To get there, Megatron (0.16.1)
-gathers the whole state on every rank, with 12 bytes of host memory for each weight. Here a rank describes its range of
-a weight as *boxes*: the end of a row, whole rows, the beginning of a row. Megatron's checkpoints can hold boxes of one
-tensor from many ranks. Names and shapes in the checkpoint are Megatron's own.
+begin and end inside a weight, but a checkpoint needs rectangular parts of a weight. So Megatron 0.16.1 gathers the
+whole state on every rank, which takes 12 bytes of host memory for each element of a weight. Here each rank splits its
+range of a weight into rectangular *boxes*, and saves the boxes. Names and shapes in the checkpoint are Megatron's own.
 
-Example: elements [2, 9) of a 3 x 4 weight are three boxes. They are columns 2 and 3 of row 0, all of row 1, and column
-0 of row 2.
+Example: elements [2, 9) of a 3 x 4 weight are three boxes. The boxes are columns 2 and 3 of row 0, all of row 1, and
+column 0 of row 2.
 
-With FP8 weights a model holds no bfloat16 weights. Their values come from the optimizer's float32 *main weights*.
-``save_load.py`` calls these functions; the export of a run's weights calls :func:`main_values`.
+A model with FP8 weights has no bfloat16 weights. Values for a checkpoint then come from the optimizer's float32 copies
+of the weights, called *main weights*.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def keep_parts(optimizer: Any) -> None:
-    """Makes Megatron's optimizer, or the optimizers that it chains, save and load this rank's own part only.
+    """Makes Megatron's optimizer save and load this rank's own part only.
 
-    It replaces methods that ``sharded_state_dict`` and ``load_state_dict`` call.
+    Methods that ``sharded_state_dict`` and ``load_state_dict`` of the optimizer call are replaced.
     """
     for each in optimizer_parts(optimizer):
         if not holds_weights(each):
@@ -50,12 +49,13 @@ def keep_parts(optimizer: Any) -> None:
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """Returns the optimizers that Megatron's chains, one for experts and one for all other weights, or itself alone."""
+    """Returns the optimizers inside a chained optimizer (for example one for experts and one for all other weights), or
+    the optimizer itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def holds_weights(part: Any) -> bool:
-    """Whether an optimizer has weights on this rank. That of experts has none on a stage without experts."""
+    """Whether an optimizer has weights on this rank. An optimizer of experts has none on a stage without experts."""
     return any(group["params"] for group in part.param_groups)
 
 
@@ -67,14 +67,14 @@ def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
 def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     """Returns a model's state for a checkpoint, without FP8 numbers.
 
-    In place of each FP8 weight it has this rank's boxes of the main weight, in the type that the weight would have
-    without FP8. So checkpoints with and without FP8 are alike. For loading, FP8 weights are left out, as they are
-    computed from the loaded main weights.
+    For saving, each FP8 weight is replaced by this rank's boxes of the main weight, in the type that the weight would
+    have without FP8. So a checkpoint does not show whether a run had FP8 weights. For loading, FP8 weights are left
+    out: ``save_load.py`` computes them from the loaded main weights.
 
     Args:
         optimizer: the model's optimizer.
         model_state: the result of the model's ``sharded_state_dict``.
-        is_loading: whether the state is for loading, not for saving.
+        is_loading: whether the state is for loading; if not, it is for saving.
     """
     quantised = {
         name: each
@@ -96,10 +96,11 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 
 
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that maps a weight of the model to its values, as they would be without FP8.
+    """Returns a function that maps a weight of the model to the values that the weight would have without FP8.
 
-    For an FP8 weight these are the main weight's, of which each data-parallel rank has a range. So all data-parallel
-    ranks call the function together, for the same weights in the same order. Other weights are returned as they are.
+    Each data-parallel rank has a range of the main weight of an FP8 weight, and the function gathers the ranges. So all
+    data-parallel ranks call the function together, for the same weights in the same order. Weights that are not FP8 are
+    returned detached, without a copy.
 
     Args:
         optimizer: the model's optimizer.
@@ -122,9 +123,10 @@ def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yields boxes that together are elements [start, stop) of a row-major array of ``shape``, in their order.
+    """Yields the boxes of elements [start, stop) of a row-major array of ``shape``, in the order of the elements.
 
-    A row is a slice along the first dimension. The first and the last row may be cut, and are split further.
+    A row is a slice along the first dimension. If only part of the first or the last row is in the range, the part is
+    split into boxes of its own.
     """
     if start >= stop:
         return
@@ -143,25 +145,24 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yields the boxes of elements [start, stop), all of which lie in one row of the array."""
+    """Yields the boxes of elements [start, stop), which all lie in row number ``row``."""
     before = row * math.prod(shape[1:])
     for offsets, sizes in boxes(start - before, stop - before, shape[1:]):
         yield (row, *offsets), (1, *sizes)
 
 
 def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
-    """Returns an empty state for an optimizer without weights. Megatron's own method would fail, as it looks for the
-    number of steps in the state of a weight."""
+    """Returns an empty state for an optimizer without weights, for which Megatron's own method would fail."""
     return {}
 
 
 def _own_part(
     optimizer: DistributedOptimizer, model_state: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
-    """Returns this rank's boxes by number of the weight, name of its state, and number of the box.
+    """Returns this rank's boxes: ``result[number of the weight][name][number of the box]``.
 
-    Names are "param" and Adam's names of moments. For loading the boxes have no data. The arguments are those of the
-    method of Megatron's that it replaces.
+    A name is "param", or Adam's name of a moment. For loading the boxes have no data. The arguments are those of
+    Megatron's ``sharded_param_state_fully_reshardable``, which this function replaces.
     """
     described = _sharded_weights(model_state)
     part = {}
@@ -179,7 +180,7 @@ def _own_part(
 
 
 def _take_own_part(optimizer: DistributedOptimizer, part: dict[int, dict[str, dict[int, torch.Tensor]]]) -> None:
-    """Sets the optimizer's state from loaded boxes, in the form in which :func:`_own_part` returns them."""
+    """Sets the optimizer's state from loaded boxes; ``part`` has the form of the result of :func:`_own_part`."""
     for number, (weight, _, _) in enumerate(_ranges(optimizer)):
         adam, held = _adam_and_weight(optimizer, weight)
         for name, loaded in part[number].items():
@@ -188,7 +189,7 @@ def _take_own_part(optimizer: DistributedOptimizer, part: dict[int, dict[str, di
 
 
 def _sharded_weights(model_state: Any) -> dict[torch.Tensor, ShardedTensor | ShardedTensorFactory]:
-    """Returns for each weight Megatron's description of it in a checkpoint."""
+    """Returns for each weight Megatron's description of the weight in a checkpoint."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     return {each.data: each for each in nested_values(sharded)}
 
@@ -203,16 +204,16 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int
 
 
 def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Returns Adam, and this rank's range of a weight as one of Adam's parameters.
+    """Returns Adam, and the parameter of Adam that is this rank's range of a weight.
 
-    The parameter is float32, or of the model's type if Adam keeps float32 weights in its own state.
+    The parameter is float32. If Adam keeps float32 weights in its own state, the parameter has the model's type.
     """
     group, order = optimizer.model_param_group_index_map[weight]
     return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order]
 
 
 def _states(optimizer: DistributedOptimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns weight and moments of this rank's range of a weight, flat and in float32, by name."""
+    """Returns, by name, the values and the moments of this rank's range of a weight, flat and in float32."""
     return get_states(*_adam_and_weight(optimizer, weight))
 
 
@@ -224,7 +225,7 @@ def _boxes_of(
     prefix: str,
     values: torch.Tensor,
 ) -> Iterator[ShardedTensor]:
-    """Yields the boxes of a range of a weight, as Megatron's checkpoints describe tensors.
+    """Yields Megatron's descriptions of the boxes of a range of a weight.
 
     Args:
         described: Megatron's description of the weight.
@@ -234,7 +235,8 @@ def _boxes_of(
         prefix: what precedes the weight's key in the checkpoint.
         values: the range's values, flat.
     """
-    # A piece's place in the weight follows from its address. FP8 weights have no address, so an empty one stands in.
+    # The place of a piece in the weight is computed from storage offsets. An FP8 weight has no storage of its own, so
+    # an empty tensor of the same shape takes its place.
     if is_fp8(weight):
         weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         described = replace(described, data=weight)
@@ -256,7 +258,7 @@ def _boxes_of(
                 piece.global_shape,
                 tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(ahead)), *offsets), strict=True))),
                 None,
-                # The last number is the rank's among ranks with copies. No other rank has this box.
+                # The last number counts copies on data-parallel ranks. No other data-parallel rank has this box.
                 (*piece.replica_id[:-1], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )
@@ -264,9 +266,9 @@ def _boxes_of(
 
 
 def _pieces(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Returns the tensors as which Megatron saves a weight.
+    """Returns the tensors that Megatron saves for a weight.
 
-    Most are one tensor. On tensor-parallel ranks the weight of an MLP's gate and up projection is saved as two.
+    Most weights are saved as one tensor. The weight of an MLP's gate and up projection, for example, is saved as two.
     """
     if isinstance(described, ShardedTensor):
         return [described]

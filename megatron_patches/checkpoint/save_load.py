@@ -1,8 +1,7 @@
-"""Saves and loads checkpoints of model, optimizer, schedule and the training loop, by Megatron's dist_checkpointing.
+"""Saves and loads checkpoints of model, optimizer, schedule and training loop, with Megatron's dist_checkpointing.
 
-Everything is saved in the shapes of the whole model's parameters. So a checkpoint loads with any numbers of
-tensor-parallel, pipeline and data-parallel ranks that can hold the model. ``distca/train/checkpoint`` decides when to
-save, and where.
+Tensors are saved in the shapes of the whole model's parameters. So a checkpoint can be loaded with other numbers of
+tensor-parallel, pipeline and data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -43,24 +42,24 @@ def save_checkpoint(
     extra: dict[str, Any],
     staging: HostStaging | None = None,
 ) -> Callable[[], None]:
-    """Writes a checkpoint; all ranks call it together.
+    """Writes a checkpoint; all ranks call this function together.
 
     Args:
         path: an existing empty folder.
         model: the wrapped model.
-        optimizer: its optimizer and schedule.
-        extra: further values that are the same on every rank; "step" is the number of optimizer steps done.
-        staging: host memory to which tensors are copied first. With None, or with too little memory, everything is on
-            the disk when this returns.
+        optimizer: the model's optimizer and schedule.
+        extra: further values, equal on all ranks; "step" is the number of optimizer steps done.
+        staging: host memory to which tensors are copied. With None, or with too little memory, everything is on the
+            disk when this function returns.
 
     Returns:
-        A function that writes the copies, if there are any. Every rank calls it once, before it saves again. It may run
-        in a thread while training goes on.
+        A function that writes the copies to the disk, if there are copies. Every rank calls the returned function once,
+        before the next checkpoint. The call may be in a thread while training goes on.
     """
     state = _sharded_state(model, optimizer, is_loading=False)
     state["extra"] = extra
     writer = TorchWriter(staging)
-    # Data-parallel ranks hold copies of many tensors. Each copy is written by one of them, and they share the work.
+    # Data-parallel ranks have copies of many tensors. This wrapper divides the tensors over the ranks for writing.
     parallel = FullyParallelSaveStrategyWrapper(writer, parallel_state.get_data_parallel_group())
     dist_checkpointing.save(state, str(path), parallel, content_metadata=_metadata())
     return writer.write
@@ -70,8 +69,8 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     """Restores the state that :func:`save_checkpoint` wrote; returns its ``extra``.
 
     Raises:
-        VersionError: a newer Megatron-Core wrote it, in a format that the installed one does not know.
-        UnreadableError: a file is damaged, or holds more than data. No code in it was run.
+        VersionError: the checkpoint has a format of a newer Megatron-Core, which the installed version cannot read.
+        UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
     """
     _check_readable(path)
     _allocate_state(optimizer.optimizer)
@@ -84,7 +83,7 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
         if missing:
             quantise_main_weights(model, distributed_parts(optimizer.optimizer))
         elif any(getattr(adam, "store_param_remainders", False) for adam in inner_adams(optimizer.optimizer)):
-            # Adam rounded this rank's range of the bfloat16 weights anew. The other ranks' ranges are gathered.
+            # Loading rounded this rank's range of the bfloat16 weights anew. Other ranks' ranges are gathered here.
             model.start_param_sync(force_sync=True)
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
@@ -92,9 +91,9 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
 
 
 def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the state of a checkpoint in the form of ``sharded``, which describes its tensors."""
+    """Returns the state of a checkpoint, with loaded tensors in place of their descriptions in ``sharded``."""
     with readable():
-        check_small_files(path)  # first, as torch logs long traces for a damaged file
+        check_small_files(path)  # torch would log long traces for a damaged file
         state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
         return state
 
@@ -102,28 +101,27 @@ def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
 def _check_readable(path: Path) -> None:
     """Refuses a checkpoint that the installed Megatron-Core cannot read.
 
-    Older versions need the file common.pt, with values that are the same on all ranks. Newer ones write these values
-    among the tensors, and read both forms. An older version is recognised by a module that newer ones lack.
+    Older versions need the file common.pt, with values that are equal on all ranks. Newer versions can read
+    checkpoints with and without common.pt. They lack a module that older versions have.
     """
     older = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
     if older and not (path / "common.pt").exists():
         raise VersionError(
             f"{path} was saved with a newer megatron-core than {installed_version()}, which cannot read it; go on with "
-            "that one."
+            "the newer version."
         )
 
 
 def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
     """Loads each weight's state into an optimizer, and keeps the optimizer's own parameter groups.
 
-    Megatron saves the parameter groups of the first rank only. They number that rank's parameters, and another pipeline
-    stage has other ones. The groups' learning rates and other settings follow from the configuration and the schedule.
-    So a resumed run uses its own settings, not the checkpoint's.
+    The checkpoint has the parameter groups of the first rank only, which do not fit the weights of other pipeline
+    stages. Settings in the groups, such as learning rates, come from the resumed run's configuration and schedule.
 
     Args:
         optimizer: Megatron's optimizer.
-        loaded: its state in the checkpoint.
-        step: optimizer steps done.
+        loaded: the optimizer's state in the checkpoint.
+        step: number of optimizer steps done.
     """
     parts = optimizer_parts(optimizer)
     states = [loaded] if len(parts) == 1 else [loaded.get(number, {}) for number in range(len(parts))]
@@ -144,11 +142,8 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
 
 
 def _allocate_state(optimizer: Any) -> None:
-    """Gives every weight an Adam state to load into.
-
-    torch's Adam makes its state at the first step. Megatron's distributed optimizer (0.16.1) reads the number of steps
-    from it, so it cannot load without one.
-    """
+    """Gives every weight an Adam state to load into. torch's Adam makes its state only at the first step, but
+    Megatron's distributed optimizer (0.16.1) reads the state when it loads."""
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
             for weight in group["params"]:
@@ -158,11 +153,10 @@ def _allocate_state(optimizer: Any) -> None:
 
 
 def _restore_step(optimizer: Any, step: int) -> None:
-    """Sets the number of steps by which Adam corrects the bias of its moments.
+    """Sets the number of steps from which Adam corrects the bias of moments.
 
-    With torch's Adam, Megatron's distributed optimizer (0.16.1) leaves the number from before the load, in one tensor
-    that all weights share. Then the update of every weight would add 1 to it. Other Adams hold the number in their
-    parameter groups, which :func:`_load_optimizer` keeps.
+    With torch's Adam, loading in Megatron 0.16.1 leaves the old number, in one tensor that all weights share. Each step
+    would then add 1 for every weight. With other Adams, :func:`_load_optimizer` leaves the old number.
     """
     for adam in inner_adams(optimizer):
         set_step(adam, step)
@@ -178,7 +172,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded_state(model: DistributedDataParallel, optimizer: OptimizerAndSchedule, is_loading: bool) -> dict[str, Any]:
-    """Returns Megatron's description of all tensors of this rank, with their places in the whole model."""
+    """Returns Megatron's descriptions of all tensors of this rank: each says where the tensor is in the whole model."""
     keep_parts(optimizer.optimizer)
     metadata = _metadata()
     sharded_model = unwrap_model(model).sharded_state_dict(metadata=metadata)

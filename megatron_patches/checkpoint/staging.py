@@ -1,8 +1,7 @@
-"""Copies a checkpoint's tensors to host memory, so that training goes on while they are written to the disk.
+"""Copies a checkpoint's tensors to host memory, so that training goes on while the copies are written to the disk.
 
-On a GPU the copies run on a stream of their own, beside the forward and backward of the next step, which change no
-weights. Only the optimizer's update waits for the copies (:meth:`HostStaging.before_update`). ``writer.py`` copies and
-writes; ``distca/train/checkpoint/saver.py`` owns the memory.
+On a GPU, tensors are copied on a separate stream while the next step runs. Forward and backward change no weights, so
+only the optimizer's update waits for the copies (:meth:`HostStaging.before_update`).
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from distca.device.memory import page_lock, page_unlock
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 128
-"""Each copy begins at a multiple of so many bytes, so that it can be viewed as a tensor of any type."""
+"""In bytes. Each copy begins at a multiple of this number, so that the copy can be viewed as a tensor of any dtype."""
 _USABLE = 0.8
-"""The largest part of a node's free host memory that copies may take; the rest is left for training. If copies need
+"""The largest share of a node's free host memory that copies may take; the rest is left for training. If copies need
 more, nothing is copied, and training waits while checkpoints are written. The number was chosen, not measured."""
 
 
 class HostStaging:
-    """Host memory of one rank for the tensors of a checkpoint. The memory is kept and used for the next checkpoint.
+    """Host memory of one rank for the tensors of a checkpoint. The memory is used again for the next checkpoint.
 
-    All ranks make one together.
+    All ranks call the constructor together.
 
     Args:
         device: the tensors' device.
 
     Attributes:
-        group: a gloo group of all ranks, by which the threads that write agree.
+        group: a gloo group of all ranks, for collectives in the threads that write.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,13 +47,13 @@ class HostStaging:
         self._warned = False
 
     def copy(self, tensors: Sequence[ShardedTensor]) -> bool:
-        """Starts to copy tensors, and puts the copies in their places; all ranks call it together.
+        """Starts to copy tensors, and replaces the tensors by the copies; all ranks call this method together.
 
         Args:
-            tensors: descriptions of tensors, whose ``data`` becomes the copy.
+            tensors: descriptions of tensors. Their attribute ``data`` is replaced by the copy.
 
         Returns:
-            True on all ranks; or False on all ranks if some node has too little memory. Then no tensor is changed.
+            True on all ranks; or False on all ranks if any node has too little memory, and then nothing is replaced.
         """
         places, size = [], 0
         for each in tensors:
@@ -75,25 +74,25 @@ class HostStaging:
         return True
 
     def before_update(self) -> None:
-        """Makes this GPU's current stream wait for the copies, before it changes the tensors."""
+        """Makes this GPU's current stream wait for the copies."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Waits until the copies are complete. It also makes this rank's GPU the current one of the calling thread."""
+        """Waits until the copies are complete. This rank's GPU becomes the calling thread's current device."""
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)
         if self._copied is not None:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Frees the memory, after the last checkpoint was written."""
+        """Frees the memory, which must not be used any more."""
         if self._is_pinned:
             page_unlock(self._memory)
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
 
     def _copy(self, tensors: Sequence[ShardedTensor], places: Sequence[int]) -> None:
-        """Copies each tensor to its place in the memory, counted in bytes."""
+        """Copies tensors to ``places`` in the memory, in bytes."""
         for each, place in zip(tensors, places, strict=True):
             values = each.data.detach().contiguous()
             if self._stream is not None and values.is_cuda:
@@ -102,7 +101,7 @@ class HostStaging:
             each.data = there.copy_(values, non_blocking=True)
 
     def _has_room(self, more: int) -> bool:
-        """Whether every node has room for what its ranks need; ``more`` is the bytes that this rank has to allocate."""
+        """Whether every node has room for the memory of its ranks; this rank allocates ``more`` bytes."""
         need, free = fullest_node(more, free_host_memory(), self.group)
         if need > _USABLE * free:
             self._warn(need, free)
@@ -113,14 +112,14 @@ class HostStaging:
         """Logs once, on rank 0, that training waits for checkpoints; ``need`` and ``free`` are bytes of a node."""
         if dist.get_rank() == 0 and not self._warned:
             logger.warning(
-                "Training waits while checkpoints are written: copies of them need %.1f GiB of host memory on a node, "
-                "of which %.1f GiB are free there.",
+                "Training waits while checkpoints are written: copies need %.1f GiB of host memory on a node, and "
+                "%.1f GiB are free there.",
                 *(need / 2**30, free / 2**30),
             )
         self._warned = True
 
     def _take(self, size: int) -> None:
-        """Allocates memory in place of the smaller one; pinned for a GPU, unless CUDA refuses."""
+        """Allocates larger memory; for a GPU the memory is pinned, unless CUDA refuses."""
         self.close()
         self._memory = torch.empty(size, dtype=torch.uint8)
         self._is_pinned = self._stream is not None and page_lock(self._memory)

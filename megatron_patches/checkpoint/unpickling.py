@@ -1,8 +1,8 @@
 """Lets torch and Megatron read checkpoints without running code in them.
 
-torch's reader calls ``pickle.load`` on a checkpoint's ``.metadata``, which describes the tensors. It reads objects that
-are no tensors with ``weights_only=False``. Either would run any function that a file names. Inside :func:`readable`,
-``metadata_file.py`` reads the description, and objects are read with ``weights_only=True``. All failures become one
+torch's reader calls ``pickle.load`` on the file ``.metadata``, which describes a checkpoint's tensors, and reads other
+objects with ``weights_only=False``. Both calls would run any function that a file names. Inside :func:`readable`,
+``metadata_file.py`` reads ``.metadata``, and other objects are read with ``weights_only=True``. All failures become one
 error with a short message.
 """
 
@@ -31,23 +31,23 @@ T = TypeVar("T")
 
 
 class UnreadableError(Exception):
-    """Raised for a checkpoint that cannot be read. The message says why in a few words, without the folder's name."""
+    """Raised for a checkpoint that cannot be read. The message gives the reason without the folder's name."""
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Reads the small files of a checkpoint: the description, the format, and values that are the same on all ranks.
+    """Reads the small files of a checkpoint, and compares the description of tensors with the other files.
 
     Raises:
-        pickle.UnpicklingError: a file cannot be read, or holds more than data.
+        pickle.UnpicklingError: a file cannot be read, contains more than data, or does not fit the description.
     """
     check_files(checkpoint, _read(checkpoint / ".metadata", read_metadata))
     for name, read in (("common.pt", _load_tensors), ("metadata.json", _load_format)):
-        if os.path.lexists(checkpoint / name):  # newer versions of Megatron do not write all of them
+        if os.path.lexists(checkpoint / name):  # newer versions of Megatron do not write common.pt
             _read(checkpoint / name, read)
 
 
 def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:
-    """Returns ``read(file)`` of the file at ``path``; every failure becomes an UnpicklingError."""
+    """Returns ``read`` of the file at ``path``; every failure becomes an UnpicklingError."""
     try:
         if path.exists() and not path.is_file():  # opening a named pipe would wait for a writer
             raise pickle.UnpicklingError("it is no regular file")
@@ -63,10 +63,10 @@ def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Inside this context torch reads data alone from checkpoints, and every failure becomes one error.
+    """Inside this context torch runs no code from checkpoints, and every failure to read becomes one error.
 
     Raises:
-        UnreadableError: a file is damaged, or holds more than data. No code in it was run.
+        UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
     """
     try:
         with only_data():
@@ -83,7 +83,7 @@ def readable() -> Iterator[None]:
 
 @contextmanager
 def only_data() -> Iterator[None]:
-    """Inside this context torch reads data alone from checkpoints: its two functions that run code are replaced."""
+    """Inside this context torch runs no code from checkpoints: the two functions that would do so are replaced."""
     restricted = SimpleNamespace(**{name: getattr(pickle, name) for name in ("dump", "dumps")}, load=read_metadata)
     before = filesystem.pickle, DefaultLoadPlanner.load_bytes
     filesystem.pickle, DefaultLoadPlanner.load_bytes = restricted, _load_bytes  # type: ignore[assignment,method-assign]
@@ -95,7 +95,7 @@ def only_data() -> Iterator[None]:
 
 
 def _load_format(file: BinaryIO) -> CheckpointingConfig:
-    """Reads metadata.json, the checkpoint's format."""
+    """Reads metadata.json, which names the checkpoint's format."""
     found = CheckpointingConfig(**json.load(file))
     if not all(isinstance(value, str | int) for value in vars(found).values()):
         raise ValueError("it names no format")
@@ -103,12 +103,12 @@ def _load_format(file: BinaryIO) -> CheckpointingConfig:
 
 
 def _load_tensors(file: BinaryIO) -> Any:
-    """Reads common.pt, values that are the same on all ranks."""
+    """Reads common.pt, which has values that are equal on all ranks."""
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _load_bytes(planner: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
-    """Does what DefaultLoadPlanner.load_bytes does for an object that is no tensor, with ``weights_only=True``."""
+    """Takes the place of DefaultLoadPlanner.load_bytes, which reads with ``weights_only=False``."""
     name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[name], loaded)

@@ -1,9 +1,9 @@
 """Reads the weights of a Megatron checkpoint as tensors of a Hugging Face folder, without building the model.
 
-``distca checkpoint`` converts checkpoints to folders with :class:`SavedWeights`, which holds one parameter in memory at
-a time. Without a model the names of all parameters have to be known: tables here and in ``hybrid_names.py`` list them.
-A *slot* (``hugging_face/slots.py``) says of which tensors of a folder a parameter is made. The other way,
-:func:`save_weights` writes a checkpoint with a model's weights alone.
+The command ``distca checkpoint`` uses :class:`SavedWeights` to convert a checkpoint to a folder. As no model is built,
+the names of all parameters are listed in tables here and in ``hybrid_names.py``. A *slot* (``hugging_face/slots.py``)
+says which tensors of a folder a parameter is made of. :func:`save_weights` writes a checkpoint with a model's weights
+alone.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatron_patches.hugging_face.slots import Slot
 from megatron_patches.hugging_face.weights import slot_of
 
 _Parameter = tuple[tuple[str, ...], int | None, Slot]
-"""The keys of a parameter in the checkpoint, the number of its layer or expert, and its slot.
+"""A parameter of the model: keys in the checkpoint, an index or None, and the parameter's slot.
 
-With several keys the parameter is their tensors, one below the other. The number is None, unless the key's tensor
-stacks all layers or all experts of a layer.
+If there are several keys, the parameter is the concatenation of the keys' tensors along the first dimension. With an
+index, the parameter is that element of the tensor's first dimension, in which layers or experts are stacked.
 """
 
 _LAYER = (
@@ -66,17 +66,17 @@ _LAYER = (
     "mlp.shared_experts.gate_weight",
     "post_mlp_layernorm.weight",
 )
-"""All parameters that a layer of any model may have, beside its experts', in the order in which they are read."""
+"""All parameters that a layer may have, except those of experts, in the order in which they are read."""
 
 _SAVED_AS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""The parameters that Megatron's checkpoints hold under Transformer Engine's names, except with latent attention."""
+"""The norms that have Transformer Engine's names in checkpoints of models without latent attention."""
 
 _EXPERTS = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.weight", "linear_fc2.weight"))
 _EXPERT_BIASES = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.bias", "linear_fc2.bias"))
-"""The names under which Megatron's checkpoints stack the weights, and the biases, of all experts of a layer."""
+"""The names in checkpoints of weights and biases. Each tensor stacks all experts of a layer."""
 
 
 def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
@@ -89,7 +89,7 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
     """
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
-    # Latent attention makes keys and values from narrow rows, and in some models queries too, from "low" ones.
+    # With latent attention, keys and values are projected from narrow rows. ``low``: so are queries.
     latent, low = model.latent.kv_rank > 0, model.latent.q_rank > 0
     absent = {
         "self_attention.linear_qkv.bias": not model.qkv_bias,
@@ -123,9 +123,9 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
 
 
 def save_weights(gpt: GPTModel, path: Path) -> None:
-    """Writes a checkpoint of a model's weights alone; all ranks call it together.
+    """Writes a checkpoint with a model's weights alone; all ranks call this function together.
 
-    Megatron's ``dist_checkpointing.load({"model": ...})`` reads it on any number of ranks.
+    Megatron's ``dist_checkpointing.load({"model": ...})`` reads the checkpoint on any number of ranks.
 
     Args:
         gpt: this rank's part of the model.
@@ -145,7 +145,7 @@ class SavedWeights:
         model: the description of the checkpoint's model.
 
     Raises:
-        UnreadableError: a file is damaged, or holds more than data. No code in it was run.
+        UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
     """
 
     def __init__(self, path: Path, model: ModelDescription) -> None:
@@ -159,7 +159,7 @@ class SavedWeights:
         return [name for _, _, slot in self._parts() for name in slot.names]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the Hugging Face folder's tensors with their names, whole and in the checkpoint's type.
+        """Yields (name, tensor) of the Hugging Face folder's tensors, in the checkpoint's dtype.
 
         Raises:
             ModelError: the checkpoint lacks a parameter of the model.
@@ -181,7 +181,7 @@ class SavedWeights:
             yield (name,), None, slot_of(name, -1, model)
 
     def _of_hybrid(self) -> Iterator[_Parameter]:
-        """Yields the parameters of all layers of a hybrid model, whose pattern has a symbol for each layer."""
+        """Yields the parameters of all layers of a hybrid model, in which each layer has a symbol in the pattern."""
         model = self._model
         for layer, symbol in enumerate(model.hybrid.symbols(model.layers)):
             place = f"decoder.layers.{layer}"
@@ -193,11 +193,11 @@ class SavedWeights:
                 yield from self._of_experts(layer)
 
     def _of_layers(self) -> Iterator[_Parameter]:
-        """Yields the parameters of all layers of a model whose layers have attention and an MLP or experts."""
+        """Yields the parameters of all layers of a model that is not hybrid."""
         model = self._model
         for layer, kind in enumerate(model.layer_kinds):
             mixture = kind.mlp.experts.count > 0
-            # Megatron stacks the layers of a model, unless it has experts, as then layers may differ.
+            # Megatron stacks the layers of a model without experts. With experts, layers may differ.
             stack, number = ("decoder.layers", layer) if not model.experts.count else (f"decoder.layers.{layer}", None)
             for part in _LAYER:
                 if _has(model, part, mixture):
@@ -208,7 +208,7 @@ class SavedWeights:
                 yield from self._of_experts(layer)
 
     def _of_experts(self, layer: int) -> Iterator[_Parameter]:
-        """Yields the parameters of all experts of a layer, which the checkpoint stacks."""
+        """Yields the parameters of all experts of a layer."""
         model, place = self._model, f"decoder.layers.{layer}"
         for expert in range(model.experts.count):
             for part in (*_EXPERTS, *(_EXPERT_BIASES if model.experts.biases else ())):
@@ -216,7 +216,7 @@ class SavedWeights:
                 yield (f"{place}.{part}",), expert, slot_of(f"{place}.{name}", layer, model)
 
     def _read(self, key: str, number: int | None) -> torch.Tensor:
-        """Returns the tensor under a key of the checkpoint, or its part ``number`` along the first dimension."""
+        """Returns the tensor under a key of the checkpoint; with ``number`` that element of the first dimension."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise ModelError(f"{self._path} has no {key}, which its model has.")
@@ -231,7 +231,7 @@ class SavedWeights:
 
 
 class _PartReader(checkpoint.FileSystemReader):
-    """A reader that is given the checkpoint's description, so that it is not read again for every parameter."""
+    """torch's reader with a description of the checkpoint that was read before."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -243,12 +243,12 @@ class _PartReader(checkpoint.FileSystemReader):
 
 
 class _PartPlanner(checkpoint.DefaultLoadPlanner):
-    """A plan for torch's reader: it reads one part of one tensor, into the tensor to load.
+    """Tells torch's reader to read one part of one tensor.
 
     Args:
         key: the tensor's name in the checkpoint.
-        stored: its description there.
-        begin: the part's first index in each dimension; the tensor to load has the part's sizes.
+        stored: the tensor's description in the checkpoint.
+        begin: the part's first index in each dimension. The part is as large as the tensor to load.
     """
 
     def __init__(self, key: str, stored: TensorStorageMetadata, begin: Sequence[int]) -> None:
@@ -256,16 +256,16 @@ class _PartPlanner(checkpoint.DefaultLoadPlanner):
         self._key, self._stored, self._begin = key, stored, torch.Size(begin)
 
     def create_local_plan(self) -> LoadPlan:
-        """Returns the stored pieces to read, with their places in the tensor to load."""
+        """Returns which stored pieces are read, and where each piece lies in the tensor to load."""
         part = ChunkStorageMetadata(self._begin, self.state_dict[self._key].size())
         return LoadPlan(create_read_items_for_chunk_list(self._key, self._stored, [part]))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Returns the view of the tensor to load into which a piece is read."""
+        """Returns the view for one piece of the tensor to load."""
         tensor: torch.Tensor = self.state_dict[self._key]
         for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dimension, offset, length)
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
-        """Does nothing, as the piece was read in place."""
+        """Does nothing, as the piece was read into a view."""

@@ -1,9 +1,7 @@
 """Writes the tensors of a checkpoint with torch's own writer, in the format that Megatron's loader reads.
 
-Megatron's writer starts a process that imports the training script again. It copies all tensors into pinned memory at
-once, and writes them in forked processes. But a process that uses a GPU should not be forked. If such a child dies,
-training waits for it forever. Here nothing is forked. Tensors are written one after the other by this process; or they
-are copied to host memory first, and a thread writes the copies (``staging.py``).
+Megatron's writer forks processes, which is not safe in a process that uses a GPU. Here no process is forked. This
+process writes the tensors, or copies them to host memory (``staging.py``), so that a thread can write the copies.
 """
 
 from __future__ import annotations
@@ -24,33 +22,35 @@ from megatron_patches.checkpoint.staging import HostStaging
 
 
 class TorchWriter:
-    """A save strategy for Megatron's dist_checkpointing, for its format ``torch_dist``, version 1.
+    """A save strategy for Megatron's dist_checkpointing, with the format ``torch_dist``, version 1.
 
-    It must be wrapped in a ``FullyParallelSaveStrategyWrapper``: newer versions of Megatron silently replace a strategy
-    of any other class by their own.
+    Callers wrap this strategy in a ``FullyParallelSaveStrategyWrapper``, because newer versions of Megatron silently
+    replace a strategy of any other class.
 
     Args:
-        staging: host memory to which tensors are copied, so that :meth:`write` writes them later. With None
-            :meth:`save` writes them.
+        staging: host memory to which :meth:`save` copies tensors, so that :meth:`write` can write the copies later.
+            With None :meth:`save` writes the tensors itself.
     """
 
     backend, version = "torch_dist", 1
     can_handle_sharded_objects = True
-    """Tells older versions of Megatron that this strategy also writes objects that are no tensors."""
+    """Tells older versions of Megatron that this strategy also writes objects that are not tensors."""
 
     def __init__(self, staging: HostStaging | None = None) -> None:
         self._staging = staging
         self._later: tuple[dict[str, Any], str | Path] | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Copies this rank's tensors to host memory, or writes them if there is none; all ranks call it together.
+        """Copies this rank's tensors to host memory. Without enough host memory the tensors are written at once.
+
+        All ranks call this method together.
 
         Args:
             sharded_state_dict: Megatron's descriptions of tensors and objects.
             checkpoint_dir: an existing folder.
 
         Raises:
-            CheckpointException: a rank could not write; all ranks raise it.
+            CheckpointException: on all ranks, if tensors are written at once and any rank could not write.
         """
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         staging = self._staging
@@ -63,10 +63,10 @@ class TorchWriter:
             self.write()
 
     def write(self) -> None:
-        """Writes the copies that :meth:`save` made, if any. All ranks call it together; each may do so in a thread.
+        """Writes what :meth:`save` has not written. All ranks call this method together, and may do so in a thread.
 
         Raises:
-            CheckpointException: as :meth:`save`.
+            CheckpointException: on all ranks, if any rank could not write.
         """
         if self._later is None:
             return

@@ -1,23 +1,23 @@
 """The losses that keep a layer's experts evenly used, and counts of the rows that each expert gets.
 
-A layer's router gives each row (a token's hidden vector) a score for each of E experts, and sends it to ``topk``
+A layer's router gives each row (a token's hidden vector) a score for each of E experts, and sends the row to ``topk``
 experts. Megatron's auxiliary loss of a layer is
 
     coeff x E / (topk x T^2) x sum over experts i of c_i x P_i
 
 T is the number of rows in the micro-batch. c_i counts the rows that have expert i among their ``topk`` highest scores.
-P_i is the sum of all rows' scores for expert i. Megatron multiplies this loss by T, because it sums losses over tokens
-and divides by the number of tokens at the end of the step.
+P_i is the sum of all rows' scores for expert i. The loss is multiplied by T, because the losses of a step are divided
+by the number of its tokens.
 
-c_i has no gradient. So a row's score for expert i has the gradient coeff x E x c_i / (topk x T). To compute it,
-backward needs only the counts of the whole micro-batch. The rows of a micro-batch lie on many ranks, and each rank
-computes its rows as two nano-batches. Forward counts each nano-batch's rows, and one all-reduce adds up the counts of
-all ranks of the pipeline stage. Backward then gives scores their gradient.
+c_i has no gradient. So a row's score for expert i has the gradient coeff x E x c_i / (topk x T). To compute the
+gradient, backward needs only the counts c_i of the whole micro-batch. The rows of a micro-batch lie on many ranks. Each
+rank computes its rows in one or two parts, called *nano-batches*. Forward counts the rows of each nano-batch. At the
+end of forward, one all-reduce adds up the counts of all ranks of the pipeline stage.
 
-The gradient equals that of Megatron-Core 0.19.2. Version 0.16.1 leaves out a factor, the number of tensor-parallel
-ranks.
+The gradient equals the gradient in Megatron-Core 0.19.2.
 
-Shape suffixes: N rows of a nano-batch on this rank, E experts, D documents of the micro-batch (or 1 for all of them).
+Shape suffixes: N rows of a nano-batch on this rank, E experts, D documents of the micro-batch. D is 1 if the loss does
+not look at documents one by one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
-    """Returns the coefficient of one kind of Megatron's balancing losses; 0 where the model does not have this loss.
+    """Returns the coefficient of one of Megatron's balancing losses; 0 if the model does not have this loss.
 
     Args:
         config: the model's configuration.
-        kind: "aux_loss", over the micro-batch, or "seq_aux_loss", over each document by itself.
+        kind: "aux_loss", computed over the micro-batch, or "seq_aux_loss", computed for each document.
     """
     kinds, values = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
@@ -55,18 +55,16 @@ def coefficient(config: TransformerConfig, kind: str) -> float:
 class MicroBatchBalance:
     """The counts of a pipeline stage's routers in one micro-batch. Forward counts, and backward reads the counts.
 
-    The model's forward makes one for each micro-batch (``patches/gpt_forward.py``).
-
     Args:
         config: the model's configuration.
         layers: numbers of this stage's layers with experts; Megatron numbers layers from 1.
-        documents_N: int64, for each of this rank's rows the number of its document in the micro-batch; -1 for padding.
-            The rows of the second nano-batch follow those of the first.
+        documents_N: int64, for each row of this rank the number of the row's document in the micro-batch; -1 for
+            padding. The rows of the second nano-batch follow the rows of the first.
         nano_rows: number of this rank's rows in each nano-batch.
         documents: number of documents in the micro-batch, over all ranks.
         training: whether backward follows.
-        peers: [expert-parallel ranks, nano-batches] number of rows that each rank has, on its way to the host. None
-            with one expert-parallel rank.
+        peers: [expert-parallel ranks, nano-batches] number of rows of each rank; the numbers are being copied to the
+            host. None with one expert-parallel rank.
     """
 
     def __init__(
@@ -86,8 +84,8 @@ class MicroBatchBalance:
         assert experts is not None
         self.per_document = coefficient(config, "seq_aux_loss") > 0
         groups = documents if self.per_document else 1
-        # Three sums for each layer. _best: by document and expert, the rows that have the expert among their highest
-        # scores. _load: by expert, the rows that it gets. _entropy: over rows, the entropy of the router's scores.
+        # _best: [layers, D, E] rows that have an expert among their highest scores. _load: [layers, E] rows that an
+        # expert gets. _entropy: [layers] sum over rows of the entropy of the router's scores.
         self._best = torch.zeros(len(layers), groups, experts, dtype=torch.float32, device=device)
         self._load = torch.zeros(len(layers), experts, dtype=torch.float32, device=device)
         self._entropy = torch.zeros(len(layers), dtype=torch.float32, device=device)
@@ -103,10 +101,11 @@ class MicroBatchBalance:
         nano_rows: Sequence[int],
         documents: int,
     ) -> MicroBatchBalance:
-        """Returns the counts of the micro-batch whose forward begins now. Every expert-parallel rank calls it.
+        """Returns the counts, all zero, of a micro-batch whose forward begins now. All expert-parallel ranks call this
+        method together.
 
-        Backward is expected to follow where gradients are enabled. With sequence parallelism the arguments describe the
-        rows of all tensor-parallel ranks, in which each rank has an equal part of every nano-batch.
+        The arguments are explained at the class. With sequence parallelism they describe the rows of all
+        tensor-parallel ranks, among which every nano-batch is divided equally.
         """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
@@ -114,21 +113,21 @@ class MicroBatchBalance:
         return cls(config, layers, mine, rows, documents, torch.is_grad_enabled(), _rows_of_peers(rows, mine.device))
 
     def nano_batch(self, number: int) -> NanoBatch:
-        """Returns the rows of nano-batch ``number``, 0 or 1."""
+        """Returns nano-batch ``number``, 0 or 1."""
         return NanoBatch(self, number, self.document_of[number])
 
     def rows_of_peers(self, nano_batch: NanoBatch) -> list[int]:
-        """Returns the number of the nano-batch's rows on each expert-parallel rank."""
+        """Returns for each expert-parallel rank the number of its rows in this nano-batch."""
         if self._peers is None:
             return [len(nano_batch.document_N)]
         rows: list[int] = self._peers.read()[:, nano_batch.number].tolist()
         return rows
 
     def dispatch(self, layer: int, nano_batch: NanoBatch, make: Callable[[], Dispatch]) -> Dispatch:
-        """Returns the indices by which a layer's rows travel to experts; in the forward pass ``make`` makes them.
+        """Returns the indices by which a layer's rows travel to experts. Forward calls ``make`` for the indices.
 
-        Where backward computes the layer again, it returns the indices of the forward pass. So rows go to the same
-        experts as before, and ranks need not exchange their counts again.
+        If backward computes the layer again, it gets the indices of forward. So rows go to the same experts again, and
+        ranks exchange no counts.
         """
         if not self.training:
             return make()
@@ -141,14 +140,14 @@ class MicroBatchBalance:
     ) -> None:
         """Adds a nano-batch's rows to the counts of a layer.
 
-        It does nothing where no backward follows, or where backward computes the layer again.
+        Nothing is counted if no backward follows, or if backward computes the layer again.
 
         Args:
             layer: the layer's number.
             nano_batch: the nano-batch.
             best_NE: bool, true for the ``topk`` experts with a row's highest scores.
-            chosen_NE: bool, true for the experts that a row is sent to. A bias of experts, or a limit to some groups of
-                them, can make these others than the best.
+            chosen_NE: bool, true for the experts that a row is sent to. With a bias of experts, or with groups of
+                experts, these need not be the experts with the highest scores.
             entropy_N: entropy of each row's scores, in nats.
         """
         if not (self._counting and self.training):
@@ -163,7 +162,7 @@ class MicroBatchBalance:
         self._entropy[index] += (entropy_N * nano_batch.real_N).sum()
 
     def finish(self) -> None:
-        """Adds up the counts of all ranks of the pipeline stage; all call it together, at the end of forward."""
+        """Adds up the counts of all ranks of the pipeline stage, which call this method together."""
         self._counting = False
         parts = [self._best.flatten(), self._load.flatten(), self._entropy]
         everything = torch.cat(parts)
@@ -172,12 +171,12 @@ class MicroBatchBalance:
         self._best, self._load, self._entropy = best.view_as(self._best), load.view_as(self._load), entropy
 
     def report(self) -> torch.Tensor:
-        """Returns [layers, E + 1] float32: the rows that each expert got on all ranks, then the sum of entropies."""
+        """Returns [layers, E + 1] float32: the number of rows that each expert got, then the sum of entropies."""
         return torch.cat((self._load, self._entropy[:, None]), 1)
 
     def gradient(self, layer: int, nano_batch: NanoBatch) -> torch.Tensor:
-        """Returns the gradient of a layer's scores for each row that is no padding: [N, E], or [1, E] if all rows have
-        the same one."""
+        """Returns the gradient of the balancing losses for a layer's scores: [N, E], or [1, E] if all rows have equal
+        gradients. In padding rows the values mean nothing."""
         assert not self._counting, "backward comes after the whole forward pass"
         config, best_DE = self._config, self._best[self._index[layer]]
         rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)  # each row was counted at topk experts
@@ -190,9 +189,9 @@ class MicroBatchBalance:
 
 
 def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None:
-    """Returns [expert-parallel ranks, nano-batches] number of rows that each rank has; None with one such rank.
+    """Returns [expert-parallel ranks, nano-batches] number of rows of each rank; None with one expert-parallel rank.
 
-    Every expert-parallel rank calls it at the beginning of a micro-batch.
+    All expert-parallel ranks call this function together.
     """
     group = parallel_state.get_expert_model_parallel_group()
     if group.size() == 1:
@@ -204,7 +203,7 @@ def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None
 
 @dataclass(frozen=True)
 class NanoBatch:
-    """The rows of one nano-batch on this rank, with the counts of their micro-batch.
+    """The rows of one nano-batch on this rank, and the counts of the micro-batch.
 
     Attributes:
         balance: the micro-batch's counts.
@@ -236,7 +235,7 @@ class LayerLoad:
 
 
 class ExpertLoad:
-    """The sums of several micro-batches' counts, for the log. A model has one, which :meth:`take` empties.
+    """The counts of several micro-batches, added up for the log.
 
     Args:
         layers: numbers of the stage's layers with experts; Megatron numbers layers from 1.
@@ -248,13 +247,15 @@ class ExpertLoad:
         self._total: torch.Tensor | None = None
 
     def add(self, balance: MicroBatchBalance) -> None:
-        """Finishes and adds the counts of a micro-batch. Every rank of the stage calls it at the end of its forward."""
+        """Finishes the counts of a micro-batch and adds them. All ranks of the stage call this method together, at the
+        end of the micro-batch's forward."""
         balance.finish()
         report = balance.report()
         self._total = report if self._total is None else self._total + report
 
     def take(self) -> dict[int, LayerLoad]:
-        """Returns each layer's load by its number, over all micro-batches since the last call; empty without any."""
+        """Returns for each layer's number its load in the micro-batches since the last call; empty if there were
+        none."""
         total, self._total = self._total, None
         if total is None:
             return {}
@@ -264,8 +265,7 @@ class ExpertLoad:
 
 
 def balanced(probs: torch.Tensor, scores_NE: torch.Tensor, nano_batch: NanoBatch, layer: int) -> torch.Tensor:
-    """Returns ``probs`` unchanged, with a node in autograd's graph whose backward gives ``scores_NE`` the gradient of
-    the balancing losses."""
+    """Returns ``probs`` unchanged. In backward ``scores_NE`` gets the gradient of the balancing losses."""
     attached: torch.Tensor = _Balanced.apply(probs, scores_NE, nano_batch, layer)
     return attached
 
@@ -287,10 +287,8 @@ class _Balanced(torch.autograd.Function):
 
 
 def with_loss(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Returns ``activation`` unchanged, with a node whose backward starts that of ``loss``, a scalar, with gradient 1.
-
-    So the gradient of ``loss`` is added to that of the model's own loss.
-    """
+    """Returns ``activation`` unchanged. In backward the gradient of ``loss``, a scalar, is added to the gradient of the
+    model's own loss."""
     attached: torch.Tensor = _WithLoss.apply(activation, loss)
     return attached
 

@@ -1,17 +1,17 @@
 """The indices by which rows travel to the ranks of their experts, are sorted by expert there, and come back as sums.
 
-A layer's experts are divided over the expert-parallel ranks. Its router chose K experts for each row of a nano-batch
-(one of the two parts in which a micro-batch is computed). A row travels once to each rank that has at least one of its
-experts. That rank computes one *pair* for each of its own experts among the row's, and sends back the sum of their
-outputs. ``exchange.py`` sends the rows; :class:`Dispatch` holds the indices, and moves nothing between ranks but
-counts.
+A layer's experts are divided over the expert-parallel ranks. A layer gets the rows of one *nano-batch* at a time: a
+micro-batch, or half of one. The router chose K experts for each row. A row travels once to each rank that has any of
+the row's K experts. If a rank has two of the K experts, two *pairs* of row and expert are computed there, and the sum
+of the two outputs is sent back. The indices with which ``exchange.py`` sends rows are in :class:`Dispatch`.
 
-If almost every row has an expert on every rank, all rows go to all ranks (``goes_everywhere``). Then the numbers of
-rows to send and receive are known beforehand. The host still needs the number of pairs of each expert, which only the
-device knows. The host asks for it when rows are routed, and reads the answer when the rows have arrived.
+If almost every row has an expert on every rank, all rows are sent to all ranks (``goes_everywhere``). Then the host
+knows beforehand how many rows each rank sends and receives. The number of pairs of each expert is always counted on the
+device and copied to the host. The copy starts when rows are routed, and is read when the rows have arrived.
 
-Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row; S rows sent to
-all ranks together, R rows that arrive from all ranks, P pairs that this rank computes, H hidden.
+Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row, H hidden.
+S rows that this rank sends; a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs that
+this rank computes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from distca.ops.row_sums import expert_sums
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The pairs of a row and an expert that this rank computes, sorted by expert.
+    """The pairs of row and expert that this rank computes, sorted by expert.
 
     Example: this rank has experts 2 and 3, and three rows arrive with experts (0, 2), (3, 2) and (1, 3). There are four
     pairs: rows 0 and 1 at expert 2, then rows 1 and 2 at expert 3. So ``row_P`` is 0, 1, 1, 2 and ``slot_P`` is
@@ -38,8 +38,8 @@ class _Pairs:
 
     Attributes:
         row_P: int64 number of a pair's row among the rows that arrived.
-        slot_P: int64 number of a pair's element in [R, K], flattened: row x K + place among the row's experts.
-        pair_RK: int64 number of the pair of each row and expert; P where another rank has the expert.
+        slot_P: int64 index of a pair's element in a flattened [R, K] tensor: row x K + place among the row's experts.
+        pair_RK: int64 number of the pair of each row and expert; P stands for an expert of another rank.
         groups: number of pairs of each expert.
     """
 
@@ -56,11 +56,11 @@ class Dispatch:
         expert_NK: int32 numbers of each row's experts.
         experts: number of the layer's experts.
         group: the expert-parallel ranks; rank r has the r-th of G equal ranges of experts.
-        question: [G, E] on its way to the host: rows that each rank has for each expert. If rows do not go everywhere,
-            G columns follow: rows that each rank sends to each rank.
-        counts_GE: the first E columns of the question, on the device.
-        rows_G: rows of each rank's nano-batch; read only where all rows go everywhere.
-        goes_NG: bool, whether a row goes to a rank; None if all rows go to all ranks.
+        question: [G, E] number of rows that each rank has for each expert, while copied to the host. If not all rows
+            are sent to all ranks, G more columns have the number of rows that each rank sends to each rank.
+        counts_GE: the first E columns of ``question``, on the device.
+        rows_G: number of rows in each rank's nano-batch; read only if all rows are sent to all ranks.
+        goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
         last_first: whether this rank computes its last expert first (``grouped.py`` has the reason).
     """
 
@@ -97,13 +97,13 @@ class Dispatch:
         rows_G: Sequence[int],
         last_first: bool = False,
     ) -> Dispatch:
-        """Returns the indices for rows that were just routed; all ranks of the group call it together.
+        """Returns the indices for rows that were just routed; all ranks of the group call this method together.
 
         Args:
             chosen_NE: bool, true for the ``topk`` experts of each row.
             topk: number of experts of a row, K.
             group: the expert-parallel ranks.
-            rows_G: rows of each rank's nano-batch.
+            rows_G: number of rows in each rank's nano-batch.
             last_first: whether this rank computes its last expert first.
         """
         ranks, (rows, experts) = group.size(), chosen_NE.shape
@@ -122,7 +122,7 @@ class Dispatch:
     # Rows that leave this rank, and the sums that come back.
 
     def spread(self, x_N: torch.Tensor) -> torch.Tensor:
-        """Returns [S, ...] the rows to send, sorted by the rank that they go to."""
+        """Returns [S, ...] the rows to send, sorted by receiving rank."""
         if self._ranks == 1:
             return x_N
         if self._sent_row_S is None:
@@ -130,7 +130,7 @@ class Dispatch:
         return x_N[self._sent_row_S]
 
     def collected(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Returns [N, ...] the sum of each row's results, from all ranks to which the row was sent."""
+        """Returns [N, ...] each row's sum of the results from all ranks to which the row was sent."""
         if self._ranks == 1:
             return x_S
         if self._place_NG is None:
@@ -141,14 +141,14 @@ class Dispatch:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the arrived rows' experts are known already, as where backward computes a whole layer again."""
+        """Whether :meth:`arrive` was called. It was if backward computes the layer again."""
         return self._pairs is not None
 
     def arrive(self, expert_RK: torch.Tensor) -> None:
         """Sorts the rows that arrived by this rank's experts.
 
         Args:
-            expert_RK: int32 numbers of the arrived rows' experts, in the whole layer.
+            expert_RK: int32 numbers of the arrived rows' experts, among all E experts.
         """
         own_GE = slice(self._me * self._here, (self._me + 1) * self._here)
         rows, counts_E = self._question.read()[:, own_GE].sum(0).tolist(), self._counts_GE[:, own_GE].sum(0)
@@ -157,7 +157,7 @@ class Dispatch:
         if self._last_first:
             rows, counts_E, number = rows[::-1], counts_E.flip(0), self._here - 1 - number
         groups = Groups(rows, counts_E.cumsum(0).int(), self._last_first)
-        # A stable sort of all R x K elements by expert; those of other ranks' experts come last and are cut off.
+        # A stable sort of all R x K elements by expert. Elements with other ranks' experts come last and are cut off.
         number = torch.where(is_own, number, self._here)
         slot_P = number.sort(stable=True).indices[: sum(rows)]
         pair = torch.full_like(number, len(slot_P), dtype=torch.int64)
@@ -166,24 +166,23 @@ class Dispatch:
 
     @property
     def groups(self) -> Groups:
-        """The number of pairs of each of this rank's experts."""
+        """The number of pairs of each expert of this rank."""
         return self._known.groups
 
     def by_expert(self, x_R: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns [P, ...] the row of each pair, sorted by expert."""
+        """Returns [P, ...] the row of each pair."""
         return torch.index_select(x_R, 0, self._known.row_P, out=out)
 
     def factors(self, x_RK: torch.Tensor) -> torch.Tensor:
-        """Returns [P] each pair's element of ``x_RK``, such as its probability, sorted by expert."""
+        """Returns [P] each pair's element of ``x_RK``, for example the pair's probability."""
         return x_RK.flatten()[self._known.slot_P]
 
     def by_row(self, x_PH: torch.Tensor) -> torch.Tensor:
-        """Returns [R, H] the sum over the pairs of each row that arrived."""
+        """Returns [R, H] for each arrived row the sum over the row's pairs."""
         return expert_sums(x_PH, self._known.pair_RK)
 
     def factors_by_row(self, x_P: torch.Tensor) -> torch.Tensor:
-        """Returns [R, K] the pairs' elements at their rows and experts, and 0 for other ranks' experts; the reverse of
-        :meth:`factors`."""
+        """Returns [R, K] the reverse of :meth:`factors`, with 0 for other ranks' experts."""
         pair_RK = self._known.pair_RK
         return x_P.new_zeros(pair_RK.numel()).scatter_(0, self._known.slot_P, x_P).view_as(pair_RK)
 
@@ -194,22 +193,19 @@ class Dispatch:
 
 
 def asked(counts: torch.Tensor) -> Question:
-    """Begins to copy counts to the host. This is the only copy that a layer makes for a nano-batch, in forward alone.
-
-    It is a function so that tests can count the copies.
-    """
+    """Begins to copy counts to the host. Tests replace this function to count the copies."""
     return Question(counts)
 
 
 def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
-    """Returns [N, K] int32 numbers of each row's chosen experts, such as [[0, 2], [1, 3]] for 1010 and 0101.
+    """Returns [N, K] int32 numbers of each row's chosen experts, for example [[0, 2], [1, 3]] for 1010 and 0101.
 
-    ``nonzero`` would do, but makes the host wait for the device.
+    ``nonzero`` would compute this too, but makes the host wait for the device.
     """
     rows, experts = chosen_NE.shape
     device = chosen_NE.device
-    # The n-th chosen expert of a row goes to the row's n-th place. Other experts go to one place behind all, which is
-    # cut off.
+    # The n-th chosen expert of a row goes to the row's n-th place. Experts that were not chosen go to the last element,
+    # which is cut off.
     place_NE = chosen_NE.cumsum(1) - 1 + torch.arange(rows, device=device)[:, None] * topk
     place = torch.where(chosen_NE, place_NE, rows * topk).flatten()
     number = torch.arange(experts, dtype=torch.int32, device=device).expand(rows, -1).flatten()
@@ -217,17 +213,18 @@ def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _places(goes_NG: torch.Tensor, sent: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the numbers of the rows to send, and the reverse.
+    """Returns the rows to send in order, and each row's places in that order.
 
     Example: row 0 goes to ranks 0 and 1, row 1 to rank 1 and row 2 to rank 0. Rows are sent in the order 0, 2 (to rank
-    0), 0, 1 (to rank 1). The reverse is (0, 2), (4, 3), (1, 4), in which 4 = S stands for no place.
+    0), 0, 1 (to rank 1). So the places are (0, 2) for row 0, (4, 3) for row 1 and (1, 4) for row 2. 4 = S stands for a
+    row that is not sent to the rank.
 
     Args:
-        goes_NG: bool, whether a row goes to a rank.
+        goes_NG: bool, whether a row is sent to a rank.
         sent: S, the number of true elements.
 
     Returns:
-        [S] number of each sent row, sorted by rank; [N, G] place of each row among the rows sent to a rank, or S.
+        [S] number of each sent row, sorted by receiving rank; [N, G] place of each row in the first result, or S.
     """
     rows, ranks = goes_NG.shape
     goes = goes_NG.T.flatten()

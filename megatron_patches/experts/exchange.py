@@ -2,18 +2,18 @@
 
     launch rows → join rows → (experts) → launch outputs → join outputs
 
-A launch starts an all-to-all among expert-parallel ranks, and a join waits for it. A micro-batch is computed as two
-nano-batches, and between a launch and its join the other one computes (``distca/runtime/ping_pong.py``). So GPUs do not
-wait for transfers. Backward runs the nodes in reverse: it launches gradients where forward joined, and joins them where
-forward launched. A *graph token*, a scalar that is never read, links a launch to its join in the graph.
+A launch starts an all-to-all among expert-parallel ranks, and a join waits for the all-to-all. A micro-batch may be
+split into two *nano-batches*. Between launch and join of one nano-batch, the other nano-batch can be computed
+(``distca/runtime/ping_pong.py``). Backward runs the nodes in reverse order: backward of a join launches gradients, and
+backward of a launch joins them. A *graph token*, a scalar that is never read, links a launch to its join in the graph.
 
-Experts may be computed again in backward. Then their input rows are not kept: backward sends them once more, together
-with the gradients of the experts' outputs.
+If experts are computed again in backward, the experts' input is freed after use. Backward then sends the rows once
+more, together with the gradients of the experts' outputs.
 
-A *pair* is an arrived row and one of this rank's experts, which computes it (``dispatch.py``).
+A *pair* is an arrived row and an expert of this rank to which the row goes.
 
-Shape suffixes: N rows of this rank's nano-batch, E experts, K experts of a row; S rows sent to all ranks together,
-R rows that arrive from all ranks, P pairs, H hidden.
+Shape suffixes: N rows of this rank's nano-batch, E experts, K experts of a row, H hidden. S rows that this rank sends;
+a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 class Exchange:
-    """The transfers of one layer and nano-batch, forward and backward. At most one is under way.
+    """The transfers of one layer and nano-batch, in forward and backward. At most one transfer is under way.
 
     Args:
         dispatch: the indices by which rows travel.
-        again: whether experts are computed again in backward, so that rows are sent again.
+        again: whether backward computes experts again, for which rows are sent again.
     """
 
     def __init__(self, dispatch: Dispatch, again: bool = False) -> None:
         self.dispatch, self.again = dispatch, again
-        # For each tensor under way: where it arrives, the tensor that is sent, and the handle to wait for.
+        # For each tensor under way: the receive buffer, the tensor that is sent, and the handle to wait for.
         self._under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         self._sent_again_NH: torch.Tensor | None = None
         self._freed: tuple[torch.Tensor, int] | None = None  # the experts' input, and its bytes before it was freed
 
-    # The four nodes. The layer with experts calls them in this order.
+    # The four nodes, in the order in which the layer with experts calls them.
 
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
-        """Starts to send rows and their probabilities to experts; returns the graph token for :meth:`join_rows`."""
+        """Starts to send rows and probabilities to the ranks of experts; returns the graph token for
+        :meth:`join_rows`."""
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token
 
@@ -66,7 +67,7 @@ class Exchange:
         return token
 
     def join_outputs(self, token: torch.Tensor) -> torch.Tensor:
-        """Waits for the outputs; returns [N, H] the sum over all experts of each row."""
+        """Waits for the outputs; returns [N, H] each row's sum over its experts."""
         summed: torch.Tensor = _JoinOutputs.apply(token, self)
         return summed
 
@@ -94,7 +95,7 @@ class Exchange:
                 work.wait()
         return [arrived for arrived, *_ in under_way]
 
-    # The next five do something only where experts are computed again in backward.
+    # The next five methods do nothing unless backward computes experts again.
 
     def keep(self, hidden_NH: torch.Tensor) -> None:
         """Keeps this rank's rows, so that backward can send them again."""
@@ -103,8 +104,8 @@ class Exchange:
     def arrived(self, rows_PH: torch.Tensor) -> None:
         """Remembers the experts' input, whose memory :meth:`forget` frees."""
         if self.again:
-            # Autograd refuses a saved tensor that was changed, but does not see changes through .data. Here the saved
-            # numbers are back before autograd reads them.
+            # Autograd refuses saved tensors that were changed, but does not see changes through .data. The change is
+            # harmless: :meth:`restore` writes the same numbers back before autograd reads the tensor.
             self._freed = rows_PH.data, rows_PH.untyped_storage().nbytes()
 
     def forget(self) -> None:
@@ -113,12 +114,16 @@ class Exchange:
             self._freed[0].untyped_storage().resize_(0)
 
     def rows_again(self) -> list[torch.Tensor]:
-        """Returns the rows to send again, sorted by rank, as a list of one; an empty list if there are none."""
+        """Returns a list with one tensor, the rows to send again, sorted by rank; or an empty list."""
         sent_again_NH, self._sent_again_NH = self._sent_again_NH, None
         return [] if sent_again_NH is None else [self.dispatch.spread(sent_again_NH)]
 
     def restore(self, arrived: Sequence[torch.Tensor]) -> None:
-        """Writes the rows that arrived again into the experts' input, whose memory was freed."""
+        """Writes rows that arrived again into the freed input of the experts.
+
+        Args:
+            arrived: the list of :meth:`rows_again`, with the rows that this rank received.
+        """
         for rows in arrived:
             assert self._freed is not None
             (freed, size), self._freed = self._freed, None

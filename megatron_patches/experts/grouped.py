@@ -1,10 +1,10 @@
 """Computes all experts of a rank at once, in place of Megatron's loop over them.
 
-The modules and weights are Megatron's SequentialMLP, one MLP for each expert. Its layers with experts
-(``experts/layer.py``) call :func:`computed` here, which multiplies the rows of all experts in one grouped product.
+The modules and weights are Megatron's SequentialMLP, one MLP for each expert. :func:`computed` multiplies the rows of
+all experts in one grouped product.
 
-A *pair* is a row and one of this rank's experts, by whose weights the row is multiplied. A row that goes to two experts
-of this rank makes two pairs.
+A *pair* is a row and an expert of this rank to which the row goes. A row that goes to two experts of this rank makes
+two pairs.
 
 Shape suffixes: P pairs, sorted by expert; H hidden; F columns of an expert's first product.
 """
@@ -30,8 +30,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """Returns [P, H] the output of each pair's expert, times the pair's probability.
 
-    In three cases Megatron's loop over experts runs instead. A linear layer has a hook; one is of another class, such
-    as an adapter; or inputs of activations are kept in FP8.
+    In some cases Megatron's loop over experts runs instead. A linear layer may have a hook, or may not be Megatron's
+    own (for example an adapter). Or inputs of activations are kept in FP8.
 
     Args:
         experts: this rank's experts.
@@ -57,10 +57,10 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
 
 
 def lie_last_first(experts: SequentialMLP) -> bool:
-    """Whether a rank's last expert should come first, as its weights do in memory.
+    """Whether a rank's last expert should come first, because the last expert's weights come first in memory.
 
-    With a distributed optimizer, Megatron's DDP puts weights into one buffer in reverse order. A grouped product takes
-    weights that lie in its own order at equal distances without a copy.
+    With a distributed optimizer, Megatron's DDP puts weights into one buffer in reverse order. A grouped product copies
+    weights unless they lie in memory in the order of the experts, at equal distances.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):
@@ -80,16 +80,14 @@ def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> b
 
 
 def _is_bare(linear: Any) -> bool:
-    """Whether a linear layer only multiplies by its weight, without hooks. Its bias, if any, is added by the caller."""
+    """Whether calling a linear layer does nothing but multiply by the weight."""
     served = type(linear) in (ColumnParallelLinear, RowParallelLinear) and (linear.bias is None or linear.skip_bias_add)
     return served and not any(getattr(linear, kind) for kind in _HOOKS)
 
 
 def _activated(config: TransformerConfig, x_PF: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
-    """Returns the activation between an expert's two products, times each pair's probability.
-
-    It has F columns; or F / 2 with a gate, as then the first half of x_PF are gates.
-    """
+    """Returns the activation between an expert's two products, times each pair's probability: [P, F], or [P, F / 2] if
+    the first half of the columns of ``x_PF`` are gates."""
     if (gate_and_up := gate_of(config)) is not None:
         return swiglu(x_PF, probs_P, gate_and_up)
     function, probs = config.activation_func, probs_P[:, None]

@@ -1,9 +1,9 @@
 """Megatron's router and layer with experts, changed to take the rows of one nano-batch at a time.
 
-A micro-batch is computed as two nano-batches, so that the rows of one travel while the other computes. The changed
-router counts rows for losses over the whole micro-batch (``balance.py``). The changed layer sends rows to
-expert-parallel ranks itself (``exchange.py``), and can pause while they travel. ``CAD.attach`` calls
-:func:`take_nano_batches`, which turns the layers of a built model into these.
+A micro-batch may be split into two *nano-batches*: rows of one nano-batch travel between ranks while the other
+nano-batch is computed. The changed router counts rows for losses over the whole micro-batch (``balance.py``). The
+changed layer sends rows to expert-parallel ranks (``exchange.py``), and can pause while the rows travel. The function
+``take_nano_batches`` changes the routers and layers of a built model.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from megatron_patches.experts.exchange import Exchange
 from megatron_patches.experts.grouped import computed, lie_last_first
 
 Parts = Generator[None, None, torch.Tensor]
-"""A computation that yields while rows travel to experts, and again while outputs travel back; it returns a tensor."""
+"""A generator that yields while rows travel to experts, yields again while outputs travel back, and returns a
+tensor."""
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router with losses over the whole micro-batch, for the rows of a nano-batch."""
+    """Megatron's router for the rows of a nano-batch, with balancing losses over the whole micro-batch."""
 
     def _apply(self, function: Any, recurse: bool = True) -> BalancedRouter:
-        """Leaves float32 buffers in float32 where the module is cast: counts of rows, and the experts' bias.
-
-        bfloat16 has no odd numbers above 256, so counts of rows would go wrong.
-        """
+        """Casts the module, but leaves float32 buffers in float32. Among these are counts of rows, and bfloat16 has no
+        odd numbers above 256."""
         buffers = {name: each for name, each in self.named_buffers(recurse=False) if each.dtype == torch.float32}
         super()._apply(function, recurse)
         for name, before in buffers.items():
@@ -57,8 +56,8 @@ class BalancedRouter(TopKRouter):
             nano_batch: the rows' nano-batch.
 
         Returns:
-            [rows, experts] each row's probabilities, 0 for experts that it does not go to; and [rows, experts] bool,
-            true for the experts that it goes to.
+            [rows, experts] probabilities, 0 for experts that were not chosen for a row; and [rows, experts] bool, true
+            for experts that were chosen.
         """
         self._maintain_float32_expert_bias()
         config = self.config
@@ -82,7 +81,7 @@ class BalancedRouter(TopKRouter):
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores, scores).sum(-1)
             nano_batch.balance.count(self.layer_number, nano_batch, best, chosen, entropy)
-            # Where backward computes the router again, gradients are enabled the second time only, so rows count once.
+            # A router that is computed again in backward runs twice, the first time with gradients disabled.
             if graded and self.enable_expert_bias:
                 self.local_tokens_per_expert += (chosen & nano_batch.real_N[:, None]).sum(0)
         if graded and (coefficient(config, "aux_loss") or coefficient(config, "seq_aux_loss")):
@@ -91,17 +90,21 @@ class BalancedRouter(TopKRouter):
 
 
 class NanoBatchExperts(MoELayer):
-    """Megatron's layer with experts, with another forward: rows of a nano-batch travel by :class:`Exchange`."""
+    """Megatron's layer with experts, with a forward that sends the rows of a nano-batch by :class:`Exchange`."""
 
     def forward(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """Returns [rows, 1, hidden] the sum of each row's experts and the shared expert, and None for the bias."""
+        """Returns [rows, 1, hidden] the outputs of each row's experts and of the shared expert, added up; and None for
+        the bias.
+
+        Args:
+            hidden: [rows, 1, hidden].
+            nano_batch: the rows' nano-batch.
+        """
         return last_of(self.parts(hidden, nano_batch)), None
 
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
-        """Computes what :meth:`forward` does in three parts: routing, this rank's experts, and the sum of outputs.
-
-        It yields after the first part, while rows travel, and after the second, while outputs travel.
-        """
+        """Computes what :meth:`forward` does, as a generator. The generator yields while rows travel to experts, and
+        again while outputs travel back."""
         again = self.moe_layer_recompute and torch.is_grad_enabled()
         probs, dispatch = self._routed(hidden, nano_batch, again)
         exchange = Exchange(dispatch, again)
@@ -118,7 +121,7 @@ class NanoBatchExperts(MoELayer):
     def _routed(self, hidden: torch.Tensor, nano_batch: NanoBatch, again: bool) -> tuple[torch.Tensor, Dispatch]:
         """Returns [rows, experts] probabilities and the indices by which rows travel.
 
-        With ``again`` backward computes probabilities once more, but takes the indices of the forward pass.
+        With ``again`` backward computes the probabilities once more.
         """
         chosen: list[torch.Tensor] = []
 
@@ -140,7 +143,7 @@ class NanoBatchExperts(MoELayer):
 
 
 def last_of(parts: Parts) -> torch.Tensor:
-    """Runs all parts without a pause; returns the tensor that they compute."""
+    """Runs the generator to its end; returns the tensor that it returns."""
     while True:
         try:
             next(parts)
@@ -150,7 +153,8 @@ def last_of(parts: Parts) -> torch.Tensor:
 
 
 def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns ``function(*tensors)``; with ``again`` only the inputs are kept, and backward calls it once more."""
+    """Returns ``function(*tensors)``. With ``again`` only the inputs are kept, and backward calls ``function`` once
+    more."""
     if not again:
         return function(*tensors)
     computed_twice: torch.Tensor = tensor_parallel.checkpoint(function, False, *tensors)
@@ -160,8 +164,8 @@ def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors:
 def add_biases(model: torch.nn.Module) -> None:
     """Makes the experts' second linear layers add their biases in a way that autograd can differentiate.
 
-    Without ``explicit_expert_comm`` Megatron adds the bias in place to the result of a custom autograd function, which
-    may be a view, and autograd refuses that. The flag says that callers send rows to experts, as is the case here.
+    Without ``explicit_expert_comm`` Megatron adds the bias in place to the result of a custom autograd function. If the
+    result is a view, autograd refuses the addition.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
@@ -181,11 +185,11 @@ def take_nano_batches(model: torch.nn.Module) -> list[int]:
         layer.__class__ = NanoBatchExperts
         layer.router.__class__ = BalancedRouter
         for parameter in layer.experts.parameters():
-            # With allreduce False, DDP adds up gradients over the ranks that hold the same experts. Megatron sets it
-            # with several expert-parallel ranks only. But each tensor-parallel rank has rows of its own too, so the
-            # sum is needed with one as well.
+            # With allreduce False, DDP adds up gradients over all ranks that hold the same experts. Megatron sets False
+            # only with several expert-parallel ranks. But tensor-parallel ranks with the same experts have rows of
+            # their own, whose gradients must be added up too.
             parameter.allreduce = False
-            # Megatron adds up gradients of marked parameters over tensor-parallel ranks. For an expert's bias that sum
-            # would count rows twice, or mix the gradients of different experts.
+            # With sequence_parallel True, Megatron adds up gradients over tensor-parallel ranks once more. For an
+            # expert's bias that would count rows twice, or mix gradients of different experts.
             parameter.sequence_parallel = False
     return [layer.layer_number for layer in layers]

@@ -1,7 +1,6 @@
 """Megatron's layer specs for models in which some layers have experts in place of an MLP.
 
-A spec tells Megatron of which module classes to build a layer. ``layers/block.py`` and ``layers/hybrid_stack.py`` ask
-for specs here. Others ask which layers have experts.
+A spec tells Megatron of which module classes to build a layer.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 class DrawnExperts(SequentialMLP):
-    """Megatron's SequentialMLP, one MLP for each expert, with other initial weights if these are drawn on the CPU.
+    """Megatron's SequentialMLP, one MLP for each expert, with other initial weights if weights are drawn on the CPU.
 
-    There Megatron would draw the same experts on every expert-parallel rank. Here each rank draws all ranks' experts in
-    turn and keeps its own. So the model has the weights that one rank with all experts would draw.
+    On the CPU Megatron draws equal experts on every expert-parallel rank. Here each rank draws the experts of all ranks
+    in turn and keeps its own. So the weights are those that a single rank with all experts would draw.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, **options: Any) -> None:
@@ -36,9 +35,9 @@ class DrawnExperts(SequentialMLP):
 
 
 def has_experts(config: TransformerConfig) -> list[bool]:
-    """Returns for each layer of the whole model whether it has experts.
+    """Returns for each layer of the whole model whether the layer has experts.
 
-    ``moe_layer_freq`` N gives them to every N-th layer, the first included; a list has a 1 for each layer with experts.
+    If ``moe_layer_freq`` is a number N, layers 0, N, 2N and so on have experts. If it is a list, layers with a 1 do.
     """
     if not config.num_moe_experts:
         return [False] * config.num_layers
@@ -52,7 +51,7 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
     """Returns the specs of this pipeline stage's layers, in order.
 
     Args:
-        dense: the spec of a layer with an MLP; layers with experts differ from it in the MLP alone.
+        dense: the spec of a layer with an MLP. A layer with experts gets this spec with another ``mlp``.
         config: the model's configuration.
     """
     first = get_transformer_layer_offset(config)
@@ -68,7 +67,7 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
 def experts_spec(config: TransformerConfig) -> Any:
     """Returns the spec of a layer's router and experts, with :class:`DrawnExperts` as experts.
 
-    Older versions of Megatron-Core take a ModuleSpec, newer ones a partial of a class.
+    The result is a ModuleSpec for older versions of Megatron-Core, and a partial of a class for newer versions.
     """
     # Without Transformer Engine, Megatron-Core 0.16.1 does not define this name, but its router reads it.
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -1,7 +1,6 @@
 """Counts the weights of MLPs and experts by which a row (a token's hidden vector) is multiplied.
 
-Planning predicts the time of linear layers from these counts (``steps/layer_work.py``). Biases and norms are not
-counted.
+From these counts the time of linear layers is predicted (``steps/layer_work.py``). Biases and norms are not counted.
 """
 
 from __future__ import annotations
@@ -12,25 +11,22 @@ from megatron_patches.experts.spec import has_experts
 
 
 def mlp_weights(config: TransformerConfig) -> int:
-    """Returns the weights that a row meets behind attention, as a mean over all layers.
-
-    A layer has either an MLP, or a router with the experts to which it sends a row.
-    """
+    """Returns the mean over all layers of the number of weights that a row meets in a layer's MLP or experts."""
     mixtures = has_experts(config)
     experts = sum(mixtures) * expert_weights(config)
     return (experts + mixtures.count(False) * weights_of_mlp(config)) // len(mixtures)
 
 
 def weights_of_mlp(config: TransformerConfig) -> int:
-    """Returns the weights of a layer's MLP."""
+    """Returns the number of weights of a layer's MLP."""
     assert config.ffn_hidden_size is not None
     return _products(config) * config.ffn_hidden_size
 
 
 def expert_weights(config: TransformerConfig) -> int:
-    """Returns the weights that a row meets in a layer with experts; 0 for a model without experts.
+    """Returns the number of weights that a row meets in a layer with experts; 0 for a model without experts.
 
-    These are the router's, those of the ``topk`` experts to which a row goes, and the shared expert's with its gate.
+    The number includes the router, the ``topk`` experts to which a row goes, and the shared expert with its gate.
     """
     experts = config.num_moe_experts
     if not experts:
@@ -42,6 +38,6 @@ def expert_weights(config: TransformerConfig) -> int:
 
 
 def _products(config: TransformerConfig) -> int:
-    """Returns the weights of an MLP for each unit of its inner width: up and down projection, and a gate if it has
-    one."""
+    """Returns the number of weights of an MLP for each channel between its two products: one row of the up projection,
+    one column of the down projection, and one row of the gate if there is a gate."""
     return (2 + config.gated_linear_unit) * config.hidden_size

@@ -1,9 +1,11 @@
-"""Megatron's transformer block with another forward, in which other ranks may compute core attention, and its spec.
+"""Megatron's transformer block with another forward, in which ranks compute core attention for each other.
 
-Each layer is cut before and after its *core*, softmax attention or a recurrence. In between, rows travel to the ranks
-that compute the core and back. The micro-batch is split into two nano-batches, so that rows of one travel while the
-other computes (``distca/runtime/ping_pong.py``). ``CAD.block_spec`` gives users the spec with which to build a model;
-``CAD.attach`` calls :func:`disaggregate_block` with the built block.
+Each layer is cut before and behind its *core*, softmax attention or a recurrence without projections. Rows travel to
+the ranks that compute the core, and the core's outputs travel back. The micro-batch may be split into two
+*nano-batches*: rows of one nano-batch travel while the other nano-batch is computed (``distca/runtime/ping_pong.py``).
+
+A training script makes a ``distca.CAD``. ``CAD.block_spec`` returns the spec with which the script builds its model,
+and ``CAD.attach`` calls :func:`disaggregate_block` with the model's block.
 """
 
 from __future__ import annotations
@@ -54,11 +56,11 @@ class DisaggregatedForward(MegatronModule):
     Attributes:
         pool: kernel, transport and timeline of the ranks that compute cores for each other.
         pre_process: whether this is the first pipeline stage.
-        input_tensor: the input of other stages.
+        input_tensor: the stage's input; not read on the first stage.
         layers: the stage's layers.
         recompute_segments: whether backward computes everything but cores again.
-        in_phases: whether this project's pipeline schedule runs. In one phase of it all stages run a forward, or all
-            run a backward, and compute cores for each other.
+        in_phases: whether this project's pipeline schedule runs. A phase is the forward of some micro-batch on every
+            stage, or the backward.
     """
 
     pool: AttentionPool
@@ -84,8 +86,8 @@ class DisaggregatedForward(MegatronModule):
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of every nano-batch.
-            attention_mask: the micro-batch, with the routes by which its rows travel. Megatron hands an attention mask
-                through to here without reading it, so this object takes its place.
+            attention_mask: the micro-batch, with the rows to send and receive in every layer. Megatron's models pass
+                the argument ``attention_mask`` on without reading it.
             rotary_pos_emb: RoPE's rotations of all rows, in the order of the micro-batch.
 
         Returns:
@@ -98,7 +100,7 @@ class DisaggregatedForward(MegatronModule):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         recompute = self.recompute_segments and torch.is_grad_enabled()
-        # In phases all stages run backward of every layer together, so frozen layers need a backward too.
+        # In phases all stages run backward of a layer together, so backward must reach frozen layers too.
         if recompute or self.in_phases:
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
@@ -120,7 +122,7 @@ class DisaggregatedForward(MegatronModule):
 class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
     """A GPTModel's block with the forward of :class:`DisaggregatedForward`.
 
-    A GPTModel always builds Megatron's own block, so :func:`disaggregate_block` changes the class of a built one.
+    A GPTModel always builds Megatron's own block. :func:`disaggregate_block` changes the built block's class.
     """
 
     @property
@@ -132,8 +134,8 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
 def refuse_other_schedule() -> NoReturn:
     """Refuses Megatron's own pipeline schedules, in which stages would wait for each other's attention forever.
 
-    ``CAD`` gives it to models as ``no_sync_func``. Megatron's schedules call that on every stage, before any stage
-    waits for another.
+    This function is also set as a model's ``no_sync_func``, which Megatron's schedules call before any stage waits for
+    another stage.
 
     Raises:
         SupportError: always.
@@ -145,17 +147,18 @@ def refuse_other_schedule() -> NoReturn:
 
 
 def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) -> Any:
-    """Returns ``function(*tensors)``, which backward calls again. With ``offload`` the tensors wait on the host."""
+    """Returns ``function(*tensors)``, which backward calls again. With ``offload`` the tensors are kept on the host."""
     with nullcontext() if offload is None else offload.saved_tensors():
         return tensor_parallel.checkpoint(function, False, *tensors)
 
 
 def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
-    """Turns a GPTModel's block into a :class:`DisaggregatedBlock`, in place. A HybridModel's stack has its class
-    already, and only gets the attributes.
+    """Gives a model's layers the forward of :class:`DisaggregatedForward`, and its attributes ``pool`` and
+    ``recompute_segments``.
 
     Args:
-        block: the block of a GPTModel, or a HybridModel's stack.
+        block: the block of a GPTModel, which becomes a :class:`DisaggregatedBlock`; or the stack of a HybridModel,
+            which was built with that forward.
         pool: kernel, transport and timeline of the ranks that compute cores for each other.
         recompute_segments: whether backward computes everything but cores again.
 
@@ -178,15 +181,16 @@ def block_spec(
     disaggregate: bool = True,
     te: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Returns the spec of a GPTModel's layers on this pipeline stage: Megatron's, with classes of this project.
+    """Returns Megatron's spec of a GPTModel's layers on this pipeline stage, with classes of this project.
 
     Args:
         config: the model's configuration.
-        layer: Megatron's spec of a layer with an MLP, the local one or Transformer Engine's; None takes the local one.
+        layer: Megatron's local spec of a layer with an MLP, or its spec with Transformer Engine. None takes the local
+            spec.
         options: the model's options.
-        disaggregate: whether layers are cut at core attention. False leaves Megatron's own layers, unless these cannot
-            compute the options, or the model has experts.
-        te: whether linear layers are Transformer Engine's. Norms are modules of their own in either case.
+        disaggregate: whether layers are cut at core attention. False leaves Megatron's own layers, unless the model has
+            experts or options that Megatron's layers cannot compute.
+        te: whether linear layers are Transformer Engine's. Norms stay separate modules.
 
     Raises:
         SupportError: ``layer`` is the spec of another kind of layer.
@@ -211,7 +215,18 @@ def layer_spec(
     disaggregate: bool = True,
     te: bool = False,
 ) -> ModuleSpec:
-    """Returns the spec of a layer with attention and an MLP; arguments and errors as in :func:`block_spec`."""
+    """Returns the spec of a layer with attention and an MLP.
+
+    Args:
+        config: the model's configuration.
+        layer: Megatron's local spec of such a layer, or its spec with Transformer Engine. None takes the local spec.
+        options: the model's options.
+        disaggregate: whether the layer is cut at core attention.
+        te: whether linear layers are Transformer Engine's.
+
+    Raises:
+        SupportError: ``layer`` is the spec of another kind of layer.
+    """
     local = get_gpt_layer_local_spec(
         normalization=config.normalization,
         qk_layernorm=config.qk_layernorm,
@@ -231,7 +246,7 @@ def layer_spec(
     norm = norm_class(config, options.norm_bias)
     parts.input_layernorm = IdentityOp if options.norms == "post" else norm
     parts.pre_mlp_layernorm = IdentityOp if options.norms == "post" or options.parallel_mlp else norm
-    # Transformer Engine joins norms with linear layers, and Megatron's checkpoints use its names for them.
+    # Checkpoints of Megatron name norms as Transformer Engine does, which joins each norm with a linear layer.
     parts.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -247,7 +262,7 @@ def layer_spec(
 
 
 def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOptions, te: bool) -> ModuleSpec:
-    """Returns the spec of a layer with multi-head latent attention, from Megatron's local one, which it changes."""
+    """Changes Megatron's local spec of a layer with multi-head latent attention, and returns it."""
     norm, parts = norm_class(config, options.norm_bias), layer.submodules
     layer.module, layer.params = LatentLayer, {**layer.params, "options": options}
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
@@ -265,10 +280,10 @@ def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOpt
 
 
 def linear_classes(te: bool) -> tuple[type, type]:
-    """Returns the classes of linear layers that are split over tensor-parallel ranks by outputs, and by inputs.
+    """Returns two classes of linear layers: split over tensor-parallel ranks by outputs, and split by inputs.
 
     Args:
-        te: whether they are Transformer Engine's.
+        te: whether the classes are made from Transformer Engine's linear layers.
     """
     if te:
         from megatron_patches.te.linears import ColumnLinear, RowLinear
@@ -279,8 +294,7 @@ def linear_classes(te: bool) -> tuple[type, type]:
 
 @cache
 def with_bias(linear: type) -> type:
-    """Returns a class of linear layers like ``linear`` that have a bias, also where the configuration gives them
-    none."""
+    """Returns a subclass of ``linear`` whose layers always have a bias, whatever the configuration says."""
 
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         linear.__init__(self, *arguments, **{**named, "bias": True})  # type: ignore[misc]

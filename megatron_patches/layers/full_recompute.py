@@ -1,10 +1,9 @@
 """Full recomputation: a block keeps only the input of each layer, and backward computes the layer again.
 
-It is for Megatron's own layers, where core attention is not disaggregated (``CAD(disaggregate=False)``) and everything
-is to be computed again (``recompute="all"``).
+Models whose core attention stays on its own rank use it (``CAD(disaggregate=False)`` with ``recompute="all"``).
 
-Megatron's ``recompute_granularity="full"`` makes autograd save the attention mask as a tensor. Here a micro-batch
-object stands in place of the mask, and autograd cannot save that. So the function that backward calls holds the object.
+Megatron's ``recompute_granularity="full"`` saves the attention mask as a tensor. In this project the argument
+``attention_mask`` is a micro-batch object, which autograd cannot save. So a closure holds the object here.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ def recompute_layers(block: TransformerBlock) -> None:
     """Makes backward compute every layer of a block again, core attention included.
 
     Args:
-        block: a block of Megatron's own layers, which is changed in place.
+        block: a block whose layers compute core attention themselves; it is changed in place.
     """
     for layer in block.layers:
         layer.forward = partial(_forward, layer, layer.forward)
 
 
 def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that requires a gradient, with the same values.
+    """Returns a tensor with the same values that requires a gradient.
 
-    Autograd runs the backward of a recomputed part only if the part's input requires a gradient. Without that, weights
-    behind a frozen embedding would get no gradients.
+    Autograd runs the backward of a checkpointed function only if an input requires a gradient. Behind a frozen
+    embedding no input would, and the layers' weights would get no gradients.
     """
     return hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
 
 
 def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **rest: Any) -> Any:
-    """Runs ``own``, the layer's original forward; autograd keeps only its input."""
+    """Runs ``own``, the layer's original forward; autograd keeps only ``hidden_states``."""
     if not torch.is_grad_enabled():
         return own(hidden_states=hidden_states, **rest)
     hidden_states = differentiable(hidden_states)
@@ -49,7 +48,7 @@ def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **r
     if layer.config.fp8:
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
-        # Transformer Engine's checkpoint keeps the scales of FP8 tensors, so the second computation uses the same ones.
+        # Transformer Engine's checkpoint keeps the scales of FP8 tensors for the second computation.
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         return te_checkpoint(again, False, tracker, parallel_state.get_tensor_model_parallel_group(), hidden_states)
     return tensor_parallel.checkpoint(again, False, hidden_states)

@@ -1,7 +1,7 @@
 """Megatron-Core 0.19's gated delta net, built without the kernels of the package fla, and the spec of its layer.
 
-A gated delta net is a recurrence in place of softmax attention. Only its weights, projections and norm are used here.
-Its *core*, the convolution and the delta rule, is computed by kernels of this project, also on other ranks.
+A gated delta net is a recurrence in place of softmax attention. Of Megatron's module only weights, projections and norm
+are used. Kernels of this project compute the module's convolution and delta rule, on whichever rank has time.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from megatron_patches.layers.hybrid_layers import SplitRecurrentLayer
 
 
 class OwnGatedDeltaNet(GatedDeltaNet):
-    """Megatron's module, which can be built without fla. :class:`SplitRecurrentLayer` calls its projections and its
-    norm."""
+    """Megatron's module, which can be built without fla. :class:`SplitRecurrentLayer` calls projections and norm."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with patch.object(common, "HAVE_FLA", True):
             super().__init__(*arguments, **named)
 
     def _setup_variant_attrs(self) -> None:
-        """Does what Megatron's constructor asks for, but takes no function of fla."""
+        """Sets what Megatron's constructor asks for, without functions of fla."""
         super()._setup_variant_attrs()
         self.gated_delta_rule = _never_called
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Refuses to run, as the layer calls the module's parts.
+        """Refuses to run: the layer calls projections and norm directly.
 
         Raises:
             SupportError: always.
@@ -58,7 +57,7 @@ def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, n
         module=OwnGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row),
     )
-    # Transformer Engine joins norms with linear layers, and Megatron's checkpoints use its names for them.
+    # Checkpoints of Megatron name norms as Transformer Engine does, which joins each norm with a linear layer.
     names = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
         key: name.replace("linear_qkv", "in_proj") for key, name in names.items()

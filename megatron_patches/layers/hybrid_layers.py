@@ -1,10 +1,11 @@
 """Transformer layers of hybrid models such as Qwen3.5: with a gated delta net, or with a gate on attention's output.
 
-Each is cut at its *core*, the part that other ranks may compute: softmax attention or the recurrence. ``pre`` computes
-everything before the core. ``mixed`` begins what follows it. ``layers/layer.py`` has the rest.
+Each layer is cut at its *core*, softmax attention or the recurrence, which other ranks may compute. ``pre`` computes
+everything before the core, and ``mixed`` the output projection behind the core.
 
 Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution; H query or output heads, G
-key/value heads; D head_dim, V elements of an output head. The 2 of kv_N2GD is keys, then values.
+key/value heads; D head_dim, V elements of an output head. In kv_N2GD, index 0 of the dimension of size 2 is keys, and
+index 1 values.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from megatron_patches.model.recurrences import has_output_gate, is_recurrent, re
 
 
 class SplitRecurrentLayer(SplitTransformerLayer):
-    """A layer with Megatron's gated delta net in place of attention. Its core is the convolution and the recurrence
-    (``distca/runtime/recurrent_call.py``)."""
+    """A layer with Megatron's gated delta net in place of attention. The layer's core is the convolution and the
+    recurrence."""
 
     @cached_property
     def recurrence(self) -> Recurrence:
@@ -49,20 +50,20 @@ class SplitRecurrentLayer(SplitTransformerLayer):
             hidden: [rows, 1, hidden].
 
         Returns:
-            ``hidden`` and the output gate for :meth:`mixed`, then the core's inputs. mixed_NC are the rows of q, k and
-            v before the convolution. g_NH is the logarithm of the state's decay, and beta_NH the weight of a row in the
-            state.
+            ``hidden`` and the output gate for :meth:`mixed`, then three inputs of the core. mixed_NC are q, k and v
+            before the convolution. g_NH is the logarithm of the factor by which the state decays at a row. beta_NH is
+            the weight with which a row updates the state.
         """
         net = self.self_attention
         hidden, projected_NF = self._projected(hidden, net.in_proj)
         mixed_NC, *others = projected_NF.split(net.feat_dim_split, dim=1)
-        # Views would keep the whole projection until backward, beside the core's copy of its rows.
+        # Views would keep the memory of the whole projection until backward.
         gate, beta_NH, alpha_NH = (each.contiguous() for each in others)
         g_NH, beta_NH = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha_NH, beta_NH)
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Returns the output projection of the core's output o_NHV, after the gated norm of each head; and the
+        """Applies the gated norm of each head and the output projection to the core's output o_NHV; also returns the
         residual."""
         net, (hidden, gate) = self.self_attention, residual
         normed = net._apply_gated_norm(o, gate.unflatten(1, o.shape[1:]))
@@ -72,7 +73,7 @@ class SplitRecurrentLayer(SplitTransformerLayer):
 class GatedAttentionLayer(SplitTransformerLayer):
     """A layer whose attention output is multiplied by the sigmoid of a gate.
 
-    For each group of query heads the projection's outputs are queries, gates, key and value, in this order."""
+    For each key/value head the projection's outputs are queries, gates, key and value, in this order."""
 
     def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         """Returns ``hidden`` and the gate for :meth:`mixed`, then q_NHD and kv_N2GD for core attention."""
@@ -86,15 +87,14 @@ class GatedAttentionLayer(SplitTransformerLayer):
         return hidden, gate.flatten(1), *self._heads(torch.cat((q, kv), dim=2).flatten(1), rotation)
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Returns the output projection of core attention's output times the sigmoid of the gate, and the residual.
-
-        The gate is applied in float32, as Megatron does."""
+        """Multiplies core attention's output by the sigmoid of the gate, in float32 as Megatron does, and applies the
+        output projection; also returns the residual."""
         hidden, gate = residual
         return super().mixed(self.self_attention._apply_output_gate(o, gate), hidden)
 
 
 def layer_class(config: TransformerConfig, layer_number: int) -> type[SplitTransformerLayer]:
-    """Returns the class of a GPTModel's layer by its number; Megatron's layer numbers begin with 1."""
+    """Returns the class of a GPTModel's layer; ``layer_number`` begins with 1."""
     if is_recurrent(config, layer_number):
         return SplitRecurrentLayer
     if is_latent(config):

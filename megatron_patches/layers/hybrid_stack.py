@@ -1,8 +1,8 @@
-"""The stack of layers of Megatron-Core's HybridModel, with another forward, and the spec to build it.
+"""The stack of layers of Megatron-Core's HybridModel, with another forward, and the spec to build such a stack.
 
-A HybridModel's layers are single mixers (attention, a gated delta net or Mamba) and single MLPs. Each mixer is cut at
-its *core*, softmax attention or the recurrence, which other ranks may compute. ``layers/units.py`` joins a mixer and
-the MLPs behind it to a unit. ``CAD.hybrid_stack_spec`` gives users the spec with which to build a model.
+Each layer of a HybridModel is either a mixer (attention, a gated delta net or Mamba) or an MLP. A mixer is cut at its
+*core*, softmax attention or the recurrence, which other ranks may compute. ``layers/units.py`` joins a mixer and the
+MLPs behind it to a *unit*. A training script gets the spec from ``hybrid_stack_spec`` of its ``distca.CAD``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 class DisaggregatedStack(DisaggregatedForward, HybridStack):
     """Megatron's stack with the forward of :class:`DisaggregatedForward`.
 
-    Megatron's norm behind the last layer needs Transformer Engine, so one of this project takes its place.
+    Megatron's norm behind the last layer needs Transformer Engine, so a norm of this project is built in its place.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
@@ -47,9 +47,13 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: Any, rotary_pos_emb: RowRotations | None = None, **_: Any
     ) -> torch.Tensor:
-        """Runs the stack; arguments as in :meth:`DisaggregatedForward.forward`.
+        """Runs all layers of this pipeline stage; returns [rows, 1, hidden].
 
-        A :class:`PackedMicroBatch` has whole documents on each rank. For it this rank computes all cores itself.
+        Args:
+            hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of the rows.
+            attention_mask: the micro-batch, in place of a mask. If every document of the micro-batch lies whole on one
+                rank (:class:`PackedMicroBatch`), this rank computes all cores of its documents itself.
+            rotary_pos_emb: RoPE's rotations of all rows.
         """
         if not isinstance(attention_mask, PackedMicroBatch):
             return super().forward(hidden_states, attention_mask, rotary_pos_emb)
@@ -66,8 +70,8 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
         """Returns the output of a unit whose core this rank computes.
 
         Args:
-            number: number of the unit in the stage, for the timeline.
-            unit: the unit for this micro-batch.
+            number: number of the unit in the stage, under which the timeline records the time of a recurrence.
+            unit: the unit with the rotations of this micro-batch.
             micro_batch: the micro-batch.
             hidden: [rows, 1, hidden], the unit's input.
         """
@@ -83,7 +87,7 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
-        """The norm behind the last layer, on the last pipeline stage."""
+        """The norm behind the last layer; None on all stages but the last."""
         norm: torch.nn.Module | None = self.final_norm if self.post_process else None
         return norm
 
@@ -94,12 +98,12 @@ def hybrid_stack_spec(config: TransformerConfig, *, options: ModelOptions = MEGA
     Args:
         config: the model's configuration.
         options: the model's options.
-        te: whether linear layers are Transformer Engine's, in place of Megatron's.
+        te: whether linear layers are Transformer Engine's instead of Megatron's.
     """
     norm, (column, row) = norm_class(config), linear_classes(te)
     layer = layer_spec(config, options=options, te=te)
-    # A layer with an MLP alone also adds the output of the mixer before it to the residual. So it needs the options of
-    # both, and all layers but Mamba's are made from the spec of a layer with attention and an MLP.
+    # A layer with an MLP alone also adds the output of the mixer before it to the residual, with the mixer's options.
+    # So all layers but Mamba's are made from the spec of a layer with attention and an MLP.
     attention, mlp = deepcopy(layer), deepcopy(layer)
     attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
     mlp.module = SplitTransformerLayer

@@ -1,11 +1,11 @@
-"""A transformer layer with multi-head latent attention, cut at core attention, and the angles by which its rows turn.
+"""A transformer layer with multi-head latent attention, cut at core attention, and its RoPE.
 
-In latent attention (DeepSeek-V2) a narrow *latent row* holds the keys and values of all heads of a token. Here the rank
-that holds the token expands its latent row to the keys and values of every head, before core attention. Other ranks
-may compute core attention; they get expanded keys and values.
+In latent attention (DeepSeek-V2) a narrow *latent row* holds the keys and values of all heads of a token. The rank that
+holds a token expands the latent row to keys and values of every head. Ranks that compute core attention receive the
+expanded keys and values.
 
-RoPE's angles depend on each row's position in its document, and are the same in all layers. So the model computes them
-once, as :class:`RowAngles`, and each layer gives them to Megatron's attention through :class:`GivenAngles`.
+RoPE's angles depend on each row's position in its document, and not on the layer. So a model computes the angles once,
+as :class:`RowAngles`. Each layer gives the angles to Megatron's attention through :class:`GivenAngles`.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from megatron_patches.steps.batch_context import gather_nano_rows
 
 @dataclass(frozen=True)
 class RowAngles:
-    """RoPE's angles of rows, the same in all layers. Other models have ``RowRotations`` (``rotations.py``) instead.
+    """RoPE's angles of rows.
 
     Attributes:
-        angles: [rows, 1, 1, qk_pos_emb_head_dim].
+        angles: [rows, 1, 1, qk_pos_emb_head_dim], in radians.
     """
 
     angles: torch.Tensor
 
     def of(self, layer_number: int) -> torch.Tensor:
-        """Returns the angles of a layer."""
+        """Returns the angles, which do not depend on the layer."""
         return self.angles
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
-        """Returns the angles of each nano-batch. A micro-batch is computed as two nano-batches.
+        """Returns the angles of each *nano-batch*, a part of the micro-batch that is computed by itself.
 
         Args:
             nano_rows: number of rows of each nano-batch.
-            chunks: number of tensor-parallel ranks that share the rows; :func:`gather_nano_rows` tells their order.
+            chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without it.
         """
         return [RowAngles(each) for each in gather_nano_rows(self.angles, nano_rows, chunks)]
 
 
 class LatentRotary(PositionRotary):
-    """The rotary embedding of a GPTModel with latent attention, for which Megatron builds none; it returns
-    :class:`RowAngles`."""
+    """The rotary embedding of a whole GPTModel with latent attention. Megatron builds an embedding in each layer
+    instead."""
 
     def forward(self, *_: Any, **__: Any) -> RowAngles:  # type: ignore[override]
         """Returns the angles of the rows whose positions were set."""
@@ -56,10 +56,11 @@ class LatentRotary(PositionRotary):
 
 
 class GivenAngles(torch.nn.Module):
-    """Stands in for the rotary embedding inside Megatron's latent attention; it returns the angles that a layer set.
+    """Takes the place of the rotary embedding inside Megatron's latent attention, and returns the angles that
+    :meth:`LatentLayer.pre` set.
 
     Args:
-        factor: YaRN's factor on cosines and sines; None for an embedding that returns angles alone.
+        factor: YaRN's factor on cosines and sines; None with plain RoPE, whose embedding returns angles alone.
     """
 
     def __init__(self, factor: float | None) -> None:
@@ -68,12 +69,11 @@ class GivenAngles(torch.nn.Module):
         self.angles: torch.Tensor | None = None
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Returns 0: the attention asks for a length before it calls this module, but the angles do not depend on
-        it."""
+        """Returns 0: Megatron's attention asks for a length, on which given angles do not depend."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Returns the angles, with the factor where there is one, as Megatron's embeddings do."""
+        """Returns the angles with plain RoPE, and (angles, factor) with YaRN, as Megatron's embeddings do."""
         assert self.angles is not None, "no angles were set for these rows"
         return self.angles if self._factor is None else (self.angles, self._factor)
 
@@ -81,7 +81,7 @@ class GivenAngles(torch.nn.Module):
 class LatentLayer(SplitTransformerLayer):
     """A layer whose keys and values are expanded from latent rows.
 
-    Two projections read the output of the first norm, so it is kept for backward, where other layers compute it again.
+    The output of the first norm is kept for backward, as two projections read that output.
     """
 
     def pre(self, hidden: torch.Tensor, rotation: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,20 +92,20 @@ class LatentLayer(SplitTransformerLayer):
             rotation: [rows, 1, 1, qk_pos_emb_head_dim] angles of these rows.
 
         Returns:
-            ``hidden`` for :meth:`post`; [rows, heads, width of a key] q; and keys and values in one tensor. It is
-            [rows, 2, heads, width] where keys and values have one width, else [rows, heads, both widths].
+            ``hidden`` for :meth:`post`; queries [rows, heads, key width]; and one tensor of keys and values. This is
+            [rows, 2, heads, width] if keys are as wide as values, else [rows, heads, key width + value width].
         """
         attention = self.self_attention
         hidden, normed = beside(self.input_layernorm, hidden)
-        attention.rotary_pos_emb.angles = rotation  # where backward computes this again, the angles are set again too
+        attention.rotary_pos_emb.angles = rotation
         q, k, v, *_ = attention.get_query_key_value_tensors(normed)
         return hidden, q.squeeze(1), together(k.squeeze(1), v.squeeze(1))
 
 
 def use_row_angles(model: Any) -> None:
-    """Makes a model compute the angles once for all layers; ``CAD.attach`` calls it for models with latent attention.
+    """Makes a GPTModel with latent attention compute the angles once for all layers.
 
-    Frequencies and YaRN's factor are those of Megatron's own embedding in each layer.
+    Frequencies and YaRN's factor are taken from the rotary embeddings that Megatron built in the layers.
     """
     for layer in model.decoder.layers:
         made = layer.self_attention.rotary_pos_emb(2)  # angles of positions 0 and 1

@@ -1,13 +1,12 @@
 """Megatron's multi-head latent attention, with whole down-projections on every tensor-parallel rank.
 
 A down-projection makes a token's narrow latent row, from which up-projections make the keys and values of all heads.
-One part of each key, to which RoPE applies, comes from the down-projection itself and is shared by all heads.
+The part of a key to which RoPE applies comes from the down-projection itself, and all heads share that part.
 
-Megatron's local spec splits down-projections over ranks by outputs. Then each rank computes the gradient of the shared
-part from its own heads alone, and nothing adds up the ranks' gradients. With two ranks, gradients of the
-down-projection were 8 % off. Here each rank has the whole weight and projects its own part of the rows, as Megatron
-does with Transformer Engine. Gradients of the shared part are then added up over ranks. ``layers/block.py`` names these
-classes in the spec of a layer with latent attention.
+Megatron's local spec splits down-projections over tensor-parallel ranks by outputs. Each rank then computes the
+gradient of the shared part from its own heads alone, and nothing adds up the ranks' gradients. With two ranks, the
+down-projection's gradient was 8 % off. Here each rank has the whole weight, as in Megatron's spec with Transformer
+Engine, and gradients of the shared part are added up over ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 class ReplicatedLinear(torch.nn.Module):
     """A linear layer without bias, of which every tensor-parallel rank has the whole weight.
 
-    With sequence parallelism each rank multiplies its own part of the rows. The mark ``sequence_parallel`` makes
-    Megatron add up the weight's gradients over these ranks. With ``gradient_accumulation_fusion`` the product itself
-    adds a micro-batch's gradient to ``main_grad``, as in Megatron's linear layers.
+    With sequence parallelism each rank multiplies its own part of the rows. The attribute ``sequence_parallel`` of the
+    weight then makes Megatron add up the weight's gradients over tensor-parallel ranks.
 
     Args:
         inputs: columns of a row.
@@ -43,7 +41,7 @@ class ReplicatedLinear(torch.nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
         if config.perform_initialization:
-            config.init_method(self.weight)  # all tensor-parallel ranks draw the same here
+            config.init_method(self.weight)  # all tensor-parallel ranks draw the same numbers here
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._adds_up = config.gradient_accumulation_fusion
 
@@ -55,21 +53,22 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class WholeRows(IdentityOp):
-    """Takes the place of the norm of latent rows in models without one.
+    """Takes the place of the norm of latent rows in models that have no such norm.
 
-    Latent rows are columns of a wider tensor, and NCCL gathers contiguous tensors only. So it copies them.
+    Latent rows are columns of a wider tensor. NCCL gathers contiguous tensors only, so latent rows are copied.
     """
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Returns the rows, contiguous."""
+        """Returns a contiguous tensor of the rows."""
         return x.contiguous()
 
 
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with another constructor, which builds the linear layers and norms of the spec.
 
-    Megatron's own constructor builds no norm of keys' and values' latent rows if queries have no latent rows and
-    Transformer Engine is missing. It also gives all norms one epsilon. Here ``norm_epsilon`` is that of latent rows.
+    Without Transformer Engine, and if queries have no latent rows, Megatron's constructor does not build the norm of
+    the latent rows of keys and values. Here that norm is always built, and latent rows have an epsilon of their own,
+    ``norm_epsilon``.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_up_proj = self._of_heads(submodules.linear_kv_up_proj, rank, both)
 
     def _of_heads(self, linear: Any, inputs: int, head_dim: int) -> Any:
-        """Returns a linear layer with ``head_dim`` outputs for each head, of which a rank computes its own heads'."""
+        """Returns a linear layer with ``head_dim`` outputs for each head; each rank computes its own heads."""
         config: Any = self.config
         return linear(
             inputs,

@@ -1,13 +1,13 @@
-"""Megatron's transformer layer in two parts, before and after core attention, which other ranks may compute.
+"""Megatron's transformer layer, cut into the part before core attention and the part behind it.
 
-The *mixer* of a layer is its attention, or a recurrence such as Mamba's. The *core* of a mixer is the part without
-projections: softmax attention over the documents, or the recurrence. ``pre`` computes everything before the core, and
-``post`` everything behind it. The runner of layers (``distca/runtime/ping_pong.py``) calls both through
-``layers/units.py`` and lets rows travel in between. It computes a micro-batch as two nano-batches, so that rows of one
-travel while the other computes.
+Core attention is softmax attention without projections. Other ranks may compute it for this rank's rows. Hybrid models
+also have layers with a recurrence, such as Mamba's, in place of attention. The *mixer* of a layer is its attention or
+its recurrence, and the *core* is the mixer without projections. ``pre`` computes everything before the core, and
+``post`` everything behind it. The rows of a micro-batch may be split into two *nano-batches*: rows of one nano-batch
+travel between ranks while the other nano-batch is computed (``distca/runtime/ping_pong.py``).
 
-Shape suffixes: N rows (tokens), H query heads, G key/value heads, D head_dim, F columns of the QKV projection. The 2 of
-kv_N2GD is keys, then values. Heads are those of this tensor-parallel rank.
+Shape suffixes: N rows (tokens), H query heads, G key/value heads, D head_dim, F columns of the QKV projection. In
+kv_N2GD, index 0 of the dimension of size 2 is keys, and index 1 values. Heads are those of this tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ Branch = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class SplitLayerParts:
-    """The steps around a mixer that layers with attention, delta nets and Mamba share.
+    """Methods that layers with attention, with delta nets and with Mamba share.
 
     Attributes:
         options: the model's options.
-        keeps_outputs: whether outputs of norms are kept for backward, not computed again.
+        keeps_outputs: whether outputs of norms are kept for backward. If not, backward computes them again where it
+            can.
     """
 
     options = MEGATRONS
@@ -63,9 +64,9 @@ class SplitLayerParts:
         raise NotImplementedError
 
     def _projected(self, hidden: torch.Tensor, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``hidden`` for the residual, and [rows, columns] the projection that makes the core's inputs.
+        """Returns ``hidden``, and [rows, columns] the output of ``linear`` for the normed rows.
 
-        With sequence parallelism the projection's rows are those of all tensor-parallel ranks.
+        With sequence parallelism ``linear`` returns the rows of all tensor-parallel ranks.
         """
         hidden, normed = beside(self.input_layernorm, hidden)
         mixed, _ = linear(normed)
@@ -74,25 +75,25 @@ class SplitLayerParts:
         return hidden, mixed.squeeze(1)
 
     def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        """Frees the norm's output after its use. Backward computes it again once it has the gradient of ``used``.
+        """Frees ``normed``, unless outputs are kept. Backward fills it again when the gradient of ``used`` is there.
 
         Args:
             norm: the norm.
-            hidden: its input.
-            normed: its output; without a norm it is ``hidden`` itself.
+            hidden: the norm's input.
+            normed: the norm's output; in layers without a norm ``hidden`` itself, which is not freed.
             used: the output of the only operation that reads ``normed``.
         """
         if normed is not hidden and not self.keeps_outputs:
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
 
     def _add(self, branch: Branch, residual: torch.Tensor, combine: Any, norm: Any) -> torch.Tensor:
-        """Returns the residual plus a branch, after the branch's bias, norm and multiplier.
+        """Applies bias, norm, multiplier and dropout to a branch, and returns the residual plus the branch.
 
         Args:
             branch: the output of a mixer or an MLP.
-            residual: the rows to which it is added.
-            combine: Megatron's maker of the function that adds bias, dropout and residual.
-            norm: the norm of the branch; None for none.
+            residual: the rows to which the branch is added.
+            combine: ``get_bias_dropout_add`` of Megatron, which returns the function that adds bias and residual.
+            norm: the norm of the branch, or None.
         """
         multiplier = self.options.residual_multiplier
         if norm is not None or multiplier != 1.0:
@@ -107,11 +108,7 @@ class SplitLayerParts:
 
 
 class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
-    """Megatron's layer with attention and an MLP, in two parts and with the additions of :class:`ModelOptions`.
-
-    :meth:`forward` is for attention that stays on this rank: there it is ``post(core_attention(pre(x)), x)``. Unless
-    the layer ``keeps_outputs``, outputs of norms are computed again in backward.
-    """
+    """Megatron's layer with attention and an MLP, in two parts and with the additions of :class:`ModelOptions`."""
 
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
@@ -132,14 +129,13 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
             rotation: RoPE's rotations of all rows.
 
         Returns:
-            ``hidden`` for :meth:`post`, then q_NHD and kv_N2GD of all rows. As ``hidden`` comes out of the same
-            operation as the norm, gradients of the norm and of the residual are added in one pass.
+            ``hidden`` for :meth:`post`, then q_NHD and kv_N2GD of all rows.
         """
         hidden, mixed_NF = self._projected(hidden, self.self_attention.linear_qkv)
         return hidden, *self._heads(mixed_NF, rotation)
 
     def _heads(self, mixed_NF: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns q_NHD and kv_N2GD from the QKV projection's output, after the heads' norms and RoPE."""
+        """Returns q_NHD and kv_N2GD from the QKV projection's output, with the heads' norms and RoPE applied."""
         attention = self.self_attention
         has_norms = not isinstance(attention.q_layernorm, IdentityOp | None)
         if has_norms and not self.options.norm_after_rotation:
@@ -152,7 +148,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return q_NHD, kv_N2GD
 
     def _normalize_heads(self, mixed_NF: torch.Tensor) -> torch.Tensor:
-        """Returns the QKV projection's output after the norms of queries and keys, over each head or over all heads."""
+        """Returns the QKV projection's output with queries and keys normalized."""
         attention = self.self_attention
         shape = (attention.num_query_groups_per_partition, -1, attention.hidden_size_per_attention_head)
         heads = mixed_NF.unflatten(1, shape)
@@ -165,7 +161,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         Args:
             o_NHD: core attention's output for all rows.
             residual: the hidden rows that :meth:`pre` returned first.
-            nano_batch: the nano-batch with the counts of its routers, in models with experts.
+            nano_batch: where routers count the rows of this nano-batch; None in models without experts.
 
         Returns:
             [rows, 1, hidden], the layer's output.
@@ -181,12 +177,12 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     ) -> tuple[Branch, torch.Tensor]:
         """Adds a branch to the residual, then computes this layer's norm and MLP or experts.
 
-        In a HybridModel a layer is a mixer or an MLP. Then the branch comes from the layer before.
+        In a HybridModel a layer is a mixer or an MLP, so a layer with an MLP gets the branch of the layer before it.
 
         Args:
-            branch: the output of a mixer or an MLP; None where the residual is complete.
-            hidden: the residual to which it is to be added.
-            nano_batch: the nano-batch with the counts of its routers, in models with experts.
+            branch: the output of a mixer or an MLP; None if all branches were added already.
+            hidden: the residual.
+            nano_batch: where routers count the rows of this nano-batch; None in models without experts.
 
         Returns:
             The MLP's output, and the residual for :meth:`added`.
@@ -201,8 +197,8 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def behind_parts(
         self, branch: Branch | None, hidden: torch.Tensor, nano_batch: NanoBatch | None
     ) -> Generator[None, None, tuple[Branch, torch.Tensor]]:
-        """Computes what :meth:`behind` does, as a generator, which yields while rows travel to experts, and again while
-        outputs travel back."""
+        """Computes what :meth:`behind` does, as a generator. With experts the generator yields twice: while rows travel
+        to the ranks of their experts, and while outputs travel back."""
         read, residual, normed, norm = self._before_mlp(branch, hidden)
         if not isinstance(self.mlp, NanoBatchExperts):
             return self._transformed(read, residual, normed, norm, nano_batch)
@@ -213,10 +209,10 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def _before_mlp(
         self, branch: Branch | None, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        """Adds a branch to the residual and computes the norm of the MLP's input.
+        """Adds a branch to the residual and computes the norm before the MLP.
 
         Returns:
-            The norm's input, the residual, the norm's output, and the norm itself.
+            The norm's input, the residual with the branch, the norm's output, and the norm itself.
         """
         if branch is None:
             hidden, normed = beside(self.pre_mlp_layernorm, hidden)
@@ -253,20 +249,20 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         """Computes the MLP or the experts.
 
         Args:
-            hidden: the input of the norm, from which backward computes ``normed`` again.
-            residual: the rows to which the MLP's output will be added; returned as they are.
-            normed: the norm's output.
+            hidden: the input of the norm before the MLP.
+            residual: rows that are returned unchanged.
+            normed: the norm's output, which the MLP reads.
             norm: the norm.
-            nano_batch: the nano-batch with the counts of its routers, in models with experts.
+            nano_batch: where routers count the rows of this nano-batch; None in models without experts.
 
         Returns:
-            The MLP's output with its bias, and the residual.
+            The MLP's output with its bias, and ``residual``.
         """
         if isinstance(self.mlp, NanoBatchExperts):
             assert nano_batch is not None
             return self.mlp(normed, nano_batch), residual
         if self.recompute_mlp:
-            # MLPs return their bias, a parameter, to be added later. A function that is computed again may not.
+            # A checkpointed function may not return a parameter, so the bias is taken from the module.
             has_bias = self.config.add_bias_linear or self.options.mlp_bias
             bias = self.mlp.linear_fc2.bias if has_bias else None
             transformed = tensor_parallel.checkpoint(lambda x: self.mlp(x)[0], False, normed), bias
@@ -279,15 +275,15 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: PackedMicroBatch, rotary_pos_emb: RowRotations, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """Computes the whole layer, with core attention on this rank. Megatron's own block calls it.
+        """Computes the whole layer, core attention included, on this rank. Megatron's own block calls this method.
 
         Args:
-            hidden_states: hidden rows as in :meth:`pre`.
+            hidden_states: [rows, 1, hidden], with sequence parallelism this rank's part of the rows.
             attention_mask: the micro-batch, whose ``attend`` computes core attention of its documents.
-            rotary_pos_emb: RoPE's rotations of all rows, by layer.
+            rotary_pos_emb: RoPE's rotations of all rows in each layer.
 
         Returns:
-            The layer's output, and None, as there is no cross attention.
+            The layer's output, and None in place of the context of cross attention.
         """
         hidden, q_NHD, kv_N2GD = self.pre(hidden_states, rotary_pos_emb.of(self.layer_number))
         q, k, v = (x[:, None] for x in (q_NHD, *keys_and_values(kv_N2GD, q_NHD.shape[2])))
@@ -297,14 +293,15 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
 
 
 def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``hidden`` and its norm. The gradients of both results are added in one pass where the norm can."""
+    """Returns ``hidden`` and the normed ``hidden``. With :class:`RMSNorm` one backward kernel adds up the gradients of
+    the two results."""
     return norm.beside(hidden) if isinstance(norm, RMSNorm) else (hidden, norm(hidden))
 
 
 def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
     """Sets whether layers keep the outputs of their norms for backward, and MLPs the output of their activation.
 
-    MLPs that backward computes again as a whole keep it in any case, as backward needs it right after that.
+    With Megatron's recomputation, MLPs keep the output of the activation also if ``keep`` is false.
     """
     for module in model.modules():
         if isinstance(module, SplitLayerParts):

@@ -1,8 +1,8 @@
-"""A layer of Mamba-2 cut at its core, with the parameters and projections of Megatron's.
+"""A layer of Mamba-2 cut at its core, with the parameters and projections of Megatron's mixer.
 
-The *core* is the part that mixes the rows of a document and that other ranks may compute: the convolution and the scan.
-Megatron's constructor asks for packages of CUDA kernels. Nothing here calls them, so the mixer is built without them.
-This project's kernels compute the core, and :class:`GroupedGatedNorm` is the norm behind it.
+The *core* is the convolution and the scan, which mix the rows of a document. Kernels of this project compute the core,
+on whichever rank has time. Megatron's constructor asks for packages with CUDA kernels, but the mixer is built without
+these packages here, as no kernel of theirs is called.
 
 Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution, H heads, V elements of a
 head of the output.
@@ -31,9 +31,9 @@ from megatron_patches.model.recurrences import mamba_recurrence
 
 
 class GroupedGatedNorm(torch.nn.Module):
-    """RMSNorm of x · SiLU(gate), over each group of channels by itself and in at least float32.
+    """RMSNorm of x · SiLU(gate), separate for each group of channels and in at least float32.
 
-    It takes the arguments with which Megatron's mixer builds its own norm.
+    The constructor takes the arguments with which Megatron's mixer builds its own norm.
 
     Args:
         width: number of channels on this tensor-parallel rank.
@@ -49,7 +49,7 @@ class GroupedGatedNorm(torch.nn.Module):
         self.eps, self.group_size = eps, group_size
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Returns [rows, channels] of the type of ``x``; ``gate`` has the shape of ``x``, [rows, channels]."""
+        """Returns [rows, channels] of the type of ``x``; ``x`` and ``gate`` are [rows, channels]."""
         dtype = wide(x.dtype)
         gated = (x.to(dtype) * functional.silu(gate.to(dtype))).unflatten(1, (-1, self.group_size))
         normed = gated * torch.rsqrt(gated.square().mean(2, keepdim=True) + self.eps)
@@ -64,8 +64,8 @@ class GroupedGatedNorm(torch.nn.Module):
 
 
 class OwnMambaMixer(MambaMixer):
-    """Megatron's mixer, which can be built without the CUDA packages. :class:`SplitMambaLayer` calls its projections
-    and its norm."""
+    """Megatron's mixer, which can be built without the CUDA packages. :class:`SplitMambaLayer` calls projections and
+    norm."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with (
@@ -77,7 +77,7 @@ class OwnMambaMixer(MambaMixer):
             super().__init__(*arguments, **named)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses to run, as the layer calls the mixer's parts.
+        """Refuses to run: the layer calls projections and norm directly.
 
         Raises:
             SupportError: always.
@@ -86,8 +86,8 @@ class OwnMambaMixer(MambaMixer):
 
 
 class SplitMambaLayer(SplitLayerParts, MambaLayer):
-    """A layer with Megatron's Mamba-2 mixer. Its core is the convolution, the scan and D · x, which is added to the
-    scan's output (``distca/runtime/recurrent_call.py``)."""
+    """A layer with Megatron's Mamba-2 mixer. The core is the convolution, the scan, and D · x, which is added to the
+    scan's output."""
 
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
@@ -122,8 +122,9 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
             hidden: [rows, 1, hidden].
 
         Returns:
-            ``hidden`` and the gate z for :meth:`mixed`, then the core's inputs. mixed_NC are the rows of x, B and C
-            before the convolution. g_NH is the logarithm of the state's decay, and beta_NH the step size.
+            ``hidden`` and the gate z for :meth:`mixed`, then three inputs of the core. mixed_NC are x, B and C before
+            the convolution. g_NH is the logarithm of the factor by which the state decays at a row. beta_NH is the
+            step size.
         """
         mixer, what = self.mixer, self.recurrence
         hidden, projected_NF = self._projected(hidden, mixer.in_proj)
@@ -137,16 +138,16 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Returns the output projection of the core's output o_NHV, after the gated norm; and the residual."""
+        """Applies the gated norm and the output projection to the core's output o_NHV; also returns the residual."""
         hidden, gate = residual
         return self.mixer.out_proj(self.mixer.norm(o.flatten(1), gate).unsqueeze(1)), hidden
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
-        """Returns the residual plus the mixer's output; called where no MLP stands between this mixer and the next."""
+        """Returns the residual plus the mixer's output, for a mixer that has no MLP behind it."""
         return self._add(branch, residual, self.mamba_bda, None)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Refuses to run, as ``layers/units.py`` calls the layer's parts.
+        """Refuses to run: ``layers/units.py`` calls :meth:`pre` and :meth:`mixed` instead.
 
         Raises:
             SupportError: always.

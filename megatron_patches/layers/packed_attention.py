@@ -1,8 +1,8 @@
 """Core attention inside each of several packed documents, as a module for Megatron's layers.
 
-Megatron's own DotProductAttention refuses packed documents. This module takes its place in the specs of all models.
-Its forward runs only where each rank computes the attention of its own documents (``CAD(disaggregate=False)``). That
-mode is the baseline: Megatron's layers with the same kernels. Disaggregated models only read its learned sinks.
+Megatron's own DotProductAttention refuses packed documents, so layer specs name this module instead. The forward runs
+where each rank computes the attention of its own documents, for example with ``CAD(disaggregate=False)``. Where other
+ranks compute attention, the module only holds the learned sinks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class PackedAttention(MegatronModule):
         layer: the layer's number in the whole model, from 0.
         kind: which keys a query of this layer sees, and how scores are scaled.
         softmax_offset: [heads of this tensor-parallel rank] the learned sinks; None for a layer without sinks. A sink
-            is a score in a head's softmax that has no value.
-        kernel: the kernel, which ``CAD.attach`` sets.
-        timeline: the timeline on which the kernel's time is recorded, which ``CAD.attach`` sets too.
+            is a score that joins a head's softmax without a value.
+        kernel: the attention kernel; ``CAD.attach`` sets ``kernel`` and ``timeline``.
+        timeline: where the kernel's time is recorded.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
@@ -98,8 +98,8 @@ class PackedAttention(MegatronModule):
         o = attention_mask.attend(self.kernel, q, k, v, self.kind, timer, self.softmax_offset)
         if padding:
             padded = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
-            # Backward needs o twice: the output projection reads it with padding, the kernel without. Only the padded
-            # copy is kept, and o is filled from it when backward comes.
+            # Backward of the output projection reads ``padded``, and backward of the kernel reads ``o``. To save
+            # memory ``o`` is freed here, and backward copies its rows back from ``padded``.
             forget_until_backward(o, partial(_fill_rows, padded.detach()), padded)
             o = padded
         return o.flatten(1).unsqueeze(1)

@@ -1,8 +1,9 @@
 """RoPE for models whose layers may rotate queries and keys by different angles, or not at all.
 
-A GPTModel has one rotary embedding, whose output it hands to every layer. ``CAD.attach`` puts :class:`LayerRotary` in
-its place. That computes each different rotation once per micro-batch, from every row's position in its document, and
-returns :class:`RowRotations`, from which a layer takes its own. Layers without positions get a rotation by zero.
+A GPTModel has one rotary embedding, whose output every layer receives. ``CAD.attach`` replaces the embedding by a
+:class:`LayerRotary`. From each row's position in its document a LayerRotary computes every distinct rotation once for
+each micro-batch. Layers look up their rotation in the returned :class:`RowRotations`. The rotation of a layer without
+positions has angle zero.
 
 Shape suffixes: N rows (tokens), E rotated pairs of a head.
 """
@@ -22,16 +23,16 @@ from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.steps.batch_context import gather_nano_rows
 
 _NONE, _OWN = object(), object()
-"""The rotation of a layer without positions, and the one of the embedding with which the model was built."""
+"""Marks: a layer without positions, and a layer that uses the embedding with which the model was built."""
 
 
 @dataclass(frozen=True)
 class RowRotations:
-    """The rotations of a micro-batch's or a nano-batch's rows, in all layers of a pipeline stage.
+    """The rotations of some rows, such as those of a micro-batch, in all layers of a pipeline stage.
 
     Attributes:
-        rotations: the different rotations, each once.
-        of_layer: index in ``rotations`` of each layer's rotation, by Megatron's number of the layer.
+        rotations: the distinct rotations.
+        of_layer: for each layer's number, the index of its rotation in ``rotations``. Megatron numbers layers from 1.
     """
 
     rotations: tuple[Rotation, ...]
@@ -42,11 +43,11 @@ class RowRotations:
         return self.rotations[self.of_layer[layer_number]]
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowRotations]:
-        """Returns the rotations of each nano-batch. A micro-batch is computed as two nano-batches.
+        """Returns the rotations of each *nano-batch*, a part of the micro-batch that is computed by itself.
 
         Args:
             nano_rows: number of rows of each nano-batch.
-            chunks: number of tensor-parallel ranks that share the rows; :func:`gather_nano_rows` tells their order.
+            chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without it.
         """
 
         def gather(x: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
@@ -65,10 +66,10 @@ class LayerRotary(torch.nn.Module):
     """Takes the place of a model's rotary embedding, and returns :class:`RowRotations`.
 
     Args:
-        own: the embedding with which the model was built; None if it was built without positions.
+        own: the embedding with which the model was built; None if the model was built without positions.
         config: Megatron's configuration.
         options: the model's options.
-        layers: Megatron's numbers of this stage's layers.
+        layers: numbers of this stage's layers, from 1.
     """
 
     def __init__(
@@ -78,8 +79,7 @@ class LayerRotary(torch.nn.Module):
         assert config.kv_channels is not None
         self._head_dim, self._interleaved = config.kv_channels, config.rotary_interleaved
         self._query_scaling = options.query_scaling
-        # Whether lengths are needed must be the same on all stages, so embeddings of all layers are made. This stage
-        # then keeps those of its own layers.
+        # ``needs_lengths`` must be equal on all stages, so it is computed from the layers of all stages.
         rotaries = [_of_layer(config, options, number) for number in range(1, config.num_layers + 1)]
         every = _different(rotaries)
         made = [self._embedding(each, own) for each in every]
@@ -94,7 +94,7 @@ class LayerRotary(torch.nn.Module):
         """Returns the embedding that computes a rotation's angles, and the factor on its cosines and sines.
 
         Args:
-            rotary: a :class:`Rotary`, or ``_OWN``, or ``_NONE``, for which the embedding is None.
+            rotary: a :class:`Rotary`, ``_OWN`` or ``_NONE``. With ``_NONE`` the embedding is None.
             own: the embedding with which the model was built.
         """
         if rotary is _NONE:
@@ -106,7 +106,11 @@ class LayerRotary(torch.nn.Module):
         return embedding, rotary.scaling.resolved_attention_factor
 
     def set_positions(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
-        """Sets the positions of the next forward's rows; arguments as in :meth:`PositionRotary.set_positions`.
+        """Sets the positions of the rows of the next forward.
+
+        Args:
+            positions: [rows] int64 position of each row in its document.
+            lengths: [rows] int64 length of each row's document in tokens; read only if ``needs_lengths``.
 
         Raises:
             SupportError: lengths are needed and not given.
@@ -117,7 +121,7 @@ class LayerRotary(torch.nn.Module):
                 embedding.set_positions(positions, lengths)
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Returns 0: GPTModel asks for a length before it calls this module, but the angles do not depend on it."""
+        """Returns 0: GPTModel asks for a length, but angles depend on positions alone."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> RowRotations:
@@ -130,8 +134,8 @@ class LayerRotary(torch.nn.Module):
         return RowRotations(rotations, self._of_layer)
 
     def _rotation(self, embedding: PositionRotary | None, factor: float, positions: torch.Tensor) -> Rotation:
-        """Returns an embedding's rotation of the rows at these positions."""
-        if embedding is None:  # a rotation by zero changes no bit, so kernels need no case without rotation
+        """Returns an embedding's rotation of the rows at these positions, with cosines and sines times ``factor``."""
+        if embedding is None:  # a rotation by zero changes no bit
             return Rotation.of(torch.zeros(len(positions), 1, 1, self._head_dim, device=positions.device))
         rotation = Rotation.of(embedding(), self._head_dim, self._interleaved)
         if factor == 1.0:
@@ -140,7 +144,7 @@ class LayerRotary(torch.nn.Module):
 
 
 def _different(values: Iterable[Any]) -> list[Any]:
-    """Returns each value once, in order of first appearance. Values need not be hashable: a Rotary may hold lists."""
+    """Returns the distinct values, in order of first appearance. Values need not be hashable."""
     found: list[Any] = []
     for value in values:
         if value not in found:
@@ -149,7 +153,7 @@ def _different(values: Iterable[Any]) -> list[Any]:
 
 
 def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> Any:
-    """Returns a layer's rotation: a :class:`Rotary`, ``_OWN`` or ``_NONE``; ``number`` is Megatron's, from 1."""
+    """Returns the rotation of layer ``number`` (from 1): a :class:`Rotary`, ``_OWN`` or ``_NONE``."""
     if config.no_rope_freq and config.no_rope_freq[number - 1]:
         return _NONE
     rotary: Rotary | None = options.rotations[number - 1] if options.rotations else None
@@ -157,5 +161,10 @@ def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> 
 
 
 def query_scale(scaling: QueryScaling, positions: torch.Tensor) -> torch.Tensor:
-    """Returns [rows] float32 factors on the queries of rows at [rows] int64 positions in their documents."""
+    """Returns [rows] float32 factors on queries.
+
+    Args:
+        scaling: the slope and the original length in the formula.
+        positions: [rows] int64 position of each row in its document.
+    """
     return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.original_length))

@@ -1,8 +1,8 @@
-"""Compares GPU operations of a model's layers with float64 on small inputs, before the layers are built.
+"""Compares the GPU operations of a model's layers with float64 on small inputs, before the layers are built.
 
-These are this project's fused operations, such as RMSNorm and SwiGLU, and the matrix products of Transformer Engine's
-linear layers. ``CAD`` calls :func:`check_layers` when it is made. A process compares fused operations once for each
-size, and products once for each FP8 recipe.
+The operations are this project's fused ones, such as RMSNorm and SwiGLU, and the matrix products of Transformer
+Engine's linear layers. The constructor of ``distca.CAD``, the object that a training script makes, calls
+:func:`check_layers`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _check_operations = cache(check_operations)
 def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> None:
     """Compares fused operations with float64, and Transformer Engine's products where the layers use them.
 
-    A fused operation that is wrong is replaced by torch's own, with a warning. All ranks call it together. Without a
-    GPU it does nothing, as no operation is fused there.
+    A fused operation that is wrong is replaced by torch's own, with a warning. All ranks call this function together.
+    Without a GPU nothing is compared, as no operation is fused there.
 
     Args:
         config: the model's configuration.
@@ -37,7 +37,7 @@ def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> N
         te: whether the layers get Transformer Engine's linear layers.
 
     Raises:
-        SupportError: Transformer Engine's products are wrong on some rank; all ranks raise it.
+        SupportError: on all ranks, if Transformer Engine's products are wrong on any rank.
     """
     if device.type != "cuda":
         return
@@ -57,6 +57,6 @@ def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> N
         if wrong := check_products(config, device):
             raise SupportError(
                 f"Transformer Engine's linear layers are wrong here, as {wrong}: set `linears` to local, or install "
-                "another version of it."
+                "another version of Transformer Engine."
             )
         _products_checked.add(kind)

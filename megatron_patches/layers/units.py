@@ -1,11 +1,11 @@
 """Groups a model's layers into units, each with one mixer, for the runner of layers (``distca/runtime/ping_pong.py``).
 
-A mixer is attention or a recurrence. Its *core* lies between its projections, and other ranks may compute it. A unit is
-a mixer with all MLPs and experts behind it, up to the next mixer. The runner calls ``pre`` of a unit, then its core,
-then ``post``. It computes a micro-batch as two nano-batches, so that rows of one travel while the other computes.
+A *mixer* is attention or a recurrence. The *core* of a mixer is the part without projections, which other ranks may
+compute. A *unit* is a mixer with all MLPs and experts behind it, up to the next mixer. A layer of a GPTModel is a unit.
+In a HybridModel mixers and MLPs are separate layers, so a unit may have several layers.
 
-A layer of a GPTModel is a unit. In a HybridModel mixers and MLPs are layers of their own, and a unit has several. Then
-one operation adds the mixer's output to the residual and computes the norm of the next layer's MLP.
+The runner splits the rows of a micro-batch into one or two *nano-batches*. For each nano-batch the runner calls
+``pre`` of a unit, has the core computed, and calls ``post``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Unit:
 
     Attributes:
         mixer: the layer with attention or a recurrence.
-        before: layers with an MLP alone, with which a pipeline stage begins; its first unit has them, others none.
-        behind: the layers with the MLPs behind the mixer. In a GPTModel this is the mixer's layer itself.
+        before: layers with an MLP alone that come before the first mixer of a pipeline stage; empty in all units but
+            the first.
+        behind: the layers whose MLPs follow the mixer. In a GPTModel the mixer's layer itself.
     """
 
     mixer: Any
@@ -54,14 +55,14 @@ def units_in(layers: Iterable[Any]) -> list[Unit]:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A unit with the rotations and counts of one micro-batch.
+    """A unit with the rotations of one micro-batch.
 
-    ``hidden`` is [rows, 1, hidden] of one nano-batch, and ``nano`` the number of that nano-batch, 0 or 1.
+    In all methods ``hidden`` is [rows, 1, hidden], the rows of nano-batch number ``nano``, 0 or 1.
 
     Attributes:
         unit: the unit's layers.
         rotations: RoPE's rotations of each nano-batch's rows.
-        balance: the counts of the micro-batch's routers, in models with experts.
+        balance: where routers count the rows of each expert; None in models without experts.
     """
 
     unit: Unit
@@ -89,7 +90,8 @@ class _Bound:
         return any(layer.has_exchanges for layer in self.unit.behind)
 
     def post_parts(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> Parts:
-        """Computes what :meth:`post` does, as a generator, which yields while rows travel to experts or back."""
+        """Computes what :meth:`post` does, as a generator. In each layer with experts the generator yields while rows
+        travel to the ranks of their experts, and while outputs travel back."""
         last, nano_batch = self.unit.mixer, self._nano_batch(nano)
         branch, hidden = last.mixed(o, *residual)
         for last in self.unit.behind:
@@ -98,7 +100,7 @@ class _Bound:
         return output
 
     def _first(self, hidden: torch.Tensor, nano: int) -> torch.Tensor:
-        """Returns ``hidden`` after the layers before the mixer."""
+        """Returns the output of the layers before the mixer."""
         for layer in self.unit.before:
             hidden = layer.added(*layer.behind(None, hidden, self._nano_batch(nano)))
         return hidden
@@ -118,7 +120,8 @@ class BoundUnit(_Bound):
         return sink
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Computes everything before core attention; returns tensors for :meth:`post`, then q and kv."""
+        """Computes everything before core attention; returns tensors for :meth:`post`, then queries, then keys and
+        values in one tensor."""
         mixer = self.unit.mixer
         made: tuple[torch.Tensor, ...] = mixer.pre(
             self._first(hidden, nano), self.rotations[nano].of(mixer.layer_number)
@@ -144,7 +147,7 @@ class BoundRecurrentUnit(_Bound):
 
     @property
     def core_parameters(self) -> CoreParameters:
-        """The core's weights of this rank's heads."""
+        """The weights of the core for this rank's heads."""
         parameters: CoreParameters = self.unit.mixer.core_parameters
         return parameters
 
@@ -162,7 +165,7 @@ def bound_units(
     Args:
         layers: the stage's layers.
         rotations: RoPE's rotations of each nano-batch's rows.
-        balance: the counts of the micro-batch's routers, in models with experts.
+        balance: where routers count the rows of each expert; None in models without experts.
     """
     return [
         (BoundRecurrentUnit if hasattr(unit.mixer, "recurrence") else BoundUnit)(unit, rotations, balance)
