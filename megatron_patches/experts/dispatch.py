@@ -2,8 +2,8 @@
 
 A layer's experts are divided over the expert-parallel ranks. A layer gets the rows of one *nano-batch* at a time: a
 micro-batch, or half of one. The router chose K experts for each row. A row travels once to each rank that has any of
-the row's K experts. If a rank has two of the K experts, two *pairs* of row and expert are computed there, and the sum
-of the two outputs is sent back. The indices with which ``exchange.py`` sends rows are in :class:`Dispatch`.
+the row's K experts. A rank that has two of the K experts computes two *pairs* of row and expert. The rank sends back
+the sum of the two outputs. The indices with which ``exchange.py`` sends rows are in :class:`Dispatch`.
 
 If almost every row has an expert on every rank, all rows are sent to all ranks (``goes_everywhere``). Then the host
 knows beforehand how many rows each rank sends and receives. The number of pairs of each expert is always counted on the
