@@ -1,6 +1,6 @@
-"""The execution of plans: autograd nodes that send rows and wait for them, attention servers, and the ping-pong order.
+"""The execution of plans: autograd nodes that exchange rows between ranks, and attention on the received rows.
 
-Ping and pong are the two parts of a micro-batch, of which one computes while the other's rows travel.
+A micro-batch runs in two parts, ping and pong: ping computes while pong's rows travel, and the other way round.
 """
 
 from distca.runtime.device_routes import LayerRoutes, NanoRoutes

@@ -2,19 +2,18 @@
 
     enter: launch q,k,v → join → serve → launch o → leave: join o
 
-Every rank has two roles. As a *home* it holds rows of documents: it sends their q, k and v, and gets o back. As a
-*server* it computes attention tasks on rows that homes sent to it. A *nano-batch* is one of the two parts of a
-micro-batch, ping (first) and pong (second). ``ping_pong.py`` makes one call for each layer and nano-batch.
+Every rank has two roles. As a *home* it holds rows of documents: it sends q, k and v of these rows, and gets o back. As
+a *server* it computes attention for rows that homes sent. A *nano-batch* is one of the two parts of a micro-batch, ping
+(first) and pong (second). ``ping_pong.py`` makes a call for each layer and nano-batch.
 
-One node launches a transfer, and a later node *joins* it: waits until it is done. Backward reverses them: where forward
-joined a transfer, backward launches the gradients' transfer, and the other way round. Between launch and join the
-caller runs the other nano-batch's compute.
+One node launches a transfer, and a later node *joins* the transfer: the node waits until all rows have arrived.
+Backward runs the nodes in reverse order. The node that joined a transfer in forward launches the transfer of gradients
+in backward, and the node that launched joins. Between launch and join the caller runs the other nano-batch's compute.
 
-The tensors are fields of an :class:`AttentionCall`. Nodes pass each other only a *graph token*, a dummy scalar that
-gives autograd an edge from node to node. Rows themselves cannot be passed: backward may follow another plan, whose
-buffers have other shapes. ``kept_rows.py`` holds the rows that wait for backward, on servers (*keep*) or at home
-(*resend*). A sink is a learned score of a head that takes a part of each softmax. Homes apply sinks to the o and
-log-sum-exp (lse) that they get back, so servers need no parameters.
+Rows are fields of an :class:`AttentionCall`. Nodes pass each other only a *graph token*, a dummy scalar that gives
+autograd an edge from node to node. ``kept_rows.py`` has the rows that wait for backward, on servers (*keep*) or at home
+(*resend*). A *sink* is a learned score of a head that takes a share of each softmax. Homes apply sinks to o and lse
+(log-sum-exp of the scores) that come back, so servers have no parameters.
 
 Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers; H
 query heads, G key/value heads, D head dimension; 2 stands for k and v.
@@ -46,11 +45,11 @@ class AttentionCall(LayerCall):
     """State of one layer's core attention for one nano-batch, from the launch of q,k,v to the end of its backward.
 
     Args:
-        pool: all ranks that serve attention to each other, with this rank's transport and kernel.
+        pool: this rank's transport, attention kernel and timeline.
         routes: the rows that this rank sends, receives and computes in the nano-batch.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
-        before: in pong, the same layer's call for ping. Pong's tasks may need k,v rows that ping's servers kept.
+        before: in pong, the layer's call for ping, whose k,v rows pong's attention may read; None in ping.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class AttentionCall(LayerCall):
         self._sink: torch.Tensor | None = None
         self._home_rows = (0, 0)  # query rows and k,v rows that this rank has as a home
         self._before = before if routes.forward.before else None
-        # In ping, the k,v gradients that pong's tasks computed for rows that ping received; None until pong's backward.
+        # In ping: gradients of ping's k,v rows that pong's backward computed. None says that they are still to come.
         self._later: Sums | None = {}
         if self._before is not None:
             self._before._later = None
@@ -82,8 +81,8 @@ class AttentionCall(LayerCall):
     ) -> torch.Tensor:
         """Starts sending q and k,v rows to servers; returns the graph token for :meth:`join_qkv`.
 
-        ``prefix_N2GD`` is given in pong, if it continues documents of ping: their keys and values of ping. They come
-        ahead of ``kv_N2GD``, and travel again to servers that did not keep them."""
+        ``prefix_N2GD`` are keys and values of ping's rows whose documents go on in pong. Pong sends them ahead of
+        ``kv_N2GD`` to servers that have not kept these rows."""
         return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
@@ -95,22 +94,22 @@ class AttentionCall(LayerCall):
         return Node.apply(graph_token, self._serve_forward, self._serve_backward)
 
     def launch_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
-        """Starts sending o rows home; with lse if the layer has sinks or if home ranks keep lse for backward."""
+        """Starts sending o rows home, and lse if the layer has sinks or homes keep lse for backward."""
         self._sink = None if sink_H is None else sink_H.detach()
         return Node.apply(graph_token, self._launch_o, self._join_do)
 
     def join_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
-        """Waits for o of the rows that live here and applies the sinks; returns o_NHD, zero in padding rows."""
+        """Waits for o of this home's rows and applies the sinks; returns o_NHD, zero in padding rows."""
         return _Leave.apply(graph_token, sink_H, self)
 
-    # For a rank that only serves in a backward phase of a pipeline: its stage has no micro-batch there. It has no
-    # autograd nodes for that phase, so ``idle_stage.py`` calls these methods directly.
+    # In a pipeline, a rank may have to serve the backward of other stages while its own stage has no micro-batch.
+    # Autograd then has no nodes on this rank, so ``idle_stage.py`` calls these methods directly.
 
     @classmethod
     def for_backward(
         cls, pool: AttentionPool, routes: NanoRoutes, layer: int, nano: int, home: HomeRows
     ) -> AttentionCall:
-        """A call that begins with its backward, with *resend*; ``home`` has tensors of 0 rows in the layer's shapes."""
+        """Returns a call that runs only backward, with *resend*; ``home`` has tensors of 0 rows."""
         call = cls(pool, routes, layer, nano)
         assert isinstance(call._kept, Resend)
         call._kept.home = home
@@ -121,13 +120,13 @@ class AttentionCall(LayerCall):
         self._launch_do(do_NHD)
 
     def backward_serve(self) -> None:
-        """Waits for the rows that homes sent, computes this server's gradients and starts sending them home."""
+        """Waits for the rows that homes sent, computes this server's gradients and launches their way home."""
         self._join_do()
         self._serve_backward()
         self._launch_gradients()
 
     def backward_join_gradients(self) -> None:
-        """Waits for the gradients of rows that live here."""
+        """Waits for the gradients of this home's rows."""
         self._join_gradients()
 
     # Forward.
@@ -154,7 +153,7 @@ class AttentionCall(LayerCall):
         self._kept.served(rows)
 
     def _kv_of_before(self) -> torch.Tensor | None:
-        """The k,v rows that this server received in ping and kept; None where its tasks in pong need none of them."""
+        """Returns the k,v rows that this server kept in ping; None if no task of pong on this server reads them."""
         return None if self._before is None else self._before._kept.kv_on_server
 
     def _launch_o(self) -> None:
@@ -177,14 +176,13 @@ class AttentionCall(LayerCall):
             o, lse = with_sink(o, lse, self._sink)
         if has_backward:
             self._kept.joined(o, lse)
-        # Autograd sets grad_fn on the returned tensor, which would tie the kept o to the graph. A view keeps them
-        # apart.
+        # Autograd sets grad_fn on the returned tensor. A view leaves the kept o outside the graph.
         return o.detach()
 
     # Backward.
 
     def _launch_do(self, do_NHD: torch.Tensor) -> torch.Tensor | None:
-        """Starts sending dO and, with resend, all other rows of backward; returns the sinks' gradient, or None."""
+        """Starts sending dO and the other rows of backward; returns the sinks' gradient, or None without sinks."""
         do_NHD = do_NHD.contiguous()
         of_sink = None
         if self._sink is not None:
@@ -230,10 +228,9 @@ class AttentionCall(LayerCall):
     # Shared.
 
     def _moved_home(self, rows: torch.Tensor, moves: RowMoves) -> tuple[torch.Tensor, list[Part]]:
-        """Moves query rows from this server to their homes.
+        """Makes the tensor of this home's query rows that servers send back, with zeros in padding rows.
 
-        Returns the tensor of this rank's home rows, which the exchange fills, and the exchange's parts. Padding rows
-        are zero."""
+        Returns this tensor, and the parts of the exchange that fills it."""
         home, parts = moved(rows, moves, self._home_rows[0])
         if parts:
             home[moves.destination_rows :] = 0

@@ -1,14 +1,14 @@
-"""A server without a model: a process that only computes attention for the ranks that train, which are its *homes*.
+"""A server without a model: a process that only computes attention for the ranks that train, which are called *homes*.
 
-Users' scripts and the trainer's (``distca/train/run/serve.py``) call :func:`serve`. The process has no parameters, no
-optimizer and no data. Homes and servers together are the *pool*, and they meet in a torch.distributed store. There the
-homes' first rank writes a :class:`PoolTerms` (heads, kinds of layers, planning options) and, for each step, the lengths
-of its documents.
+Users' scripts and the trainer (``distca/train/run/serve.py``) call :func:`serve`. The process has no parameters, no
+optimizer and no data. Homes and servers together are the *pool*. They exchange messages through a torch.distributed
+store. The homes' first rank writes a :class:`PoolTerms` (heads, kinds of layers, planning options) there and, for each
+step, the lengths of the documents.
 
-From these lengths a server makes the same plan as the homes. It then runs a stand-in for each layer, which has no
-tokens and only takes part in the exchanges of rows. So its forward and backward exchanges have the homes' order.
+From these lengths a server plans which rows travel, as homes do. For each layer it then runs a stand-in without tokens,
+which takes part in the exchanges of rows. So the server's exchanges come in the homes' order.
 
-Servers may join or die while homes train. Each change of the pool begins a new *generation* with new process groups.
+Servers may join or leave while homes train. Each change begins a new *generation* of the pool, with new process groups.
 """
 
 from __future__ import annotations
@@ -46,17 +46,16 @@ from distca.transport.collective import nccl_goes_first
 logger = logging.getLogger(__name__)
 
 _PLANNED_AHEAD = 3
-"""Plans that a server holds at most: the running step's, the next step's, and one of another loop such as validation.
-When a fourth arrives the oldest is dropped; if its step still comes, the server plans it again."""
+"""The most plans that a server holds: for the running step, the next step, and another loop such as validation. A
+fourth plan replaces the oldest. The server plans a step again if the step's plan was replaced."""
 _REMEMBERED = 16
-"""The number of latest steps whose :class:`Served` stays in the store. Homes that log a step read it within a few
-steps; older entries are deleted."""
+"""The number of latest steps whose :class:`Served` stays in the store, until homes have read it."""
 FORMING = timedelta(seconds=20)
-"""The longest time in which all homes and servers of a later generation may connect. Then homes start another
-generation, without the servers that did not connect. The first generation has the longer TIMEOUT."""
+"""The longest time in which all homes and servers of a generation may connect. After it homes start another generation.
+The first generation has the longer TIMEOUT."""
 HOMES_QUIET = timedelta(days=7)
-"""The longest time that homes may send no message, since evaluating, saving or waiting for data takes long. After it
-the server raises LaunchError."""
+"""The longest time without a message from homes, for example while they evaluate or save. After it the server raises
+LaunchError."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ class PoolTerms:
 
     Attributes:
         options: the planner's options.
-        spec: heads, dtype and kinds of the core attention of one tensor-parallel rank; its device is the homes'.
-        kernel: the name of the kernel that homes were told to use, such as "auto".
-        backward: "keep" or "resend", as in :class:`distca.runtime.server.AttentionPool`.
+        spec: heads, dtype, kinds and device of core attention on a home.
+        kernel: the user's setting of the attention kernel, such as "auto".
+        backward: "keep" if servers keep q, k and v until backward; "resend" if homes send them again.
     """
 
     options: PlanOptions
@@ -81,10 +80,10 @@ class Comer:
     """A server process that offers to serve.
 
     Attributes:
-        number: the server's number, from its command line.
+        number: the server's number.
         machine: host name.
         device: "cuda" or "cpu".
-        process: identity of the process; a restarted server has the same number and another process.
+        process: identity of the process. A server that is started again has its old number and a new identity.
     """
 
     number: int
@@ -98,12 +97,11 @@ class Generation:
     """The servers of a pool from one change to the next.
 
     Attributes:
-        number: number of the generation, from 0; each has process groups of its own.
-        servers: the servers, in the order of their places in the pool, which come after the homes' places. With a
-            tensor-parallel size of ``tp``, each place has ``tp`` consecutive servers, one for each tensor-parallel
-            rank.
-        terms: facts about the homes' model; its options count these servers.
-        told: number of the first message in the store that is meant for these servers.
+        number: number of the generation, from 0.
+        servers: the servers. Each run of ``tp`` servers, where ``tp`` is the tensor-parallel size, is one member of the
+            pool. Servers are numbered in the pool after the homes, in this order.
+        terms: facts about the homes' model.
+        told: number of the first message in the store that is meant for this generation.
     """
 
     number: int
@@ -115,19 +113,21 @@ class Generation:
 def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta = TIMEOUT) -> int:
     """Serves core attention until homes end the pool or leave this server out; returns the number of served steps.
 
-    A process that sees GPUs serves on its current device over NCCL, another one serves on its CPU over gloo. A server
-    may start while homes already train, and may have the number of one that died. Homes add it before their next step.
+    With GPUs, a server computes on the process's current device and uses NCCL. Without GPUs it computes on the CPU and
+    uses gloo. A server may start while homes train: homes add the server before a later step. The new server may have
+    the number of a server that has died.
 
     Args:
-        store: the store of the homes' world: a TCPStore at their MASTER_ADDR and MASTER_PORT.
-        number: this server's number, from 0; each server must have another one.
-        pool: number of the homes' pool: 0 for the first ``distca.CAD`` with servers that homes make, 1 for the next.
+        store: the homes' store, a TCPStore at MASTER_ADDR and MASTER_PORT of the homes.
+        number: this server's number, from 0. No two servers may have equal numbers.
+        pool: number of the homes' pool. Each ``distca.CAD`` (the object of a training script) that has servers counts
+            one up: 0 for the first, 1 for the second.
         patience: the longest wait for homes.
 
     Raises:
-        LaunchError: no homes come in time, or they already have a server of this number.
-        SupportError: the homes compute on GPUs and this process has none, or the other way round.
-        KernelError: the homes' kernel cannot run here, or computes wrong results here.
+        LaunchError: no homes come in time, or the homes already have a server with this number.
+        SupportError: homes compute on GPUs and this process on a CPU, or the other way round.
+        KernelError: the homes' kernel cannot run in this process, or computes wrong results.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -145,7 +145,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
     check_device(first.terms.spec.device.type, device.type, number)
     kernel = choose_kernel(first.terms.kernel, replace(first.terms.spec, device=device))
     if me not in first.servers:
-        # The homes have begun without this process. It asks to be a server of their next generation.
+        # The homes have begun without this process, so the process asks to join the next generation.
         meeting.put(f"comer/{meeting.count('comers', 1) - 1}", me)
         answer = meeting.take(f"welcome/{me.process}", HOMES_QUIET)
         if isinstance(answer, str):
@@ -155,13 +155,12 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
 
 
 def group_name(generation: int, part: int) -> str:
-    """The name of the process group that one tensor-parallel rank (``part``) of homes and servers has in a
-    generation."""
+    """Returns the name of a generation's process group for one tensor-parallel rank, ``part``."""
     return f"{generation}/part/{part}"
 
 
 def _host(store: dist.Store) -> str:
-    """Returns the homes' address, by which :func:`bind_gloo` picks the network interface that gloo listens on."""
+    """Returns the store's address, with which :func:`bind_gloo` picks the network interface that gloo listens on."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else LOOPBACK
@@ -185,8 +184,8 @@ class Served:
     """A server's report of one step.
 
     Attributes:
-        seconds: by direction, the seconds of each time that it computed attention, in order.
-        peak: peak bytes of device memory in the step; on CPUs the resident bytes of the process at its end.
+        seconds: the seconds of each computation of attention in the step, under "forward" and "backward".
+        peak: peak bytes of device memory in the step; on CPUs the process's resident bytes after the step.
     """
 
     seconds: dict[str, list[float]]
@@ -204,9 +203,10 @@ class _Server:
         return self._me.number
 
     def _join(self, generation: Generation) -> None:
-        """Joins a generation of the pool, as all its homes and servers do at the same time.
+        """Joins a generation of the pool, together with the generation's homes and servers.
 
-        If a member does not connect in a later generation, this returns; homes then announce another generation."""
+        Returns without a pool if another process does not connect; homes then announce a further generation. Only the
+        first generation raises RuntimeError instead."""
         terms, spec, options = generation.terms, generation.terms.spec, generation.terms.options
         place = generation.servers.index(self._me)
         tp = len(generation.servers) // options.servers
@@ -228,12 +228,12 @@ class _Server:
         logger.info("Server %d of the pool serves core attention of %d homes.", self._number, options.homes)
 
     def _leave(self) -> None:
-        """Leaves the pool, whether it is broken or not; ranks that wait for this server then get an error."""
+        """Leaves the pool; ranks that wait for this server then get an error."""
         self._watch.end()
         self._transport.give_up()
 
     def _rejoin(self, number: int) -> bool:
-        """Leaves the pool and joins its generation ``number``; False if homes left this server out of it."""
+        """Leaves the pool and joins generation ``number``; returns False if the homes left this server out."""
         self._leave()
         self._planned.clear()
         self._store.put(f"here/{number}/{self._number}", self._me)
@@ -244,7 +244,7 @@ class _Server:
         return True
 
     def run(self, generation: Generation) -> int:
-        """Handles the homes' messages, one after the other, until "end"; returns the number of served steps.
+        """Handles the homes' messages until "end", or until homes leave this server out; returns the number of steps.
 
         | message | action |
         |---|---|
@@ -282,9 +282,9 @@ class _Server:
                     self._store.put(f"served/{step}/{self._number}", None)
 
     def _has_served(self, plan: StepPlan, routes: StepRoutes, forward_only: bool, zero: float | None) -> bool:
-        """Serves a step; returns False if another rank of the pool was gone.
+        """Serves a step; returns False if another rank of the pool is gone.
 
-        If ``zero`` is given, the step is recorded on the timeline; it is the homes' zero of time.
+        The step is recorded if ``zero`` is given: the time at which the homes' recording began, in seconds since 1970.
 
         Raises:
             RuntimeError: this server itself failed.
@@ -299,18 +299,18 @@ class _Server:
             if not is_lost_peer(error):
                 raise
             logger.warning("Server %d lost another rank of the pool: %s", self._number, str(error).splitlines()[0])
-            error.__traceback__ = None  # Its frames refer to the group, which would keep connections open.
+            error.__traceback__ = None  # The traceback's frames refer to the group, whose connections must close.
             self._leave()
             return False
         return True
 
     def _begin(self) -> None:
-        """Initializes the planning thread, which copies routes to the device."""
+        """Sets the device of the planning thread, which copies plans to the device."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def _tell_served(self, step: int) -> None:
-        """Writes the report of a step to the store. It waits for the device, so the host never runs a step ahead."""
+        """Waits for the device, and writes the report of a step to the store."""
         seconds = self._pool.timeline.take_serves()
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
@@ -321,12 +321,12 @@ class _Server:
         self._store.drop(f"served/{step - _REMEMBERED}/{self._number}")
 
     def _tell_recorded(self, question: int) -> None:
-        """Writes the recorded spans to the store; none if the pool is broken."""
+        """Writes the timeline's recorded spans to the store; an empty list if the pool is broken."""
         spans = [] if self._transport.broken else self._pool.timeline.take(self._number)
         self._store.put(f"timeline/{question}/{self._number}", spans)
 
     def _plan(self, step: int, lengths: tuple[Any, ...]) -> tuple[StepPlan, StepRoutes]:
-        """Plans a step, and writes the plan's fingerprint to the store, or the error; homes compare it with theirs."""
+        """Plans a step and writes the plan's fingerprint, or an error, to the store, where homes check the entry."""
         try:
             plan = StepInputs(lengths[0], self._terms.options, *lengths[1:]).plan()
             with uploading(self._device) as upload:
@@ -352,7 +352,7 @@ class _Server:
                 serve_backward(self._pool, of_phase, [self._layer] * len(of_phase))
 
     def _serve_micro_batch(self, routes: Sequence[LayerRoutes], forward_only: bool) -> None:
-        """Runs forward and backward of all layers with no tokens of its own, as a home without tokens would."""
+        """Runs forward and backward of all layers without tokens of its own."""
         options = self._terms.options
         kinds = options.layer_kinds[0] if options.layer_kinds else (0,) * len(routes)
         layers = [_TracedLayer(self._layer, options.kinds[kind].sink) for kind in kinds]
@@ -364,11 +364,12 @@ class _Server:
 
 
 class _TracedLayer:
-    """A stand-in for a layer, with 0 rows. Its tensors require gradients, so autograd orders its backward as at home.
+    """A stand-in for a layer, with 0 rows. The rows require gradients, so autograd runs backward in the homes' order.
 
     Args:
         empty: the shapes of the layer's rows.
-        has_sink: whether the homes' layer has sinks; their exchange of o then also carries lse.
+        has_sink: whether the layer has sinks, learned scores that take a share of each softmax. Homes apply sinks, so
+            servers then send lse, the log-sum-exp of scores, with o.
     """
 
     def __init__(self, empty: EmptyLayer, has_sink: bool) -> None:
@@ -376,7 +377,7 @@ class _TracedLayer:
         self.sink = torch.zeros(empty.heads, device=empty.device) if has_sink else None
 
     def hidden(self) -> torch.Tensor:
-        """[0, width] input of the first layer, wide enough for q, k and v to be slices of it."""
+        """Returns the first layer's input of 0 rows, wide enough to be split into q, k and v."""
         each = self._empty
         width = each.head_dim * (each.heads + 2 * each.kv_heads)
         return torch.empty(0, width, dtype=each.dtype, device=each.device, requires_grad=True)

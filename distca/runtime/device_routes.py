@@ -1,12 +1,12 @@
-"""A rank's routes as tensors on its device, made once per micro-batch and shared by all layers of a kind.
+"""The rows that a rank sends, receives and computes in core attention, as index tensors on the rank's device.
 
-A *plan* says which *server* (a rank that computes attention) computes which *CA-task*: a range of a document's queries
-with all their keys. A *route* is one rank's part of a plan: the rows that it sends from its *home* tensors, receives as
-a server, and keeps. The planner makes routes in numpy (``distca/plan/routes.py``); :class:`StepRoutes` turns those of a
-step into index tensors. ``AttentionCall`` and the transports run them.
+Every rank has two roles. As a *home* it holds rows of documents; as a *server* it computes attention. A *task* is a
+range of a document's queries with all keys that the queries see. A *plan* gives each task to a server. A *route* is one
+rank's part of a plan: rows to send as a home, and rows to receive and tasks to compute as a server. The planner makes
+routes in numpy (``distca/plan/routes.py``), and this file copies the routes to the device.
 
-Two micro-batch parts, the *nano-batches* ping and pong, take turns, and each has routes of its own. A *kind* of layer
-has one window, scale and softcap. A *region* is the copy of a task's keys and values that a kernel reads in one piece.
+A micro-batch runs as two *nano-batches*, ping and then pong, which have routes of their own. Layers of one *kind* have
+equal window, scale and softcap. A *region* is a contiguous copy of the keys and values of one task, for the kernel.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from distca.transport import RowMoves
 
 @dataclass(frozen=True)
 class SharedRows:
-    """A range of k,v rows in a server's receive buffer, and the copies of it that tasks read.
+    """A range of k,v rows in a server's receive buffer, and the copies of these rows in the regions of tasks.
 
-    The regions of all tasks lie one after the other in one tensor. Example: buffer rows [10, 17) are copied for two
-    tasks, rows [10, 14) to row 0 of that tensor, and all seven to row 4. Then ``first`` is 10 and ``places`` are
-    (0, 0, 4) and (0, 4, 7).
+    The regions of all tasks lie one after the other in one tensor. Example: the range is buffer rows [10, 17). One task
+    needs rows [10, 14), which are copied to row 0 of the regions. The next task needs all seven rows, which are copied
+    to row 4. Then ``first`` is 10 and ``places`` are (0, 0, 4) and (0, 4, 7).
 
     Attributes:
         first: first row of the range in the buffer.
-        places: for every copy, in task order: its first row counted from ``first``, its first row among the regions,
-            and its number of rows. The last copy reaches to the end of the range.
+        places: for every copy, in task order: the copy's first row, counted from ``first``; its first row in the
+            regions; and its number of rows. The last copy ends at the end of the range.
     """
 
     first: int
@@ -45,7 +45,7 @@ class SharedRows:
 
     @staticmethod
     def of(copies: Segments) -> list[SharedRows]:
-        """Groups copies that read overlapping buffer rows into one range each; different ranges do not overlap."""
+        """Makes one range of copies that read overlapping buffer rows, so that ranges do not overlap."""
         found: list[SharedRows] = []
         columns, end = (copies.source.tolist(), copies.destination.tolist(), copies.rows.tolist()), -1
         for source, target, rows in sorted(zip(*columns, strict=True)):
@@ -58,13 +58,13 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class KindBatch:
-    """Consecutive CA-tasks of one kind of layer: one kernel call.
+    """Consecutive tasks of one kind of layer, which one kernel call computes.
 
     Attributes:
         kind: the kind of layer.
-        batch: first and last row of each task, counted from this batch's first row.
+        batch: the borders of tasks, counted from this batch's first row.
         q: the batch's rows in the server's query buffer.
-        kv: the batch's rows among all regions.
+        kv: the batch's rows in the tensor of all regions.
     """
 
     kind: AttentionKind
@@ -95,18 +95,18 @@ class ServerRoute:
     """One rank's route of one plan, as index tensors on its device.
 
     Attributes:
-        q_to_server: moves of q from homes to servers; backward also moves o, lse and dO by them.
-        q_to_home: moves of o, lse (log-sum-exp) and dQ back home.
-        kv_to_server: moves of k and v to servers. Between nodes they may take two hops: to one server of the node, the
-            *gateway*, and from there to the node's other servers.
-        kv_to_home: moves of dK and dV back home, which add them up if several servers return the same row.
-        repeats: copies from this server's k,v buffer to the regions. It is empty if the buffer itself can serve as the
-            regions: no two tasks share rows, and no task needs rows that ping left here.
-        before: in pong, copies to the regions from the k,v buffer that this server kept of ping.
-        batches: this server's CA-tasks.
-        q_rows: rows of the server's query buffer.
-        kv_rows: rows of the server's k,v buffer, which holds every row once.
-        region_rows: k,v rows of all regions together.
+        q_to_server: moves of q from homes to servers; in backward also of o, lse (log-sum-exp of scores) and dO.
+        q_to_home: moves of o, lse and dQ from servers to homes.
+        kv_to_server: moves of k and v from homes to servers. Rows for several servers of another node may travel to one
+            of these servers, the *gateway*, which sends the rows on inside the node.
+        kv_to_home: moves of dK and dV from servers to homes. Gradients of one row are added up.
+        repeats: copies from this server's k,v buffer to the regions. It is empty if the buffer itself is the tensor of
+            regions: no two tasks share rows, and no task reads rows that arrived in ping.
+        before: in pong, copies to the regions from the k,v buffer that this server kept in ping.
+        batches: this server's tasks.
+        q_rows: number of rows of the server's query buffer.
+        kv_rows: number of rows of the server's k,v buffer, which holds every row once.
+        region_rows: number of k,v rows of all regions together.
     """
 
     q_to_server: RowMoves
@@ -122,12 +122,12 @@ class ServerRoute:
 
     @cached_property
     def kinds(self) -> str:
-        """The names of the kinds in this server's tasks, for the timeline."""
+        """The names of the kinds of layers in this server's tasks, for the timeline."""
         return " and ".join(dict.fromkeys(each.kind.name for each in self.batches))
 
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> ServerRoute:
-        """Copies a route to ``device`` without blocking the host. ``kinds`` has the kind of each number in the plan."""
+        """Copies a route to ``device`` without blocking the host; ``kinds`` are the plan's kinds of layers."""
         with uploading(device) as upload:
             return ServerRoute(
                 *RowMoves.there_and_back(route.q, route.ranks, upload),
@@ -146,11 +146,11 @@ class NanoRoutes:
     """Everything a rank needs to run one nano-batch.
 
     Attributes:
-        q_rows: query rows that this rank has as a home; further rows of a home tensor are padding and stay out.
-        prefix: in pong, ranges (first row, one past the last) of ping's home rows whose documents pong continues. Their
-            keys and values come ahead of pong's own, and travel again to servers that did not keep them.
+        q_rows: number of query rows that this rank has as a home; further rows of the home's tensors are padding.
+        prefix: in pong, ranges (first row, one past the last) of ping's rows on this rank whose documents go on in
+            pong. Pong sends keys and values of these rows to servers that have not kept them.
         forward: route of the forward plan.
-        backward: route of the backward plan; the same object as ``forward`` if both directions have one plan.
+        backward: route of the backward plan; it is ``forward`` if both directions have one plan.
     """
 
     q_rows: int
@@ -168,16 +168,17 @@ class NanoRoutes:
         previous: Layout | None = None,
         links: Links | None = None,
     ) -> NanoRoutes:
-        """The routes of ``rank`` for a nano-batch.
+        """Returns the routes of ``rank`` for a nano-batch.
 
         Args:
             forward: the forward plan.
-            backward: the backward plan, over the same layout; it may be ``forward`` itself.
-            rank: this rank's number in the server pool.
+            backward: the backward plan, over the layout of ``forward``; it may be ``forward`` itself.
+            rank: this rank's number among the ranks that compute attention for each other.
             kinds: kinds of layers, numbered as in the plans.
-            device: the rows' device, or an upload to it. With an upload the tensors have no values until it is sent.
-            previous: for pong, the layout of ping; None for ping.
-            links: which ranks share a node; None if all do.
+            device: a device, or an upload to a device. With an upload, tensors get their values when the upload is
+                sent.
+            previous: in pong, the layout of ping; None in ping.
+            links: which ranks share a node; None if all ranks do.
         """
         layout = forward.layout
         with uploading(device) as upload:
@@ -187,7 +188,7 @@ class NanoRoutes:
 
 
 LayerRoutes = tuple[NanoRoutes | RecurrentRoutes, ...]
-"""A rank's routes of one layer, by nano-batch. A recurrent layer (linear attention, SSM) has
+"""A rank's routes of one layer, for each nano-batch. A recurrent layer (linear attention, SSM) has
 :class:`RecurrentRoutes`."""
 
 
@@ -195,16 +196,14 @@ LayerRoutes = tuple[NanoRoutes | RecurrentRoutes, ...]
 class StepRoutes:
     """One rank's routes of a step, for the layers of its pipeline stage.
 
-    A *phase* is the forward, or the backward, that all stages run at the same time; each stage has one micro-batch in
-    it or none. All stages run their i-th layer together, so its plan covers the i-th layers of all stages. If the i-th
-    layers of all stages have the same kinds as the j-th ones, both share their routes.
+    A *phase* is the forward, or the backward, that all stages run at the same time. In a phase each stage has one
+    micro-batch or none. All stages run their i-th layers together, so one plan covers the i-th layers of all stages.
 
     Attributes:
-        own: by micro-batch and layer, the routes of this stage's micro-batches: forward from one phase, backward from
-            another.
-        served_forward: by forward phase and layer, the routes of phases in which this stage has no micro-batch and only
-            serves the others; None for phases with one.
-        served_backward: the same for backward phases.
+        own: for each micro-batch of this stage and each layer, the routes of its forward and backward.
+        served_forward: for each forward phase and layer, the routes if this stage has no micro-batch in the phase and
+            only computes attention for other stages; None for a phase in which this stage has a micro-batch.
+        served_backward: for each backward phase, what ``served_forward`` has for a forward phase.
     """
 
     own: tuple[tuple[LayerRoutes, ...], ...]
@@ -213,15 +212,15 @@ class StepRoutes:
 
     @staticmethod
     def of(plan: StepPlan, stage: int, rank: int, device: Destination) -> StepRoutes:
-        """The routes of data-parallel rank ``rank`` of pipeline stage ``stage``."""
+        """Returns the routes of data-parallel rank ``rank`` of pipeline stage ``stage``."""
         return StepRoutes._of(plan, plan.options.pool_rank(stage, rank), stage, device)
 
     @staticmethod
     def of_server(plan: StepPlan, place: int, device: Destination) -> StepRoutes:
-        """The routes of a server without a model, a process that only serves; ``place`` is its number in the pool.
+        """Returns the routes of a server without a model, which is a process that only computes attention.
 
-        Without pipeline stages they are in ``own``, by micro-batch. With stages they are in the two others, by
-        phase."""
+        Without pipeline stages ``own`` has the routes; with stages ``served_forward`` and ``served_backward`` have
+        them. ``place`` is the server's number among all ranks that exchange rows."""
         return StepRoutes._of(plan, place, None, device)
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Serving a phase in which this rank has no micro-batch: the same exchanges in the same order, with no rows of its own.
+"""Attention for the other pipeline stages, in a phase in which this rank's stage has no micro-batch.
 
-With pipeline stages, a *phase* is the forward or the backward that all stages run at the same time. A stage that has no
-micro-batch in it still computes attention for the others. Every exchange needs all ranks, so the idle rank runs
-stand-ins for its layers, with tensors of 0 rows. The pipeline schedule (``megatron_patches/training``) and servers
-without a model call :func:`serve_forward` and :func:`serve_backward`.
+A *phase* is the forward, or the backward, that all stages run at the same time. Ranks of all stages exchange attention
+rows in a phase, and every exchange needs all ranks. So a rank without a micro-batch runs stand-ins for its layers, with
+tensors of 0 rows. The pipeline schedule (``megatron_patches/training/pipeline_schedule.py``), for example, calls
+:func:`serve_forward` and :func:`serve_backward`.
 
-A micro-batch has two parts, the *nano-batches* ping and pong. Shape suffixes: N rows, always 0 here; H heads, D
+A micro-batch runs in two parts, the *nano-batches* ping and pong. Shape suffixes: N rows, always 0 here; H heads, D
 elements of a head, V elements of a head of v; C channels of a recurrent layer's convolution.
 """
 
@@ -28,7 +28,7 @@ from distca.runtime.server import AttentionPool, together
 
 @dataclass(frozen=True)
 class EmptyLayer:
-    """A stand-in for a transformer layer, with 0 rows; it has the methods of ``ping_pong.SplitLayer``.
+    """A stand-in for a transformer layer, with 0 rows.
 
     Attributes:
         heads: query heads of this tensor-parallel rank.
@@ -36,7 +36,7 @@ class EmptyLayer:
         head_dim: elements per head of queries and keys.
         dtype: dtype of the rows.
         device: the rank's device.
-        value_dim: elements per head of values, if these are narrower; 0 for ``head_dim``.
+        value_dim: elements per head of values; 0 stands for ``head_dim``.
     """
 
     sink = None
@@ -71,7 +71,7 @@ class EmptyLayer:
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> AttentionCall:
-        """The layer's call for one nano-batch, without a forward; ``before``, ping's call, is not needed here."""
+        """Returns a call that runs only this layer's backward, for one nano-batch; ``before`` is not used."""
         _, q, kv = self.pre(torch.empty(0), nano)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         return AttentionCall.for_backward(pool, routes, layer, nano, HomeRows(q, kv, None, self.output, lse))
@@ -82,8 +82,8 @@ class EmptyRecurrentLayer:
     """A stand-in for a layer with a recurrent core (linear attention, SSM), with 0 rows.
 
     Attributes:
-        recurrence: the formula that the core computes.
-        core_kernel: the kernel that computes it.
+        recurrence: the formula and shapes of the core.
+        core_kernel: the kernel that computes the core.
         core_parameters: the core's weights, without gradients.
         dtype: dtype of the rows.
         device: the rank's device.
@@ -110,14 +110,16 @@ class EmptyRecurrentLayer:
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> RecurrentCall:
-        """The layer's call for one nano-batch, without a forward; ``before`` is ping's call if this is pong's."""
+        """Returns a call that runs only this layer's backward, for one nano-batch.
+
+        In pong, ``before`` is the layer's call for ping; in ping it is None."""
         call = RecurrentCall(pool, routes, self.recurrence, self.core_kernel, layer, nano, before)
         call.begin_backward(self._rows, self.core_parameters)
         return call
 
     @property
     def _rows(self) -> tuple[torch.Tensor, ...]:
-        """mixed_NC, g and beta_NH of no rows, as ``RecurrentCall.launch_halo`` takes them."""
+        """The core's inputs with 0 rows: mixed_NC, g and beta_NH."""
         what, dtype = self.recurrence, torch.promote_types(self.dtype, torch.float32)
         return (
             torch.empty(0, what.channels, dtype=self.dtype, device=self.device),
@@ -133,8 +135,8 @@ def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Se
     """Serves a forward phase in which this rank has no micro-batch.
 
     Args:
-        pool: the ranks, with this one's transport and kernel.
-        routes: this rank's routes in the phase, by layer.
+        pool: this rank's transport, attention kernel and timeline.
+        routes: for each layer, the rows that this rank receives and computes in the phase.
         layers: stand-ins for this rank's layers.
     """
     with torch.no_grad():
@@ -142,18 +144,24 @@ def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Se
 
 
 def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
-    """Serves a backward phase in which this rank has no micro-batch; arguments as in :func:`serve_forward`.
+    """Serves a backward phase in which this rank has no micro-batch.
 
-    Its exchanges have the order that autograd gives them on ranks with tokens: from the last layer to the first, in
-    each layer pong before ping."""
+    Exchanges have autograd's order on the other ranks: from the last layer to the first, in each layer pong before
+    ping.
+
+    Args:
+        pool: this rank's transport, attention kernel and timeline.
+        routes: for each layer, the rows that this rank receives and computes in the phase.
+        layers: stand-ins for this rank's layers.
+    """
     above: list[AttentionCall | RecurrentCall] = []
     for number, (layer, of_layer) in reversed(list(enumerate(zip(layers, routes, strict=True)))):
         calls: list[AttentionCall | RecurrentCall] = []
         for nano, each in enumerate(of_layer):
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
-        # On ranks with tokens autograd waits for dq, dk, dv of the layer above right before it sends dO of this layer.
-        # Here too, so that every rank has the same exchanges under way whenever it launches one.
+        # On ranks with a micro-batch, autograd waits for dq, dk, dv of the layer above right before it sends dO of this
+        # layer. All ranks must launch and join exchanges in one order.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

@@ -1,12 +1,15 @@
-"""The rows of one layer and nano-batch that wait for backward.
+"""The rows of one layer's attention that wait for backward.
 
-A *home* is a rank in its role of holding rows of documents; a *server* is a rank that computes attention for homes.
-With *keep*, servers hold q, k, v and lse (log-sum-exp of the scores) of their tasks until backward. With *resend*,
-homes hold q, k, v, o and lse of their rows and send them once more, perhaps to other servers. The classes
-:class:`Keep` and :class:`Resend` have the same methods; an ``AttentionCall`` (attention_call.py) has one of them.
+Each rank has two roles. As a *home* it holds rows of documents. As a *server* it computes attention for rows that homes
+send. :class:`Keep` leaves q, k and v on the servers until backward. With :class:`Resend` homes keep q, k and v. Homes
+send these rows again in backward, perhaps to other servers. ``AttentionCall`` (attention_call.py) calls the methods of
+both classes.
 
-Shape suffixes: N rows of the home rank, T query rows and U key/value rows of a server; H query heads, G key/value
-heads, D head dimension; 2 stands for k and v. A sink is a learned score of a head that takes a part of each softmax.
+A micro-batch runs in two parts, ping and then pong. "Rows" below are those of one part. A *sink* is a learned score of
+a head that takes a share of each softmax; homes apply sinks after o has come back.
+
+Shape suffixes: N rows of a home, T query rows and U key/value rows of a server; H query heads, G key/value heads, D
+head dimension; 2 stands for k and v. lse is the log-sum-exp of attention scores.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ class ServerRows:
     Attributes:
         q: q_THD.
         kv: kv_U2GD.
-        o: o_THD, once it is computed.
-        lse: lse_TH, once it is computed.
+        o: o_THD; None before attention is computed.
+        lse: lse_TH; None before attention is computed.
     """
 
     q: torch.Tensor
@@ -42,14 +45,14 @@ class ServerRows:
 
 @dataclass
 class HomeRows:
-    """Rows that live on this rank, on its device or in host memory.
+    """Rows of which this rank is the home, on its device or in host memory.
 
     Attributes:
         q: q_NHD.
         kv: kv_N2GD.
-        prefix: in pong, ping's keys and values of documents that pong continues; None for none.
-        o: o_NHD with sinks, once it came home.
-        lse: lse_NH with sinks, once it came home.
+        prefix: in pong, ping's keys and values of documents that go on in pong; None if there are no such documents.
+        o: o_NHD after sinks; None before o has come home.
+        lse: lse_NH after sinks; None before lse has come home.
     """
 
     q: torch.Tensor | Parked
@@ -66,13 +69,13 @@ def moved(
 
     Args:
         source: contiguous rows to send.
-        moves: where they go.
-        rows: number of rows that this rank gets.
-        new: makes the destination, as ``torch.Tensor.new_empty`` does.
+        moves: the ranks and places to which the rows of ``source`` go.
+        rows: number of rows of the destination.
+        new: a method of Tensor that makes the destination, such as ``new_empty``.
 
     Returns:
-        The destination, and in a list the part of an exchange that fills it. If no row moves between ranks or places,
-        the destination is a view of ``source``, and the list is empty.
+        The destination, and a list with the :class:`Part` that fills the destination. If every row stays at its place
+        on this rank, the destination is a view of ``source``, and the list is empty.
     """
     if moves.in_place and rows <= len(source):
         return source[:rows], []
@@ -81,13 +84,12 @@ def moved(
 
 
 class Keep:
-    """Servers keep q, k, v, lse and o of their tasks, and homes send only dO; with sinks also lse.
+    """Servers keep q, k, v and lse of the rows that they computed, and homes send dO, and lse if heads have sinks.
 
-    A server does not keep o of rows that it computed for itself: the same rank has them as a home, where the output
-    projection keeps them anyway.
+    A server also keeps o, but only of rows from other homes: this rank's own rows have o at home.
 
     Args:
-        routes: this rank's routes of the nano-batch.
+        routes: this rank's routes.
     """
 
     sent_in_backward = "dO"
@@ -96,41 +98,40 @@ class Keep:
     def __init__(self, routes: NanoRoutes) -> None:
         self._route = routes.forward
         self._server: ServerRows | None = None
-        self._sent_o: torch.Tensor | None = None  # o of rows that this server computed for others, before sinks
-        self._home_o: torch.Tensor | None = None  # o_NHD of this rank's home rows, after sinks
-        self._home_lse: torch.Tensor | None = None  # lse_NH of this rank's home rows after sinks; None without sinks
-        self._lse_with_sinks: torch.Tensor | None = None  # lse_TH after sinks, which homes send with dO
+        self._sent_o: torch.Tensor | None = None  # o before sinks, of rows that this server computed for other homes
+        self._home_o: torch.Tensor | None = None  # o_NHD after sinks
+        self._home_lse: torch.Tensor | None = None  # lse_NH after sinks; None without sinks
+        self._lse_with_sinks: torch.Tensor | None = None  # lse_TH after sinks, from homes in backward
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """kv_U2GD of this server; pong's tasks read it in ping's object. Ping and pong are a micro-batch's two
-        parts."""
+        """kv_U2GD of this server. Pong asks ping's object for it."""
         assert self._server is not None
         return self._server.kv
 
     def launched(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
-        """Is called with this rank's home rows when they are sent; keeps none of them."""
+        """Takes the rows that this home sends; does nothing."""
 
     def served(self, rows: ServerRows) -> None:
-        """Keeps the rows of the tasks that this server has computed."""
+        """Keeps the rows that this server has computed."""
         self._server = rows
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """Keeps the outputs that came home, after sinks; it is called only if a backward will follow."""
+        """Keeps the outputs that came home, after sinks. Callers call it only if a backward will follow."""
         rows = self._server
         assert rows is not None and rows.o is not None
         self._sent_o, rows.o = rows.o.index_select(0, self._route.q_to_home.send_index), None
         self._home_o, self._home_lse = o_NHD, lse_NH
 
     def o_and_lse_at_home(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """o_NHD and lse_NH after sinks."""
+        """Returns o_NHD and lse_NH after sinks, which this rank has if heads have sinks."""
         assert self._home_o is not None and self._home_lse is not None
         return self._home_o, self._home_lse
 
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """Returns the parts to send to servers, None as no other rows arrive, and this server's do_THD."""
+        """Returns the parts that homes send, None since no q, k, v or o are sent, and do_THD of this server."""
         route = self._route
         do, parts = moved(do_NHD, route.q_to_server, route.q_rows)
         if has_sinks:
@@ -140,10 +141,8 @@ class Keep:
         return parts, None, do
 
     def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
-        """All rows of this server's tasks, with o and lse after sinks.
-
-        o is assembled from the rows that were computed for others and, for this rank's own rows, from o at home."""
-        # The kept rows are o before sinks. A sink scales o by exp(lse before sinks − lse after sinks).
+        """Returns this server's rows, with o and lse after sinks; ``arrived`` is None."""
+        # Kept o is from before sinks. A sink scales o by exp(lse before sinks − lse after sinks).
         rows, route, sent, after = self._server, self._route, self._sent_o, self._lse_with_sinks
         assert rows is not None and sent is not None and self._home_o is not None and rows.lse is not None
         if route.q_to_server.in_place:
@@ -157,16 +156,16 @@ class Keep:
         return ServerRows(rows.q, rows.kv, o, rows.lse if after is None else after)
 
     def forget(self) -> None:
-        """Drops all rows; the gradients have been computed."""
+        """Drops all rows. Callers call it after this server has computed its gradients."""
         self._server = self._sent_o = self._home_o = self._home_lse = self._lse_with_sinks = None
 
 
 class Resend:
-    """Homes keep q, k, v, o and lse of their rows and send them again with dO, to the servers of the backward plan.
+    """Homes keep q, k, v, o and lse of their rows and send them with dO to the servers of the backward plan.
 
     Args:
-        routes: this rank's routes of the nano-batch.
-        offload: host memory in which the rows wait; None keeps them on the device.
+        routes: this rank's routes.
+        offload: host memory in which the rows wait; None leaves them on the device.
     """
 
     sent_in_backward = "q,k,v,o,dO"
@@ -178,20 +177,20 @@ class Resend:
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """Raises AssertionError, since servers keep no rows."""
+        """Raises AssertionError, since servers keep no rows with resend."""
         raise AssertionError("with resend, servers keep no rows of ping for pong")
 
     def launched(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
-        """Keeps this rank's home rows when they are sent."""
+        """Keeps the rows that this home sends."""
         self.home = HomeRows(q_NHD, kv_N2GD, prefix_N2GD)
 
     def served(self, rows: ServerRows) -> None:
-        """Is called with the rows that this server has computed; keeps none of them."""
+        """Takes the rows that this server has computed; does nothing."""
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """Keeps the outputs that came home, after sinks; it is called only if a backward will follow.
+        """Keeps the outputs that came home, after sinks, and starts the copies of all rows to host memory, if any.
 
-        All rows then begin to move to host memory, if they are offloaded."""
+        Callers call it only if a backward will follow."""
         assert self.home is not None and lse_NH is not None
         self.home.o, self.home.lse = o_NHD, lse_NH
         if self._offload is not None:
@@ -200,7 +199,7 @@ class Resend:
                     setattr(self.home, name, self._offload.park(taken(each)))
 
     def o_and_lse_at_home(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """o_NHD and lse_NH after sinks; offloaded ones come back to the device and stay there."""
+        """Returns o_NHD and lse_NH after sinks, on the device."""
         home = self.home
         assert home is not None and home.o is not None and home.lse is not None
         home.o, home.lse = taken(home.o), taken(home.lse)
@@ -209,7 +208,7 @@ class Resend:
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """Returns the parts to send to servers, the rows that this server gets, and its do_THD."""
+        """Returns the parts that homes send, then what they fill on this server: the server's rows and do_THD."""
         home, route = self.home, self._route
         assert home is not None and home.o is not None and home.lse is not None
         q, kv, o, lse = (taken(each) for each in (home.q, home.kv, home.o, home.lse))
@@ -229,14 +228,14 @@ class Resend:
         return parts, ServerRows(*arriving), do
 
     def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
-        """The rows that this server got."""
+        """Returns ``arrived``, the rows that homes sent in backward."""
         assert arrived is not None
         return arrived
 
     def forget(self) -> None:
-        """Does nothing, since the home dropped its rows when it sent them."""
+        """Does nothing: :meth:`parts_of_backward` has dropped this home's rows."""
 
 
 def behind(prefix_N2GD: torch.Tensor | None, kv_N2GD: torch.Tensor) -> torch.Tensor:
-    """Ping's key/value rows that pong needs again, if any, and behind them the nano-batch's own."""
+    """Returns kv_N2GD behind ``prefix_N2GD``; kv_N2GD itself if the prefix is None."""
     return kv_N2GD if prefix_N2GD is None else torch.cat((prefix_N2GD, kv_N2GD))

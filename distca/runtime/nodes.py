@@ -1,7 +1,7 @@
-"""The base of attention calls and recurrent calls: autograd nodes, and the launch and join of their transfers.
+"""The base class of ``AttentionCall`` and ``RecurrentCall``, with their autograd nodes and transfers.
 
-A *call* (attention_call.py, recurrent_call.py) is the core of one layer for one nano-batch. A nano-batch is one of the
-two parts of a micro-batch, ping and pong. A call is a chain of autograd nodes, and between them its rows travel.
+A *nano-batch* is one of the two parts of a micro-batch, ping and pong. A call is the core of one layer, attention or a
+recurrence, for one nano-batch. It runs as a chain of autograd nodes, and rows travel between two nodes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from distca.transport.interface import sent_by
 
 
 class LayerCall:
-    """The core of one layer for one nano-batch. At most one of its transfers is under way at a time.
+    """The core of one layer for one nano-batch. A call has at most one transfer under way at a time.
 
     Args:
-        pool: the ranks that exchange rows, with this one's transport and timeline.
+        pool: this rank's transport and timeline.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
     """
@@ -45,17 +45,17 @@ class LayerCall:
 
 
 def graph_token(device: torch.device) -> torch.Tensor:
-    """A scalar whose value is never read; passing it from node to node makes an edge of autograd's graph.
+    """Returns a scalar that nodes pass on, so that autograd has an edge between them; its value is not read.
 
-    It must be on the rows' device. Autograd has one thread for each device, and runs nodes in reverse order of creation
-    only within that thread."""
+    ``device`` must be the rows' device: autograd has one thread for each device, and keeps the reverse order of
+    creation only within a thread."""
     return torch.empty((), device=device)
 
 
 class Node(torch.autograd.Function):
-    """An autograd node: ``apply(graph_token, forward, backward)`` calls ``forward`` now.
+    """An autograd node: ``apply(graph_token, forward, backward)`` calls ``forward``.
 
-    It calls ``backward`` when autograd runs the node's backward."""
+    Autograd later calls ``backward`` in the backward pass."""
 
     @staticmethod
     def forward(

@@ -1,26 +1,22 @@
-"""The order in which a stack of layers runs one or two nano-batches, so that every transfer hides behind compute.
+"""The order in which a stack of layers runs two nano-batches, so that one computes while the other's rows travel.
 
-A micro-batch is cut into two *nano-batches*, ping (0) and pong (1). Core attention of a layer is computed by *servers*:
-the ranks, each for rows that others hold. ``pre`` is the part of a layer before core attention, ``post`` the part after
-it; both run at home, on the rank that holds the rows. Megatron's block (``megatron_patches/layers``) calls
-:func:`run_layers`, and so do ranks that only serve (``idle_stage.py``).
+A micro-batch is cut into two *nano-batches*, ping (0) and pong (1). A layer is cut, too: ``pre`` is its part before
+core attention, ``post`` its part after core attention. The rank that holds a row runs pre and post. Core attention
+(*serve*) may run on any rank: q, k and v travel to that rank, and o comes back. The model's block
+(``megatron_patches/layers/block.py``), for example, calls :func:`run_layers`.
 
 For layer i, autograd nodes of nano-batches 0 and 1 are created in this order. A *join* waits for a launched transfer:
 
     join q,k,v(i,0) · serve(i,0) · launch o(i,0) · join q,k,v(i,1) · serve(i,1) · launch o(i,1)
     join o(i,0) · post(i,0)+pre(i+1,0) · launch q,k,v(i+1,0) · join o(i,1) · post(i,1)+pre(i+1,1) · launch q,k,v(i+1,1)
 
-The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror image. There, too, a
-transfer is launched before the other nano-batch's compute and joined after it.
+The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror image.
 
-If ``post`` sends rows to experts on other ranks, it has three parts. Each part runs for ping and pong before the next:
+If nothing is recomputed, a ``post`` that sends rows to experts on other ranks runs as a generator. It pauses while rows
+travel to the experts, and while the experts' outputs travel back. During a pause the other nano-batch computes.
 
-- everything up to the experts; then the rows for experts are launched;
-- the experts; then their outputs are launched;
-- the sum of the outputs, and pre of the next layer.
-
-A recurrent layer (linear attention, SSM) goes through the same order with other transfers. In place of q,k,v it sends
-the *halo*, the few rows before a run of rows that its convolution reads. In place of o it sends recurrent states.
+A recurrent layer (linear attention, SSM) has the same order with other transfers. In place of q,k,v it sends *halo*
+rows: inputs of its convolution that another rank needs. In place of o it sends recurrent states.
 """
 
 from __future__ import annotations
@@ -42,8 +38,8 @@ from distca.runtime.server import AttentionPool
 class SplitLayer(Protocol):
     """A transformer layer cut at its core attention.
 
-    ``nano`` is 0 for ping, 1 for pong. N rows of the home rank, H query heads, G key/value heads, D head dimension.
-    Hidden tensors may have any shape, since :func:`run_layers` only passes them from ``post`` to ``pre``."""
+    ``nano`` is 0 for ping, 1 for pong. Shape suffixes: N rows of this rank, H query heads, G key/value heads, D head
+    dimension. ``hidden`` may have any shape."""
 
     @property
     def sink(self) -> torch.Tensor | None:
@@ -53,32 +49,34 @@ class SplitLayer(Protocol):
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
         """Computes everything before core attention.
 
-        Returns one or more tensors that :meth:`post` will need, then q_NHD and kv_N2GD."""
+        Returns any number of residual tensors, which :meth:`post` gets back, then q_NHD and kv_N2GD."""
         ...
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """Computes everything after core attention; ``residual`` are the tensors that pre returned for it."""
+        """Computes everything after core attention."""
         ...
 
 
 class ExchangingLayer(SplitLayer, Protocol):
-    """A split layer whose ``post`` sends rows to experts on other ranks."""
+    """A split layer whose ``post`` may send rows to experts on other ranks."""
 
     @property
     def has_exchanges(self) -> bool:
-        """Whether this layer has experts."""
+        """Whether ``post`` of this layer sends rows to experts on other ranks."""
         ...
 
     def post_parts(
         self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int
     ) -> Generator[None, None, torch.Tensor]:
-        """Does the same as post, as a generator that pauses twice: when rows were sent to experts, and when sent
-        back."""
+        """Computes what :meth:`post` computes; a generator that pauses while rows travel to experts or back."""
         ...
 
 
 class RecurrentLayer(Protocol):
-    """A layer cut at its recurrent core. C channels of the convolution, V elements of a head of v."""
+    """A layer cut at its recurrent core, which is a short convolution and a recurrence.
+
+    Shape suffixes: N rows of this rank, C channels of the convolution, H heads, K elements per head of k, V elements
+    per head of v."""
 
     @property
     def recurrence(self) -> Recurrence:
@@ -98,12 +96,13 @@ class RecurrentLayer(Protocol):
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
         """Computes everything before the core.
 
-        Returns one or more tensors that :meth:`post` will need, then mixed_NC, g and beta_NH, which are explained at
-        :meth:`RecurrentCall.launch_halo`."""
+        Returns any number of residual tensors, which :meth:`post` gets back, then three inputs of the core: mixed_NC,
+        the input of the convolution; g_NH or g_NHK, logarithms of the state's decay; and beta_NH, factors on what each
+        row adds to the state."""
         ...
 
     def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """Computes everything after the core; ``residual`` are the tensors that pre returned for it."""
+        """Computes everything after the core."""
         ...
 
 
@@ -123,11 +122,11 @@ def run_layers(
 
     Args:
         layers: the split layers.
-        hidden: input of each nano-batch; one or two.
-        routes: by layer, the rows that this rank sends, receives and computes.
-        pool: the ranks that exchange rows, with this one's transport and kernel.
-        checkpoint: ``checkpoint(function, *tensors)`` recomputes ``function`` in backward. It is applied to
-            post(i)+pre(i+1), never to core attention: its rows would travel twice.
+        hidden: the first layer's input, one tensor for each nano-batch. With one tensor there is only ping.
+        routes: for each layer and nano-batch, the rows that this rank sends, receives and computes.
+        pool: this rank's transport, attention kernel and timeline.
+        checkpoint: ``checkpoint(function, *tensors)`` recomputes ``function`` in backward. Functions are the first
+            pre, each post with the next layer's pre, and the last post. Core attention is not recomputed.
 
     Returns:
         The output of each nano-batch.
@@ -153,12 +152,12 @@ class _Run:
         self._recomputes = checkpoint is not None
         self._checkpoint = checkpoint or (lambda function, *tensors: function(*tensors))
         self._calls: list[AnyCall] = []
-        self._residuals: list[tuple[torch.Tensor, ...]] = []  # by nano-batch, for the next post
-        self._previous_kv: torch.Tensor | None = None  # of the newest attention call; ping's when pong is launched
+        self._residuals: list[tuple[torch.Tensor, ...]] = []  # for each nano-batch, for the next post
+        self._previous_kv: torch.Tensor | None = None  # k and v of the newest attention call
         self.outputs: list[torch.Tensor] = []
 
     def first(self, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs pre of the first layer and launches its q, k and v.
+        """Runs pre of the first layer and launches that layer's q, k and v.
 
         Returns for each nano-batch a graph token, a dummy scalar that links autograd's nodes."""
         graph_tokens = []
@@ -185,8 +184,8 @@ class _Run:
         for nano, call in enumerate(calls):
             o = _out_of_core(call, self._layers[layer], graph_tokens[nano])
             with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
-                # A recomputed function stays in autograd's graph, so it must not refer to this object: _previous_kv
-                # refers to the graph. Python's garbage collector cannot find cycles through autograd's graph.
+                # Autograd's graph keeps the recomputed function, and self._previous_kv keeps the graph. So the function
+                # must not refer to self: Python's garbage collector does not find such a cycle.
                 if last:
                     post = partial(self._layers[layer].post, nano=nano)
                     self.outputs.append(self._checkpoint(post, o, *residuals[nano]))
@@ -203,9 +202,7 @@ class _Run:
         residuals: list[tuple[torch.Tensor, ...]],
         graph_tokens: list[torch.Tensor],
     ) -> None:
-        """Does the work of :meth:`between` if post sends rows to experts on other ranks.
-
-        The generators of ping and pong advance in turn, so one's rows travel during the other's compute."""
+        """Does the work of :meth:`between` for a post that sends rows to experts on other ranks."""
         split: Any = self._layers[layer]
         posts, last, paused = [], layer + 1 == len(self._layers), True
         for nano, call in enumerate(calls):
@@ -226,8 +223,7 @@ class _Run:
                     self.outputs.append(hidden)
 
     def _launch(self, layer: int, nano: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Launches q, k and v (a recurrent layer's halo) from the tensors that pre returned; returns the graph
-        token."""
+        """Launches q, k and v, or halo rows; ``made`` are the tensors that pre returned. Returns the graph token."""
         routes, before = self._routes[layer][nano], self._calls[-1] if self._calls else None
         if isinstance(routes, RecurrentRoutes):
             *residual, mixed, g, beta = made
@@ -250,7 +246,7 @@ class _Run:
         return call
 
     def _prefix(self, routes: NanoRoutes) -> torch.Tensor | None:
-        """In pong, ping's keys and values of documents that pong continues; None for none."""
+        """Returns keys and values of ping's rows whose documents go on in pong; None if there are no such rows."""
         if not routes.prefix:
             return None
         assert self._previous_kv is not None
@@ -259,19 +255,19 @@ class _Run:
 
 
 def _through_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor:
-    """Waits for the rows that the core needs, computes it and launches its results; returns the graph token."""
+    """Waits for the core's input rows, computes the core and launches its results; returns the graph token."""
     if isinstance(call, RecurrentCall):
         return call.launch_states(call.summarise(call.join_halo(token), layer.core_parameters))
     return call.launch_o(call.serve(call.join_qkv(token)), layer.sink)
 
 
 def _out_of_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor:
-    """Waits for the core's results; returns o of this rank's rows."""
+    """Waits for the core's results; returns o of the rows that this rank holds."""
     return call.join_states(token) if isinstance(call, RecurrentCall) else call.join_o(token, layer.sink)
 
 
 def _gone_on(post: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:
-    """Runs a post's generator to its next pause; returns None then, and post's output once it has ended."""
+    """Runs the generator to its next pause and returns None; if the generator ends, returns its output."""
     try:
         next(post)
     except StopIteration as end:

@@ -2,29 +2,30 @@
 
     enter: launch halo → join → summarise → launch states → leave: join states, finish
 
-The core is a short causal convolution, then a recurrence that turns a state S into the next one, row after row. A
-document may be cut over ranks and over the two *nano-batches* of a micro-batch, ping and pong. Each run of its rows on
-one rank is a *piece*, computed where it lies. Two things travel between pieces:
+The core is a short causal convolution, then a recurrence that updates a state S row by row. A micro-batch runs in two
+*nano-batches*, ping and then pong. A document may be cut over ranks, and over ping and pong. A *piece* is a run of a
+document's rows on one rank in one nano-batch. Two things travel between ranks:
 
-- the *halo*: the few rows before a piece that its convolution reads;
-- states. A whole piece turns the state S before it into A·S + B. B is its *own state*, A its *transition*; both are its
-  *summary*. Each rank gets the summaries of earlier pieces and computes the states before its own pieces.
+- *halo* rows: the convolution of a piece's first rows reads a few rows of the document before the piece.
+- *summaries*: a piece turns the state S before the piece into A·S + B, where A is the *transition* and B the *own
+  state*. A summary is A and B. Each rank gets the summaries of earlier pieces and computes the states before its own
+  pieces.
 
-``ping_pong.py`` calls the five nodes. Every piece is computed once forward and once backward, in the earliest node that
-has its inputs. ``distca/plan/recurrent`` plans the transfers.
+``ping_pong.py`` calls the five nodes. ``distca/plan/recurrent`` plans the transfers. This table says in which node a
+piece is computed:
 
-| piece of its document | summarise | finish | launch of gradients | join of gradients |
+| piece of its document | summarise | leave | leave, in backward | summarise, in backward |
 |---|---|---|---|---|
-| the only one | forward | | backward | |
-| the first | forward, sends its state | | | backward |
-| the last | | forward | backward, sends the gradient of the state before it | |
-| an inner one | sends its summary | forward | gradient of the state before it, from its outputs | backward |
+| the only piece | forward | | backward | |
+| the first | forward | | | backward |
+| the last | | forward | backward | |
+| between first and last | only A and B | forward | only the state's gradient | backward |
 
-For backward a nano-batch keeps the convolution's inputs and the states before its pieces; backward computes the
-convolution once more. Ping has the first rows of every document, so pong also reads ping's halo rows and states.
+Until backward a nano-batch keeps the convolution's inputs and the states before its pieces. Backward computes the
+convolution once more. Pieces of pong also read halo rows and states that arrived in ping.
 
-Shape suffixes: N rows of the home rank (padding included), C channels of the convolution, U halo rows that arrived; H
-heads, K elements of a head of k, V of one of v.
+Shape suffixes: N rows of this rank (padding included), C channels of the convolution, U halo rows that arrived; H
+heads, K elements of a head of k, V elements of a head of v.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from distca.runtime.recurrent_routes import RecurrentRoutes, StateRoutes
 from distca.runtime.server import AttentionPool
 
 States = Mapping[int, torch.Tensor]
-"""States or their gradients by piece, numbered within this rank and nano-batch; in ``passed`` by document."""
+"""States or their gradients. A key is a piece's number on this rank; in ``passed`` a key is a document's number."""
 
 
 class RecurrentCall(LayerCall):
     """State of one recurrent layer for one nano-batch, from the launch of its halo to the end of its backward.
 
     Args:
-        pool: the ranks that exchange rows, with this one's transport and timeline.
-        routes: this rank's pieces, and the halo rows and summaries that it sends and receives.
+        pool: this rank's transport and timeline.
+        routes: this rank's pieces, and the halo rows and summaries that this rank sends and receives.
         what: the recurrence's formula and shapes.
-        kernel: the kernel that computes it.
+        kernel: the kernel that computes the recurrence.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
         before: in pong, the same layer's call for ping; None in ping.
@@ -76,24 +77,24 @@ class RecurrentCall(LayerCall):
         self._halo: torch.Tensor | None = None  # halo_UC that arrived in this nano-batch
         self._core: tuple[CoreRows, torch.Tensor] | None = None  # q, k, v, g, beta, and o or dO, between two nodes
         self._arriving: list[torch.Tensor] = []  # own states and transitions that other ranks sent
-        self._own: dict[int, torch.Tensor] = {}  # by piece, the own state (in backward its gradient) to send
-        self._transitions: dict[int, torch.Tensor] = {}  # by inner piece; forward and backward send them
-        self._states: dict[int, torch.Tensor] = {}  # by piece that continues a document, the state before it
-        # By document that goes on in pong: ping's last state. In backward, pong's gradient of that state.
+        self._own: dict[int, torch.Tensor] = {}  # for each piece, the own state to send, or a gradient in its place
+        self._transitions: dict[int, torch.Tensor] = {}  # for each inner piece; forward and backward send them
+        self._states: dict[int, torch.Tensor] = {}  # for each inner or last piece, the state before the piece
+        # For each document that goes on in pong: ping's last state, and in backward pong's gradient of this state.
         self._passed: dict[int, torch.Tensor] = {}
         self._passed_back: dict[int, torch.Tensor] = {}
         self._of_halo: torch.Tensor | None = None  # in ping, pong's gradient of ping's halo rows
         self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and the halo, between two nodes
         self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta
-        # Numbers of this rank's pieces, by their place in their document.
+        # Numbers of this rank's pieces that are the only, the first, an inner or the last piece of their document.
         pairs = list(zip(routes.opens, routes.closes, strict=True))
         self._only = [n for n, each in enumerate(pairs) if each == (True, True)]
         self._first = [n for n, each in enumerate(pairs) if each == (True, False)]
         self._inner = [n for n, each in enumerate(pairs) if each == (False, False)]
         self._last = [n for n, each in enumerate(pairs) if each == (False, True)]
 
-    # For a rank that only serves in a backward phase of a pipeline (``idle_stage.py``): it has no pieces and no
-    # autograd nodes there, but takes part in the exchanges.
+    # In a pipeline, a rank takes part in the exchanges of backward even while its own stage has no micro-batch.
+    # Autograd then has no nodes on this rank, so ``idle_stage.py`` calls these methods directly.
 
     def begin_backward(self, rows: tuple[torch.Tensor, ...], parameters: CoreParameters) -> None:
         """Sets the fields that forward would have set.
@@ -115,7 +116,7 @@ class RecurrentCall(LayerCall):
         self._launch_halo_gradients()
 
     def backward_join_gradients(self) -> None:
-        """Waits for the gradients of rows that live here."""
+        """Waits for the gradients of halo rows."""
         self._join_halo_gradients()
 
     # Public: the five nodes, called in this order.
@@ -139,7 +140,7 @@ class RecurrentCall(LayerCall):
         return joined
 
     def summarise(self, token: torch.Tensor, parameters: CoreParameters) -> torch.Tensor:
-        """Computes the pieces that begin a document, and the summaries of inner pieces."""
+        """Computes the first pieces of documents, and the summaries of inner pieces."""
         done: torch.Tensor = _Summarise.apply(token, parameters.kernel, parameters.bias, parameters.skip, self)
         return done
 
@@ -149,7 +150,7 @@ class RecurrentCall(LayerCall):
         return launched
 
     def join_states(self, token: torch.Tensor) -> torch.Tensor:
-        """Waits for the states and computes the pieces that continue documents; returns o_NHV, zero in padding rows."""
+        """Waits for summaries and computes the inner and last pieces; returns o_NHV, zero in padding rows."""
         o: torch.Tensor = _Leave.apply(token, self)
         return o
 
@@ -194,7 +195,7 @@ class RecurrentCall(LayerCall):
                 o_NHV += (self._parameters.skip[:, None] * rows.v).to(o_NHV.dtype)
         if not has_backward:
             self._rows, self._states, self._transitions = (), {}, {}
-        # Autograd sets grad_fn on the returned tensor, so it gets a view of its own.
+        # Autograd sets grad_fn on the returned tensor. A view leaves o_NHV outside the graph.
         return o_NHV.detach()
 
     # Backward.
@@ -215,9 +216,9 @@ class RecurrentCall(LayerCall):
         self._join("dstates", "backward")
 
     def _summarise_backward(self) -> tuple[torch.Tensor | None, ...]:
-        """Computes backward of first and inner pieces, and of the convolution of all pieces.
+        """Computes backward of first and inner pieces, then backward of the convolution.
 
-        Returns the gradients of the convolution's kernel and bias and of skip, None for what the layer lacks."""
+        Returns the gradients of the convolution's kernel and bias and of skip; bias and skip may be None."""
         assert self._core is not None and self._core_gradients is not None and self._parameters is not None
         (rows, do_NHV), gradients = self._core, self._core_gradients
         with self._pool.timeline.compute("finish", *self._where, "backward"):
@@ -237,7 +238,7 @@ class RecurrentCall(LayerCall):
         return of_kernel, of_bias, of_skip
 
     def _convolution_backward(self, gradients: CoreRows) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns gradients of the convolution's kernel and bias; stores those of its rows in ``_gradients``."""
+        """Returns gradients of the convolution's kernel and bias; stores gradients of rows in ``_gradients``."""
         assert self._parameters is not None
         (mixed, g, beta), given = self._rows, self._parameters
         leaves = [each.detach().requires_grad_() for each in (mixed, self._halo_rows(), given.kernel)]
@@ -248,7 +249,7 @@ class RecurrentCall(LayerCall):
             rows = core_rows(leaves[0], g, beta, leaves[1], parameters, self._routes.pieces, self._what)
         wanted = gradients.q, gradients.k, gradients.v
         found = torch.autograd.grad((rows.q, rows.k, rows.v), leaves, wanted, materialize_grads=True)
-        # Pong gives the gradients of ping's halo rows to ping's call, which adds them to its own.
+        # In pong: the first rows of of_halo are gradients of ping's halo rows, and go to ping's call.
         of_halo = found[1]
         if self._before is not None:
             at = len(of_halo) - self._routes.halo_to_pieces.destination_rows
@@ -278,7 +279,7 @@ class RecurrentCall(LayerCall):
     # Shared.
 
     def _halo_rows(self) -> torch.Tensor:
-        """halo_UC that this nano-batch's pieces read: ping's, and in pong its own behind them."""
+        """Returns halo_UC of this nano-batch; in pong, ping's halo rows come first."""
         assert self._halo is not None
         if self._before is None:
             return self._halo
@@ -291,11 +292,11 @@ class RecurrentCall(LayerCall):
         return core_rows(mixed, g, beta, self._halo_rows(), self._parameters, self._routes.pieces, self._what)
 
     def _spans(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        """The first row of each of these pieces, and one past its last."""
+        """Returns for each of these pieces its first row and one past its last row."""
         return [self._routes.pieces.spans[each] for each in numbers]
 
     def _stacked(self, states: States, numbers: Sequence[int]) -> torch.Tensor | None:
-        """The states of these pieces in one tensor. None if the first has none; then the others have none either."""
+        """Returns the states of these pieces in one tensor; None if the pieces have no states."""
         has_states = bool(numbers) and numbers[0] in states
         return torch.stack([states[each] for each in numbers]) if has_states else None
 
@@ -307,7 +308,7 @@ class RecurrentCall(LayerCall):
         o_NHV: torch.Tensor,
         wanted: bool = True,
     ) -> torch.Tensor:
-        """Computes o of these pieces into ``o_NHV``; returns the states behind them if ``wanted``."""
+        """Computes o of these pieces into ``o_NHV``; returns the states after the pieces if ``wanted``."""
         return self._kernel.forward(rows, self._spans(numbers), states, o_NHV, wanted)
 
     def _backward(
@@ -320,16 +321,15 @@ class RecurrentCall(LayerCall):
         gradients: CoreRows,
         wanted: bool = True,
     ) -> torch.Tensor:
-        """Computes the gradients of these pieces' rows; returns those of the states before them if ``wanted``.
+        """Computes gradients of these pieces' rows into ``gradients``.
 
-        ``behind`` has the gradients of the states behind them."""
+        ``states`` are the states before the pieces, ``behind`` the gradients of the states after the pieces. Returns
+        the gradients of the states before the pieces if ``wanted``."""
         both = self._stacked(states, numbers), self._stacked(behind, numbers)
         return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
 
     def _send_states(self, routes: StateRoutes, what: str, direction: str) -> None:
-        """Launches the exchange of own states (in backward of their gradients) and of transitions.
-
-        Each is one row of the exchange."""
+        """Launches the exchange of own states (in backward, of gradients) and of transitions, one in each row."""
         mixed_NC = self._rows[0]
         self._arriving, parts = [], []
         for by_piece, numbers, shape, moves in (
@@ -349,16 +349,16 @@ class RecurrentCall(LayerCall):
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Computes states from the summaries that arrived: S ← A·S + B, piece after piece of each document.
 
-        In backward the same is done with gradients, from the last piece to the first.
+        In backward S is the gradient of a state, and pieces are taken from a document's last one to its first.
 
         Args:
-            routes: the pieces of each document that this rank reads, and where their summaries arrived.
-            passed: by document, the state (gradient) with which the other nano-batch ended.
-            backward: whether these are gradients.
+            routes: for each document, the pieces whose summaries this rank reads, and the rows where they arrived.
+            passed: for each document, S at the end of the nano-batch that was computed before this one.
+            backward: whether S are gradients.
 
         Returns:
-            By own piece, the state before it (the gradient of the state behind it); and by document that goes on in the
-            other nano-batch, the state (gradient) reached here.
+            S for each of this rank's pieces, before the piece's own summary is applied; and S at the end of this
+            nano-batch for each document that goes on in the other nano-batch.
         """
         (states, transitions), self._arriving = self._arriving, []
         found: dict[int, torch.Tensor] = {}
@@ -376,7 +376,7 @@ class RecurrentCall(LayerCall):
                         reached = own + carried(transitions[link.transition], reached, backward)
                     else:
                         reached = own.clone()  # A view would keep the whole receive tensor alive until backward.
-            if reached is not None and links[-1].state >= 0:  # A later piece, in the other nano-batch, reads it.
+            if reached is not None and links[-1].state >= 0:  # the document goes on in the other nano-batch
                 goes_on[document] = reached
         return found, goes_on
 
@@ -392,9 +392,19 @@ def recurrent_core(
     g: torch.Tensor,
     beta_NH: torch.Tensor,
 ) -> torch.Tensor:
-    """Runs the five nodes one after the other, for a nano-batch without another one beside it; returns o_NHV.
+    """Runs the five nodes one after the other, without ping-pong; returns o_NHV.
 
-    No compute hides its transfers. Arguments are those of :class:`RecurrentCall` and its nodes."""
+    Args:
+        pool: this rank's transport and timeline.
+        routes: this rank's pieces, and the halo rows and summaries that this rank sends and receives.
+        what: the recurrence's formula and shapes.
+        kernel: the kernel that computes the recurrence.
+        layer: layer number, for the timeline.
+        parameters: the core's weights.
+        mixed_NC: the convolution's input, with q, k and v side by side.
+        g: g_NH or g_NHK, logarithms of the state's decay, 0 or less.
+        beta_NH: factors on what each row adds to the state.
+    """
     call = RecurrentCall(pool, routes, what, kernel, layer, 0)
     token = call.summarise(call.join_halo(call.launch_halo(mixed_NC, g, beta_NH)), parameters)
     return call.join_states(call.launch_states(token))

@@ -1,12 +1,14 @@
-"""A rank's routes for recurrent layers (linear attention, SSM) as tensors on its device.
+"""The rows and states that a rank exchanges for recurrent layers (linear attention, SSM), as tensors on its device.
 
-A *piece* is a run of a document's rows on one rank in one nano-batch (ping or pong, the two parts of a micro-batch).
-Its convolution reads a few rows before it, the *halo*. It turns the state S before it into A·S + B, with the
-*transition* A and the *own state* B, its *summary*. Halo rows and summaries travel between ranks.
-``distca/plan/recurrent`` plans that in numpy; this file brings the plan to the device. ``RecurrentCall``
-(recurrent_call.py) runs it.
+A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
+nano-batch. Two things travel between ranks:
 
-Routes are made once per micro-batch and shared by all recurrent layers whose convolutions have the same size.
+- *halo* rows: the convolution of a piece's first rows reads a few rows of the document before the piece.
+- *summaries*: a piece turns the state S before the piece into A·S + B, where A is the *transition* and B the *own
+  state*. A summary is A and B.
+
+``distca/plan/recurrent`` plans these transfers in numpy, and this file copies the plan to the device. ``RecurrentCall``
+(recurrent_call.py) runs the transfers.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ from distca.transport import RowMoves
 
 @dataclass(frozen=True)
 class StateRoutes:
-    """The exchanges of one nano-batch in one direction: of summaries, or in backward of gradients and transitions.
+    """The exchanges of summaries in one nano-batch, forward or backward.
+
+    In backward, gradients of states travel in place of own states.
 
     Attributes:
-        sends_state: numbers of this rank's pieces whose own state is sent, in the order of the exchange's rows.
-        sends_transition: the same for transitions.
-        states: moves of own states, one row each.
-        transitions: moves of transitions, one row each.
-        chains: for each document whose summaries this rank reads, its number and a link for each piece up to this
-            rank's last one. A link says where the piece's summary arrives, and whether the piece is this rank's.
+        sends_state: numbers of this rank's pieces whose own state is sent, in the order in which they are sent.
+        sends_transition: numbers of this rank's pieces whose transition is sent, in the order in which they are sent.
+        states: moves of own states; each is one row.
+        transitions: moves of transitions; each is one row.
+        chains: for each document whose summaries this rank reads, the document's number and its links. Each link is a
+            piece: the row where the piece's summary arrives, and the piece's number if the piece is on this rank.
     """
 
     sends_state: list[int]
@@ -46,7 +50,7 @@ class StateRoutes:
 
     @staticmethod
     def of(route: ChainRoute, ranks: int, device: Destination) -> StateRoutes:
-        """Copies a route to ``device``."""
+        """Copies ``route`` to ``device``."""
         return StateRoutes(
             route.sends_state.tolist(),
             route.sends_transition.tolist(),
@@ -61,14 +65,14 @@ class RecurrentRoutes:
     """Everything a rank needs to run one nano-batch of a recurrent layer.
 
     Attributes:
-        pieces: each piece's rows, and the numbers of its halo rows among those that arrived, ping's before pong's.
-        opens: for each piece, whether it is the first of its document.
-        closes: for each piece, whether it is the last of its document.
-        given: int64 home rows of this rank that are sent as halo.
-        halo_to_pieces: moves of halo rows to the ranks whose pieces read them.
-        halo_to_home: moves of their gradients back, which add up a row's gradients.
-        forward: exchanges of summaries, which give the states before pieces.
-        backward: exchanges that give the gradients of the states behind pieces.
+        pieces: each piece's rows, and the places of the piece's halo rows among all halo rows that arrived.
+        opens: for each piece, whether the piece is the first of its document.
+        closes: for each piece, whether the piece is the last of its document.
+        given: int64 numbers of this rank's rows that are sent as halo rows.
+        halo_to_pieces: moves of halo rows to the ranks whose pieces read the rows.
+        halo_to_home: moves of the gradients of halo rows back. Gradients of one row are added up.
+        forward: exchanges of summaries.
+        backward: exchanges of gradients of states, with transitions.
     """
 
     pieces: PieceRows
@@ -82,13 +86,14 @@ class RecurrentRoutes:
 
     @staticmethod
     def of(layouts: Sequence[Layout], rank: int, halo_rows: int, device: Destination) -> tuple[RecurrentRoutes, ...]:
-        """The routes of a micro-batch, one for each nano-batch.
+        """Returns the routes of a micro-batch, one for each nano-batch.
 
         Args:
             layouts: for each nano-batch, the ranks and rows on which documents lie.
             rank: this rank, numbered as in the layouts.
-            halo_rows: number of rows that the convolution reads before a row.
-            device: the rows' device, or an upload to it. With an upload the tensors have no values until it is sent.
+            halo_rows: number of rows that the convolution reads before each row.
+            device: a device, or an upload to a device. With an upload, tensors get their values when the upload is
+                sent.
         """
         with uploading(device) as upload:
             arrived, routes = 0, []
@@ -100,16 +105,16 @@ class RecurrentRoutes:
     def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
         """Returns these routes with the backward exchanges of ``other``.
 
-        With pipeline stages, forward and backward of a micro-batch run in different phases, beside different
-        micro-batches of other stages. This rank's own rows are the same in both."""
+        With pipeline stages, backward of a micro-batch runs beside other micro-batches than forward did, so the ranks
+        exchange other rows."""
         return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 
 def _of(route: PieceRoute, arrived: int, device: Destination) -> RecurrentRoutes:
-    """The routes of one nano-batch.
+    """Returns the routes of one nano-batch.
 
-    ``arrived`` is the number of halo rows that this rank gets up to this nano-batch. A halo position before the start
-    of its document gets this number, the index of a row of zeros behind the arrived rows."""
+    ``arrived`` is the number of halo rows that have arrived by the end of this nano-batch. Where a document has no
+    earlier row, the convolution reads a row of zeros, which has the index ``arrived``."""
     picked = np.where(route.halo.picked < 0, arrived, route.halo.picked)
     opens = route.opens.tolist()
     return RecurrentRoutes(

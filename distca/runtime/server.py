@@ -1,15 +1,15 @@
-"""The computation of a rank in its role of attention server, and the pool of ranks that serve each other.
+"""Attention that a rank computes as a *server*, which is its role of computing attention for rows of any rank.
 
-A *CA-task* is a range of a document's queries with all keys and values that they see. A plan gives each task to a
-server, and the task's rows travel there. The server's buffer holds each k,v row once, though several tasks may read it.
-Kernels want every task's rows in one piece, its *region*, so :func:`task_regions` copies them. After backward,
-:func:`added_up` adds the regions' gradients up again. ``AttentionCall`` (attention_call.py) calls these functions.
+A *task* is a range of a document's queries with all keys and values that these queries see. A plan gives each task to a
+server, and the task's rows travel to that server. The server's buffer holds each k,v row once, even if several tasks
+read the row. Kernels need the k,v rows of a task as one contiguous *region*, so :func:`task_regions` copies rows from
+the buffer to regions. After backward, :func:`added_up` adds up the regions' gradients for each row of the buffer.
 
-A micro-batch runs as two *nano-batches*, ping and then pong. Servers may keep ping's k,v rows for tasks of pong.
+A micro-batch runs as two *nano-batches*, ping and then pong. Tasks of pong may also read k,v rows that arrived in ping.
 
-Shape suffixes: T query rows of the server's tasks; U k,v rows of its buffer; V k,v rows that it kept of ping; S k,v
+Shape suffixes: T query rows of the server's tasks; U k,v rows of its buffer; V k,v rows that arrived in ping; S k,v
 rows of all regions; H query heads, G key/value heads, D head dimension; 2 stands for k and v. Values may be narrower
-than keys; then k and v travel as [rows, G, width of a key + width of a value].
+than keys; then ``2GD`` tensors have shape [rows, G, elements of a key + elements of a value].
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from distca.transport import Transport
 
 
 def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route: ServerRoute) -> torch.Tensor:
-    """kv_S2GD, the regions of all tasks: copies of rows that arrived, and of rows that the server kept of ping.
+    """Returns kv_S2GD, the regions of all tasks.
 
-    If no two tasks share rows and none are kept, it is ``kv_U2GD`` itself."""
+    If no two tasks share rows, and no task reads rows of ping, the result is ``kv_U2GD`` itself."""
     if not route.repeats:
         return kv_U2GD
     kv_S2GD = kv_U2GD.new_empty(route.region_rows, *kv_U2GD.shape[1:])
@@ -41,21 +41,21 @@ def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route:
 
 
 def keys_and_values(kv_S2GD: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """k_SGD and v_SGD, as views of the tensor in which they travel together."""
+    """Returns k_SGD and v_SGD as views of ``kv_S2GD``; ``key_dim`` is the number of elements of a head's key."""
     if kv_S2GD.dim() == 4:
         return kv_S2GD[:, 0], kv_S2GD[:, 1]
     return kv_S2GD[..., :key_dim], kv_S2GD[..., key_dim:]
 
 
 def together(k_SGD: torch.Tensor, v_SGD: torch.Tensor) -> torch.Tensor:
-    """One tensor of keys and values, or of their gradients: the reverse of :func:`keys_and_values`."""
+    """Returns kv_S2GD from keys and values, or from gradients of keys and values."""
     if k_SGD.shape == v_SGD.shape:
         return torch.stack((k_SGD, v_SGD), dim=1)
     return torch.cat((k_SGD, v_SGD), dim=-1)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) -> None:
-    """Copies rows of a server's buffer to the regions of all tasks that read them."""
+    """Copies rows of the buffer ``source`` to the regions in ``target``."""
     for each in shared:
         for offset, place, rows in each.places:
             begin = each.first + offset
@@ -63,16 +63,23 @@ def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) 
 
 
 Sums = dict[int, torch.Tensor]
-"""Gradients in float32 of row ranges in a server's k,v buffer, by the first row of each range."""
+"""Gradients of row ranges in a server's k,v buffer; the key is a range's first row. They are in float32, or in float64
+for rows in float64."""
 
 
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
-    """dkv_U2GD, the gradients of the rows in the server's buffer, from those of the regions.
+    """Returns dkv_U2GD, the gradients of the rows in the server's buffer.
 
-    Tasks that share a row have their gradients added in float32: the last task's first, then the others in order. The
-    sum is rounded once. In ping, pong's gradients of kept rows (``later``) are then added, and the sum is rounded."""
-    # The last task that shares a range reads it to its end. So its gradients are copied, and then the first part, which
-    # other tasks read too, is overwritten with the sum.
+    Gradients of a row that several tasks read are added in float32, in a fixed order, and the sum is rounded. If pong
+    read rows of this buffer, which arrived in ping, ``later`` has pong's gradients. They are added after that.
+
+    Args:
+        dkv_S2GD: gradients of the regions.
+        later: gradients from pong's tasks; empty without them.
+        route: this server's tasks, and where their k,v rows lie.
+    """
+    # The last task that reads a range reads up to the range's end. So the last task's gradients are copied first. Then
+    # the rows that other tasks also read are overwritten with the sum.
     dkv_U2GD = dkv_S2GD
     if route.repeats:
         dkv_U2GD = dkv_S2GD.new_empty(route.kv_rows, *dkv_S2GD.shape[1:])
@@ -89,17 +96,16 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
 
 
 def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
-    """In pong, the gradients of rows that the server kept of ping."""
+    """Returns what pong's tasks computed as gradients of k,v rows that arrived in ping."""
     return {each.first: _sum(dkv_S2GD, each) for each in route.before}
 
 
 def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
-    """The sum in float32 of the gradients of a range of rows that several tasks read.
+    """Returns the sum in float32 of the gradients of a range of rows that several tasks read.
 
-    It ends with the last row that any task but the last reads; the rows after that have one gradient and need no sum.
-    With a single task it has all rows. Example: two tasks read rows [0, 4) and [0, 7) of the range. The sum has 4
-    rows."""
-    # The last task may begin behind the first row of the range, at "offset"; its gradients there are zeros.
+    Rows at the range's end that only the last task reads are left out, unless it is the range's only task. Example: two
+    tasks read rows [0, 4) and [0, 7) of the range. The sum has 4 rows."""
+    # The last task may begin "offset" rows behind the range's first row. Its gradients of the rows before are zeros.
     *others, (offset, place, rows) = shared.places
     longest = max((offset + rows for offset, _, rows in others), default=rows)
     wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)
@@ -113,9 +119,9 @@ def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
 def compute_forward(
     kernel: Kernel, route: ServerRoute, q_THD: torch.Tensor, kv_S2GD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns o_THD and lse_TH (log-sum-exp) of this server's tasks; without tasks, tensors of 0 rows.
+    """Returns o_THD and lse_TH (log-sum-exp of the scores) of this server's tasks.
 
-    There is one kernel call for each batch: consecutive tasks of layers with one window, scale and softcap."""
+    There is one kernel call for each batch of consecutive tasks with equal window, scale and softcap."""
     if len(route.batches) == 1:
         (only,) = route.batches
         return kernel.forward(q_THD, *keys_and_values(kv_S2GD, q_THD.shape[2]), only.batch, only.kind)
@@ -137,7 +143,7 @@ def compute_backward(
     o_THD: torch.Tensor,
     lse_TH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dq_THD and dkv_S2GD of this server's tasks, with the same kernel calls as forward."""
+    """Returns dq_THD and dkv_S2GD of this server's tasks."""
     if len(route.batches) == 1:
         (only,) = route.batches
         k, v = keys_and_values(kv_S2GD, q_THD.shape[2])
@@ -156,18 +162,19 @@ def compute_backward(
 
 @dataclass(frozen=True)
 class AttentionPool:
-    """All ranks that serve core attention to each other, as one of them sees the pool.
+    """The objects with which a rank exchanges and computes attention rows.
 
-    A rank is the *home* of the rows that it holds between layers.
+    A *pool* is a group of ranks that compute attention for each other. The *home* of a row is the rank that holds the
+    row between layers.
 
     Attributes:
-        transport: moves rows between these ranks.
-        kernel: computes CA-tasks on this rank.
+        transport: moves rows between the ranks of the pool.
+        kernel: computes attention on this rank.
         timeline: records the times of this rank's compute and transfers.
-        backward: with "keep", servers keep q, k, v, o and lse of their tasks, and homes send only dO. With "resend",
-            homes keep them and send them again with dO, to the servers that the backward plan names.
-        offload: host memory for the rows that homes keep, and for the inputs of recomputed layers; None keeps both on
-            the device.
+        backward: where q, k, v and lse wait for backward. With "keep" servers keep them, and homes send dO (and lse if
+            heads have sinks). With "resend" homes keep them, and send them again with o and dO.
+        offload: host memory for rows that homes keep with "resend", and for the inputs of recomputed layers; None
+            leaves them on the device.
     """
 
     transport: Transport

@@ -1,10 +1,8 @@
 """The times of one rank's compute and transfers, for timelines in Perfetto, the step log and tests of the order.
 
-A micro-batch runs as two *nano-batches*, ping and pong, each with its own *tracks* (rows of a timeline). A *span* is a
-name with a start and an end. Attention and recurrent calls (attention_call.py) report to the timeline.
-
-Recording needs two CUDA events per span. While it is off, only the seconds of serving attention are measured, which the
-step log compares between ranks. The seconds of waiting for transfers are measured if a caller asks for them.
+A *span* is a name with a start and an end; a *track* is a row of the timeline. A micro-batch runs in two parts, the
+*nano-batches* ping and pong, and each has its own tracks. :class:`Timeline` measures even while nothing is recorded:
+always the seconds in which this rank computes attention, and the waits for transfers if ``times_waits`` is set.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ class Timeline:
     Attributes:
         clock: this rank's clock; on GPUs it takes times of the current stream.
         recording: whether spans are recorded.
-        zero: the time, in seconds since 1970, that recorded spans count from.
-        times_waits: whether :meth:`waiting` measures; callers set it.
-        order: while recording, the actions in the order in which the host queued them. An entry has action, layer,
-            nano-batch and direction: "launch q,k,v 3 ping forward".
+        zero: the time at which recorded spans have time 0, in seconds since 1970.
+        times_waits: whether :meth:`waiting` measures; callers set the field.
+        order: the recorded actions in the order in which the host queued them. An entry has action, layer, nano-batch
+            and direction: "launch q,k,v 3 ping forward".
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -58,10 +56,10 @@ class Timeline:
         self._side_stream: torch.cuda.Stream | None = None
 
     def start_recording(self, zero: float | None = None) -> None:
-        """Records from now on; every rank calls it at the same time.
+        """Starts recording, after a barrier over all ranks.
 
         Args:
-            zero: the ``zero`` of other processes, to which spans are to be comparable; None takes this moment.
+            zero: the time at which spans have time 0, in seconds since 1970; None takes this moment.
         """
         self.clock.synchronize()
         self._began = time.time()
@@ -71,7 +69,7 @@ class Timeline:
 
     @contextmanager
     def compute(self, name: str, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Records the work queued inside the block as a span; ``kinds`` of attention layers are added to its name."""
+        """Records the work queued inside the block as a span; ``kinds`` (of attention layers) is added to its name."""
         if not self.recording:
             yield
             return
@@ -85,8 +83,9 @@ class Timeline:
 
     @contextmanager
     def serve(self, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Measures the attention that this rank computes as a server, for :meth:`serve_seconds`, even when not
-        recording. While recording it is a span, too, as in :meth:`compute`."""
+        """Measures the attention that is computed inside the block, and records it as a span.
+
+        The seconds are measured even while nothing is recorded; :meth:`take_serves` returns them."""
         with self.compute("serve", layer, nano, direction, kinds):
             start = self.clock.work()
             yield
@@ -94,9 +93,7 @@ class Timeline:
 
     @contextmanager
     def stage(self, name: str, track: str = "stage") -> Iterator[None]:
-        """Records a part of a step that is no layer (track ``stage``), or a whole step (track ``steps``), as a span.
-
-        Spans of layers may lie inside it."""
+        """Records the block as a span, which may contain other spans."""
         if not self.recording:
             yield
             return
@@ -106,9 +103,9 @@ class Timeline:
         span.end = self.clock.now()
 
     def open(self, name: str, layer: int, nano: int, direction: str, *, past_launches: bool = False) -> None:
-        """Begins a span that ends at the next :meth:`close`, span, join or launch.
+        """Begins a span that ends when another one of compute begins, or at the next launch, join or :meth:`close`.
 
-        With ``past_launches`` a span of the same name begins again after a launch."""
+        With ``past_launches``, a new span of this name begins after a launch."""
         if self.recording:
             self.close()
             self.order.append(_entry(name, layer, nano, direction))
@@ -131,10 +128,9 @@ class Timeline:
         direction: str,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Records a transfer that was just launched, as a span that ends with its last collective.
+        """Records a transfer that was just launched, as a span that ends when the transfer ends.
 
-        Each nano-batch has a track for each ``what`` and direction, so spans of a track do not overlap. ``args`` are
-        shown with the span."""
+        ``what`` names the moved tensors, such as "q,k,v". Perfetto shows ``args`` beside the span."""
         if not self.recording:
             return
         goes_on = self._reopen
@@ -160,7 +156,7 @@ class Timeline:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Measures the block, which waits for a transfer and puts its rows in their places, for :meth:`take_waits`."""
+        """Measures the block, which waits for a transfer; :meth:`take_waits` returns the seconds."""
         if not self.times_waits:
             yield
             return
@@ -169,14 +165,15 @@ class Timeline:
         self._waits.setdefault(what, []).append((start, self.clock.now()))
 
     def take_waits(self) -> dict[str, float]:
-        """Returns by transfer the seconds of :meth:`waiting` since the last call; blocks until the last wait ended."""
+        """Returns for each ``what`` the seconds of :meth:`waiting` since the last call; blocks until the last wait
+        ended."""
         waits, self._waits = self._waits, {}
         return {what: sum(self.clock.seconds(*each) for each in spans) for what, spans in waits.items()}
 
     def take_serves(self) -> dict[str, list[float]]:
-        """Returns by direction the seconds of each :meth:`serve` since the last call, in order.
+        """Returns for each direction the seconds of every :meth:`serve` since the last call, in order.
 
-        Blocks until the last one ended."""
+        Blocks until the last block of :meth:`serve` has ended on the device."""
         seconds = {
             direction: [self.clock.seconds(start, end) for start, end in spans]
             for direction, spans in self._serves.items()
@@ -185,12 +182,11 @@ class Timeline:
         return seconds
 
     def serve_seconds(self) -> dict[str, float]:
-        """Returns by direction the sum of :meth:`take_serves`."""
+        """Returns for each direction the sum of :meth:`take_serves`."""
         return {direction: sum(seconds) for direction, seconds in self.take_serves().items()}
 
     def take(self, rank: int) -> list[dict[str, Any]]:
-        """Ends recording and returns its spans as {rank, track, name, start_us, duration_us}, transfers also with
-        args."""
+        """Ends recording; returns for each span a dict of rank, track, name, start_us, duration_us and perhaps args."""
         self.close()
         self.recording = False
         spans, self._spans = self._spans, []
@@ -212,7 +208,7 @@ class Timeline:
         return events
 
     def _end_on_side_stream(self, span: _Span, works: list[Any]) -> None:
-        """Takes the span's end on a side stream that waits for the collectives, so that compute does not wait here."""
+        """Takes the span's end on a side stream, which waits for the transfer in place of the current stream."""
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream()
         with torch.cuda.stream(self._side_stream):

@@ -1,4 +1,4 @@
-"""Transports: they move rows between home ranks, which hold them, and attention servers, which compute with them."""
+"""Transports, which move rows of q, k, v, o and gradients between ranks."""
 
 from distca.errors import TransportError
 from distca.transport.interface import Handle, Part, Transport

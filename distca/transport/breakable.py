@@ -1,9 +1,9 @@
-"""A transport for pools with servers without a model, processes that only compute attention and may die or join.
+"""A transport for pools with servers without a model, which are processes that only compute attention.
 
-When such a server dies, an exchange of rows fails on the *homes*, the ranks that train. A home that raised an error in
-the middle of a step would leave others waiting in Megatron's collectives. So it runs the step to its end with zeros in
-place of rows that do not come. ``CAD`` then asks :meth:`BreakableTransport.came_to_end`, throws the step's results away
-and repeats the step with the servers that are left.
+When such a server dies, exchanges of rows fail on the *homes*, the ranks that train. An error in the middle of a step
+would leave other homes waiting in Megatron's collectives. So homes run the step to the end, with zeros in place of rows
+that do not come. Then :meth:`BreakableTransport.came_to_end` returns False, and the homes repeat the step without the
+dead server.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from distca.transport.interface import Part
 logger = logging.getLogger(__name__)
 
 _LOST = ("gloo/transport", "NCCL", "ncclRemoteError")
-"""Words by which the error message of a collective shows that another rank of its group is gone."""
+"""Words in the error message of a collective that fails because another rank of the group is gone."""
 
 
 class PoolBrokenError(RuntimeError):
-    """Raised by an exchange if this rank has left the pool, because another rank of it is gone."""
+    """Raised by an exchange after this rank has left the pool."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -40,8 +40,8 @@ class BreakableTransport:
     """A :class:`CollectiveTransport` whose process group can break and be replaced.
 
     Args:
-        goes_on: what happens once a rank is gone: with True exchanges deliver zeros, with False they raise an error.
-            Homes go on, servers do not.
+        goes_on: whether exchanges deliver zeros after a rank has gone, as on homes. With False they raise an error, as
+            on servers.
 
     Attributes:
         broken: whether an exchange has failed in this group, or there is no group.
@@ -55,20 +55,20 @@ class BreakableTransport:
         self.name, self.rank, self.ranks, self.broken = "", 0, 0, True
 
     def use(self, group: dist.ProcessGroup) -> None:
-        """Leaves the old group, if any, and moves rows over ``group`` from now on."""
+        """Leaves the old group, if any, and takes ``group``."""
         self.give_up()
         self._group, self._inner, self.broken = group, CollectiveTransport(group), False
         self.name, self.rank, self.ranks = self._inner.name, self._inner.rank, self._inner.ranks
 
     def give_up(self) -> None:
-        """Leaves the group; exchanges that are under way fail, and later ones count as failed."""
+        """Leaves the group; exchanges that are under way fail, and so do later exchanges until :meth:`use`."""
         with self._ending:
             group, self._group, self._inner, self.broken = self._group, None, None, True
             if group is not None:
                 give_up(group)
 
     def break_off(self) -> None:
-        """Makes exchanges that are under way fail. A watching thread may call it while another thread waits for one."""
+        """Makes exchanges that are under way fail; any thread may call it."""
         with self._ending:
             self.broken = True
             if self._group is not None:
@@ -79,7 +79,7 @@ class BreakableTransport:
 
         Raises:
             TransportError: the moves were planned for another number of ranks; nothing was sent.
-            RuntimeError: the exchange failed, and steps do not go on; or the error has another cause.
+            RuntimeError: the exchange failed, and ``goes_on`` is False or the cause is not a rank that is gone.
         """
         handle = None
         if self.broken:
@@ -92,25 +92,25 @@ class BreakableTransport:
         return BreakableHandle(self, handle, parts)
 
     def failed(self, error: RuntimeError) -> None:
-        """Handles the ``error`` of an exchange: leaves the group if the cause is a rank that is gone.
+        """Leaves the group, or raises the ``error`` of an exchange.
 
         Raises:
-            RuntimeError: the ``error`` itself, if it has another cause or steps do not go on.
+            RuntimeError: the ``error``, if ``goes_on`` is False or the cause is not a rank that is gone.
         """
         if not self._goes_on or not (self.broken or is_lost_peer(error)):
             raise error
         logger.debug("An exchange of rows failed: %s", error)
-        # The traceback's frames refer to the group. Its connections must close, so that other ranks get an error too.
+        # The traceback's frames refer to the group, whose connections must close, so that other ranks get an error.
         error.__traceback__ = None
         self.give_up()
 
     def came_to_end(self, device: torch.device) -> bool:
-        """Whether all exchanges of a step have succeeded on all ranks; every rank calls it at the end of a step.
+        """Whether all exchanges of a step have succeeded on all ranks; waits for the device.
 
-        It waits for the device, so it also sees exchanges that failed there.
+        Every rank calls it at the end of a step.
 
         Raises:
-            RuntimeError: an exchange failed, and this rank's steps do not go on.
+            RuntimeError: an exchange failed, and ``goes_on`` is False or the cause is not a rank that is gone.
         """
         here = torch.ones(1, device=device)
         try:
@@ -118,7 +118,7 @@ class BreakableTransport:
                 self.failed(PoolBrokenError("The pool was given up."))
                 return False
             dist.all_reduce(here, group=self._group)
-            # Every rank adds 1. An all-reduce that NCCL aborts may leave any number.
+            # Every rank has added 1. An all-reduce that NCCL aborts may leave any number.
             whole = here.item() == self.ranks and not self.broken
         except RuntimeError as error:
             self.failed(error)
@@ -129,7 +129,7 @@ class BreakableTransport:
 
 
 class BreakableHandle:
-    """An exchange under way, or a failed one, whose :meth:`wait` fills the destinations with zeros."""
+    """An exchange under way. If the exchange fails, :meth:`wait` fills the destinations with zeros."""
 
     def __init__(self, transport: BreakableTransport, handle: CollectiveHandle | None, parts: tuple[Part, ...]) -> None:
         self._transport, self._handle, self._parts = transport, handle, parts
@@ -140,7 +140,7 @@ class BreakableHandle:
         return [] if self._handle is None else self._handle.works
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Does what :meth:`distca.transport.collective.CollectiveHandle.tell` does; nothing for a failed exchange."""
+        """Lets a thread of gloo call ``ended`` after each collective; does nothing for a failed exchange."""
         if self._handle is not None:
             self._handle.tell(ended)
 

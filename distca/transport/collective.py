@@ -1,9 +1,8 @@
 """Transport over torch.distributed (NCCL on GPUs, gloo on CPUs): one all-to-all for each tensor of an exchange.
 
-Rows are copied into a packed send tensor, sent, and copied from a packed receive tensor to their places. Between nodes
-keys and values take two hops: to one rank of a node, the *gateway*, which hands them on to the node's other ranks. The
-second hop is a second all-to-all, which starts once the first has arrived. ``select.py`` chooses this transport unless
-NVSHMEM can be used.
+Rows are copied into a packed send tensor, sent, and copied from a packed receive tensor to their places. Keys and
+values for another node may take two *hops*: to one rank of the node, and from there to the node's other ranks. The
+second hop is a second all-to-all, which starts after the first.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class CollectiveTransport:
     """Moves rows by all-to-all over a process group.
 
     Args:
-        group: the pool's process group; its ranks are the ranks that plans name.
+        group: process group of all ranks that exchange rows.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # A group may have one backend for CPUs and one for GPUs. If NCCL is one of them, rows are on GPUs.
+        # A group may have a backend for CPUs and a backend for GPUs. If NCCL is among them, rows are on GPUs.
         self.name = "nccl" if "nccl" in str(dist.get_backend(group)) else str(dist.get_backend(group))
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
@@ -38,18 +37,18 @@ class CollectiveTransport:
         self._relaying: torch.cuda.Stream | None = None
 
     def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
-        """Packs and starts one all-to-all per part. A part without a row that travels in the pool is only copied.
+        """Starts an all-to-all for each part that has rows to send between ranks, and copies rows that stay on a rank.
 
-        On GPUs a second hop is queued at once, on a stream of its own, behind the first. On CPUs it starts when the
-        caller waits for this exchange or launches the next one.
+        On GPUs the second hop is queued at once, on a stream of its own. On CPUs the second hop starts when the caller
+        waits for this exchange or launches another exchange.
 
         Raises:
             TransportError: the moves were planned for another number of ranks; nothing was sent.
         """
         check_ranks(parts, self.ranks)
         if self._newest is not None:
-            # All ranks must start a group's collectives in one order, but they wait at different times. So the second
-            # hop of the last exchange starts now, even if its caller has not waited for it yet.
+            # All ranks must start a group's collectives in one order, and they wait at different times. So the second
+            # hop of the last exchange starts now, even if the caller has not waited for that exchange.
             self._newest.hand_on()
             self._newest = None
         hops = Hops.of(parts)
@@ -68,7 +67,7 @@ class CollectiveTransport:
         return handle
 
     def _room(self, part: Part) -> _AllToAll:
-        """The all-to-all of a part, with new send and receive tensors for its packed rows."""
+        """Returns the all-to-all of a part, with new send and receive tensors for packed rows."""
         moves = part.moves
         sent = part.source.new_empty((len(moves.send_index), *part.source.shape[1:]))
         received = part.destination.new_empty((sum(moves.receive_counts), *part.destination.shape[1:]))
@@ -76,7 +75,7 @@ class CollectiveTransport:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Makes a side stream the current one, behind all work that the current stream has so far."""
+        """Makes a side stream the current stream; its work begins after all work that was queued before."""
         if self._relaying is None:
             self._relaying = torch.cuda.Stream(priority=-1)
         self._relaying.wait_stream(torch.cuda.current_stream())
@@ -86,7 +85,7 @@ class CollectiveTransport:
 
 @dataclass
 class _AllToAll:
-    """The all-to-all of one part. It keeps the packed rows alive until the caller has waited for the exchange."""
+    """The all-to-all of one part, with the packed rows that are sent and received."""
 
     part: Part
     sent: torch.Tensor
@@ -117,10 +116,10 @@ class _AllToAll:
 
 
 class CollectiveHandle:
-    """The all-to-alls of an exchange; the constructor starts those of the first hop.
+    """The all-to-alls of an exchange; the constructor starts the first hop.
 
     Args:
-        handed_on: all-to-alls whose rows the second hop sends on.
+        handed_on: all-to-alls of the first hop, for parts that have two hops.
         others: all-to-alls of parts that have one hop.
         second: all-to-alls of the second hop.
     """
@@ -138,15 +137,15 @@ class CollectiveHandle:
         return [each.work for each in self._under_way if each.work is not None]
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Lets a thread of gloo call ``ended`` after each collective of both hops; the last call marks the end."""
+        """Lets a thread of gloo call ``ended`` after each collective of both hops."""
         self._ended = ended
         for each in self._under_way:
             each.tell(ended)
 
     def hand_on(self) -> None:
-        """Waits for the rows that the second hop sends on, and starts it on the current stream.
+        """Waits for the rows that the second hop sends, and starts the second hop on the current stream.
 
-        Does nothing without a second hop, or if it was started before."""
+        Does nothing if there is no second hop, or if the second hop was started before."""
         if not self._second:
             return
         for each in self._handed_on:
@@ -159,23 +158,21 @@ class CollectiveHandle:
 
     def wait(self) -> None:
         self.hand_on()
-        # The all-to-alls in ``_handed_on`` were waited for when the second hop started.
         for each in self._under_way:
             each.finish()
         self._handed_on, self._others, self._under_way = [], [], []
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, bytes per row] uint8 view, so that gloo can send dtypes that it does not support."""
+    """Returns a view [rows, bytes per row] uint8, since gloo does not support all dtypes."""
     return rows.view(-1).view(torch.uint8).view(len(rows), row_bytes(rows))
 
 
 def nccl_goes_first() -> None:
-    """Gives NCCL's kernels a high stream priority; call it before any process group is made.
+    """Gives NCCL's kernels a high stream priority; must be called before any process group is made.
 
-    A GPU runs kernels of equal priority in the order in which they come. Core attention of a long document fills all
-    multiprocessors for up to seconds. Suppose that a collective starts just before it on rank 0, but behind it on rank
-    1. On rank 0 the collective then spins until rank 1's attention ends, and takes multiprocessors from rank 0's own
-    attention. With high priority it starts early on both. A TORCH_NCCL_HIGH_PRIORITY that is set already stays.
+    Attention of a long document fills a GPU's multiprocessors for up to seconds. With equal priority, a collective
+    waits behind attention on one rank, while on other ranks it spins and takes multiprocessors from attention. A
+    TORCH_NCCL_HIGH_PRIORITY that is set already stays.
     """
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

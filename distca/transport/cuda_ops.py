@@ -1,11 +1,10 @@
-"""The CUDA library of ``csrc/``, called through ctypes: copies by copy engine, signals in memory, and kernels over
-rows.
+"""The CUDA library of ``csrc/``, called through ctypes: copies by copy engine, signals in memory, and kernels for rows.
 
-A *signal* is a number that one GPU writes to a 64-bit word of memory, a *slot*; a stream of another GPU waits for it.
-The NVSHMEM transport needs copies and signals; ``gather_scatter.py`` uses the kernels on any GPU.
+A *slot* is a 64-bit word of memory. To *signal*, a GPU writes a number to a slot, and a stream of another GPU waits for
+that number. The NVSHMEM transport needs copies and signals; ``gather_scatter.py`` needs the kernels.
 
-The library is optional: :func:`why_not` says why it cannot be used. Functions with a stream queue work on it and return
-at once; they never block the host.
+The library is optional: :func:`why_not` says why it cannot be used. Functions with a stream queue their work on the
+stream and do not block the host.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ class NativeError(RuntimeError):
 
 
 _INTERFACE = 2
-"""The version of the C functions in csrc/row_moves.cu that this file calls; a library of another version is refused."""
+"""The version of the C functions in csrc/row_moves.cu that this file calls. No other version is used."""
 
 
 @cache
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    """Returns the library and None, or None and the reason why there is none."""
+    """Returns the library and None, or None and the reason why the library is missing."""
     path = Path(__file__).parent / f"_rows{EXTENSION_SUFFIXES[0]}"
     if not path.is_file():
         return (
@@ -55,7 +54,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Returns the library with the argument types of its functions; None if it did not load."""
+    """Returns the library, with argument types set; None if the library is missing."""
     library, _ = _load()
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -78,8 +77,7 @@ def _library() -> ctypes.CDLL | None:
 def why_not() -> str | None:
     """Returns the reason why the library cannot be used, or None.
 
-    On a machine with a GPU a kernel is tried once: a library that loads may lack code for this GPU, or need a newer
-    driver."""
+    On a GPU a kernel is tried, because a library that loads may lack code for this GPU or need a newer driver."""
     library, reason = _library(), _load()[1]
     if library is None or not torch.cuda.is_available():
         return reason
@@ -94,18 +92,18 @@ def why_not() -> str | None:
 
 
 def is_available() -> bool:
-    """Whether the library can be used here; see :func:`why_not`."""
+    """Whether the library can be used in this process."""
     return why_not() is None
 
 
 def row_bytes(rows: torch.Tensor) -> int:
-    """The bytes of one row of a tensor, whose first dimension counts rows."""
+    """Returns the bytes of one row of a tensor, whose first dimension counts rows."""
     return rows.shape[1:].numel() * rows.element_size()
 
 
 @cache
 def why_no_signals() -> str | None:
-    """Returns the reason why streams of the current GPU cannot signal to each other through memory, or None."""
+    """Returns the reason why streams of the current GPU cannot write signals and wait for them, or None."""
     if why_not() is not None:
         return why_not()
     library = _library()
@@ -118,8 +116,8 @@ def why_no_signals() -> str | None:
 def create_stream(priority: int) -> torch.cuda.Stream:
     """Returns a new stream of the current GPU, which is never destroyed.
 
-    ``torch.cuda.Stream()`` takes streams from a small set and may return one that other code uses. That code's work
-    would then wait behind this stream's waits for other ranks.
+    ``torch.cuda.Stream()`` may return a stream that other code uses. Other code's work would then wait behind this
+    stream's waits for other ranks.
 
     Args:
         priority: 0 for the usual priority; work of streams with a lower number starts first.
@@ -135,7 +133,7 @@ def current_stream() -> torch.cuda.Stream:
 
 
 def mark(stream: torch.cuda.Stream) -> Event:
-    """Returns an event that is recorded on the stream: it comes when all work queued so far is done."""
+    """Returns an event that comes when all work that the stream has so far is done."""
     event = Event()
     event.record(stream)
     return event
@@ -146,9 +144,9 @@ def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool,
 
     Args:
         pieces: for each tensor four entries: the address of its first row; the address of the destination's first row,
-            on this GPU or another one; [N, 3] int64 contiguous ranges (source row, destination row, number of rows);
-            and the bytes of a row.
-        batched: whether all ranges are copied by one CUDA call, in any order, by as many engines as the driver chooses.
+            on any GPU; [N, 3] int64 contiguous ranges (source row, destination row, number of rows); and the bytes of a
+            row.
+        batched: whether one CUDA call copies all ranges, in any order, by as many engines as the driver chooses.
             Otherwise each range is a call, in order; copies inside one GPU then run as kernels.
         stream: the stream to queue the copies on.
     """
@@ -166,14 +164,14 @@ def push_rows(
     most_blocks: int,
     stream: torch.cuda.Stream,
 ) -> None:
-    """Writes rows to other addresses by a small kernel, which signals when all are written.
+    """Writes rows to other addresses by a kernel, which then signals.
 
     Args:
-        pieces: for each piece three entries: a contiguous tensor; [N] int64 numbers of its rows to write; and the
-            address, on this GPU or another one, from which on the kernel writes them one after the other.
-        arrived: uint64 addresses of slots on other GPUs, which get ``number`` at the end; empty for no signal.
-        number: the number of the exchange.
-        finished_blocks: [1] int32 zero, a counter for the kernel; each stream needs its own.
+        pieces: for each piece three entries: a contiguous tensor; [N] int64 numbers of the rows to write; and the
+            address, on any GPU, of the first written row. The others follow without gaps.
+        arrived: uint64 addresses of slots to which the kernel writes ``number`` at the end; empty for no signal.
+        number: the value of the signal.
+        finished_blocks: [1] int32 zero, a counter for the kernel. Two streams must not share a counter.
         most_blocks: the largest number of thread blocks, of 256 threads each.
         stream: the stream to queue the kernel on.
     """
@@ -184,9 +182,9 @@ def push_rows(
 
 
 def signal(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Writes ``value`` to the slots at ``addresses`` [N] uint64, on this GPU or others.
+    """Writes ``value`` to the slots at ``addresses`` [N] uint64, on any GPU.
 
-    Other GPUs can then see the results of all earlier work of the stream."""
+    A GPU that sees the value also sees the results of all earlier work of the stream."""
     _call("distca_signal", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
@@ -204,14 +202,14 @@ def move_rows(
 ) -> None:
     """Sets destination[destination_rows[i]] = source[source_rows[i]] for i < rows; an index of None means i itself.
 
-    Both tensors are contiguous, of equal dtype and trailing shape; indices are [rows] int64 on the same device.
+    Both tensors are contiguous, with equal dtype and trailing shape. Indices are [rows] int64 on the tensors' device.
     """
     arguments = (source.data_ptr(), _address(source_rows), destination.data_ptr(), _address(destination_rows))
     _call("distca_move_rows", *arguments, rows, row_bytes(source), torch.cuda.current_stream().cuda_stream)
 
 
 def can_sum(rows: torch.Tensor) -> bool:
-    """Whether :func:`sum_rows` can add ``rows``: the kernel needs a known dtype and rows of a multiple of 16 bytes."""
+    """Whether :func:`sum_rows` can add ``rows``: 16-bit floats or float32, with rows of a multiple of 16 bytes."""
     return rows.dtype in _SUM_KINDS and row_bytes(rows) % 16 == 0
 
 
@@ -224,7 +222,8 @@ def sum_rows(
 ) -> None:
     """Adds the rows packed[copies[borders[i]:borders[i+1]]] to destination[destination_rows[i]].
 
-    They are added in float32, in this order, and rounded once. Indices are int64 on the device."""
+    Rows are added in float32, in the order of ``copies``, and each sum is rounded once. Indices are int64 on the
+    tensors' device."""
     width = packed.shape[1:].numel()
     tensors = (packed, copies, borders, destination_rows, destination)
     addresses = (tensor.data_ptr() for tensor in tensors)
@@ -233,7 +232,7 @@ def sum_rows(
 
 
 def addresses_of(base: int, slots: Sequence[int]) -> np.ndarray:
-    """[N] uint64 addresses of the slots with the numbers ``slots``, in an array of slots at the address ``base``."""
+    """Returns [N] uint64, the addresses of slots number ``slots`` in an array of slots that begins at ``base``."""
     return base + 8 * np.asarray(slots, np.uint64)
 
 

@@ -1,7 +1,6 @@
-"""Gathering, scattering and adding rows of tensors on one device.
+"""Gathering, scattering and adding rows of tensors on one device, by the CUDA library of ``csrc/`` or by torch.
 
-Transports pack rows with it before they send them, and put received rows in their places. It uses the CUDA library of
-``csrc/`` if that can be used (``cuda_ops.py``), else torch.
+Transports, for example, pack rows with these functions and put received rows in their places.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ def move_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor | None,
 ) -> None:
-    """Sets destination[destination_rows] = source[source_rows]. An index of None means 0, 1, 2 and so on.
+    """Sets destination[destination_rows] = source[source_rows]; an index of None means 0, 1, 2 and so on.
 
     Args:
         source: [N, ...] contiguous.
-        source_rows: [rows] int64 on the same device, or None.
-        destination: [M, ...] contiguous, same dtype and trailing shape.
-        destination_rows: [rows] int64 on the same device, or None.
+        source_rows: [rows] int64 on the device of ``source``, or None.
+        destination: [M, ...] contiguous, with the dtype and trailing shape of ``source``.
+        destination_rows: [rows] int64 on the device of ``source``, or None.
     """
     index = source_rows if source_rows is not None else destination_rows
     rows = len(index) if index is not None else len(source)
@@ -47,7 +46,7 @@ def sum_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor,
 ) -> None:
-    """Adds several packed rows to each of some destination rows: in float32, in packed order, rounded once.
+    """Adds packed rows to destination rows: in float32, in the order of ``copies``, with one rounding at the end.
 
     Example: packed rows 0 and 2 are added to destination row 5, and packed row 1 to row 9. Then destination_rows is
     [5, 9], copies is [0, 2, 1] and borders is [0, 2, 3].
@@ -56,10 +55,10 @@ def sum_rows(
         packed: [N, ...] received rows.
         copies: [C] int64 numbers of packed rows, grouped by destination row.
         borders: [rows + 1] int64; copies[borders[i]:borders[i+1]] are added to row destination_rows[i].
-        rounds: the same additions for torch, as a list of (packed rows, indices i of their destination rows). No i is
-            twice in one round, so that the order of additions is fixed.
-        destination: [M, ...] rows to add to, same dtype and trailing shape.
-        destination_rows: [rows] int64 rows of ``destination``, each once.
+        rounds: these additions for torch, as a list of (packed rows, indices i in destination_rows). An i is in a round
+            at most once, which fixes the order of additions.
+        destination: [M, ...] rows to add to, with the dtype and trailing shape of ``packed``.
+        destination_rows: [rows] int64 rows of ``destination``, without repetition.
     """
     if not len(destination_rows):
         return

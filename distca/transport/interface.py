@@ -1,9 +1,9 @@
 """The interface of transports, which move rows of tensors between ranks.
 
-The *home* of a row is the rank that holds it between layers; a *server* is a rank that computes attention with it. Rows
-go from homes to servers, and results come back. One *exchange* moves rows of several tensors between all ranks of the
-pool, and each tensor is a :class:`Part` of it. Calls of layers (``distca/runtime``) launch exchanges and wait for them
-later. Implementations: ``collective.py`` (NCCL, gloo) and ``nvshmem/transport.py``.
+The *home* of a row is the rank that holds the row between layers; a *server* is a rank that computes attention with the
+row. Rows go from homes to servers, and results come back. One *exchange* moves rows of several tensors between all
+ranks of a *pool*, the ranks that compute attention for each other. Each tensor is a :class:`Part` of the exchange.
+Implementations: ``collective.py`` (NCCL, gloo) and ``nvshmem/transport.py``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Part:
     """One tensor's part of an exchange.
 
     Attributes:
-        source: [moves.source_rows or more, ...] tensor to send rows of, contiguous. Callers must not write it until
-            they have waited for the exchange. The exchange itself only writes it for ``moves.relay_before``, which adds
-            gradients of other ranks to this rank's rows before they are sent.
-        destination: [moves.destination_rows or more, ...] tensor to fill, contiguous, of the same trailing shape and
-            dtype. Callers must neither read nor write it until they have waited. It must hold zeros at first if
-            ``moves.reduction`` adds rows up.
-        moves: the rows of both tensors that move, and the ranks between which they move.
+        source: [moves.source_rows or more, ...] contiguous tensor to send rows of. Callers must not write to the
+            source until they have waited for the exchange. With ``moves.relay_before`` the exchange adds gradients of
+            other ranks to rows of the source, and then sends the sums.
+        destination: [moves.destination_rows or more, ...] contiguous tensor to fill, with the trailing shape and dtype
+            of ``source``. Callers must neither read nor write the destination until they have waited for the exchange.
+            If ``moves.reduction`` adds rows up, the destination must hold zeros at first.
+        moves: the rows that move, and the ranks between which they move.
     """
 
     source: torch.Tensor
@@ -46,13 +46,13 @@ class Part:
 class Hops:
     """The parts of an exchange, by hop. Parts without a row that travels between ranks are left out.
 
-    Between nodes, keys and values go to one rank of the node (the *gateway*) first, which hands them on: two hops. On
-    the way back, servers send gradients to their gateway, which adds them up and sends the sums home.
+    Keys and values for another node may take two hops: to one rank of the node, the *gateway*, and from the gateway to
+    other ranks of the node. On the way back, ranks send gradients to the gateway, and the gateway sends sums home.
 
     Attributes:
-        handed_on: first hop of the parts that have two.
+        handed_on: first hop of the parts that have two hops.
         others: parts that have one hop; they travel together with ``handed_on``.
-        second: second hop of the parts in ``handed_on``, which needs their rows; empty for most exchanges.
+        second: second hop of the parts in ``handed_on``.
     """
 
     handed_on: tuple[Part, ...]
@@ -61,7 +61,7 @@ class Hops:
 
     @property
     def first(self) -> tuple[Part, ...]:
-        """All parts that travel at launch; those that the second hop needs come first."""
+        """The parts that travel first, beginning with the parts that have a second hop."""
         return self.handed_on + self.others
 
     @staticmethod
@@ -92,7 +92,7 @@ def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
 
 
 def sent_by(rank: int, parts: tuple[Part, ...]) -> dict[str, Any]:
-    """Returns for the timeline the bytes that this rank sends, and the ranks that it sends to or receives from."""
+    """Returns for the timeline the bytes that this rank sends, and the ranks to or from which rows travel."""
     sent = 0
     peers: set[int] = set()
     hops = Hops.of(parts)
@@ -117,9 +117,9 @@ class Handle(Protocol):
 class Transport(Protocol):
     """Moves rows between the ranks of a pool.
 
-    Every rank must launch the same exchanges in the same order, even if none of its own rows move. On a GPU, a rank
-    must launch all exchanges and wait for them on one stream. Torch's allocator gives the memory of tensors to later
-    work of that stream, so an exchange that nobody waited for could overwrite it.
+    All ranks must launch their exchanges in one order. A rank takes part in an exchange even if no row of the rank
+    moves. On a GPU, a rank must launch exchanges and wait for them on one stream: Torch's allocator gives the memory of
+    freed tensors to later work of this stream.
 
     Attributes:
         name: "nccl", "gloo" or "nvshmem", for logs.
@@ -132,5 +132,5 @@ class Transport(Protocol):
     ranks: int
 
     def launch(self, parts: tuple[Part, ...]) -> Handle:
-        """Starts an exchange of all ``parts``. Rows whose home and server are this rank are copied, too."""
+        """Starts an exchange of all ``parts``; also copies rows that stay on this rank."""
         ...

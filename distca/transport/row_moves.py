@@ -1,16 +1,15 @@
-"""Row moves: the index tensors by which a rank sends rows, and puts received rows in their places.
+"""The index tensors with which a rank sends rows, and puts received rows in their places.
 
-The *home* of a row is the rank that holds it between layers; a *server* is a rank that computes attention with it.
-Every rank is usually both. Routes of the planner (numpy) become :class:`RowMoves`, one object for each direction, and
-transports run them.
+The *home* of a row is the rank that holds the row between layers; a *server* is a rank that computes attention with the
+row. A rank may be both. The planner says in numpy which rows travel (``RowExchange``). :class:`RowMoves` has these rows
+as tensors, for one direction.
 
 Rows that travel are *packed*: they lie one after the other, sorted by peer and then by row in the server's buffer.
-Sender and receiver both use this order, so they need no message about it.
 
-Several servers may return a gradient for the same k,v row. Home adds these in float32, in the order of the servers'
-ranks, and rounds once. Between nodes of several ranks, a k,v row travels once to each node, to one server there: its
-*gateway*. A second exchange inside the node, the *relay*, hands it on. On the way back the gateway first adds its
-node's gradients to its own, and then sends the sum home.
+Several servers may return a gradient for one k,v row. The home adds these gradients in float32, in the order of the
+servers' ranks, and rounds the sum. Between nodes, a k,v row may travel once to one server of a node, the *gateway*. A
+second exchange inside the node, the *relay*, brings the row to other servers. On the way back the gateway adds up the
+gradients of these servers and sends the sum home.
 """
 
 from __future__ import annotations
@@ -31,24 +30,25 @@ from distca.transport.gather_scatter import move_rows, sum_rows
 class RowMoves:
     """One direction of a row exchange, as seen from one rank.
 
-    The *source* is the tensor that rows leave, the *destination* the tensor that they reach: a home tensor and a
-    server's buffer, or the reverse on the way back. Rows that the rank *keeps* go from one to the other on this rank.
+    On the way to servers the *source* is a home's tensor and the *destination* a server's buffer. On the way back the
+    source is a server's buffer and the destination a home's tensor. Rows that a rank *keeps* are copied from source to
+    destination on this rank. A *pool* is the group of ranks that exchange rows.
 
     Attributes:
-        source_rows: rows of the source; it may have further rows of padding.
-        destination_rows: rows of the destination; it may have further rows of padding.
-        send_counts: number of rows for each rank of the pool.
+        source_rows: number of rows of the source, without padding.
+        destination_rows: number of rows of the destination, without padding.
+        send_counts: number of rows to each rank of the pool.
         receive_counts: number of rows from each rank of the pool.
-        send_index: int64 numbers of source rows, in packed order.
-        receive_index: int64 numbers of destination rows, in packed order.
-        send_ranges: by receiving rank, [N, 3] int64 on the host. Each line is a range of rows: the first source row,
-            the first row among all packed rows that the receiver gets, and the number of rows.
-        most_received: rows that reach the busiest rank of the pool; the same on every rank.
-        keep_source: int64 numbers of the source rows that the rank keeps.
-        keep_destination: int64 numbers of their destination rows.
-        keep_ranges: [N, 3] int64 on the host, the same as ranges: source row, destination row, number of rows.
-        reduction: how to add up rows that share a destination row; None if each has its own.
-        travelling: number of rows that travel in the whole pool; the same on every rank.
+        send_index: int64 numbers of source rows to send, in packed order.
+        receive_index: int64 numbers of the destination rows of received rows, in packed order.
+        send_ranges: for each receiving rank, [N, 3] int64 on the host. Each line is a range of rows: the first source
+            row, the first row among all packed rows that the receiver gets, and the number of rows.
+        most_received: number of rows that the busiest receiver of the pool gets.
+        keep_source: int64 numbers of the source rows that this rank keeps.
+        keep_destination: int64 numbers of the destination rows of kept rows.
+        keep_ranges: [N, 3] int64 on the host, the kept rows as ranges: source row, destination row, number of rows.
+        reduction: the additions of rows that share a destination row; None if no rows share one.
+        travelling: number of rows that travel between ranks in the whole pool.
         relay_before: moves of gradients to gateways inside nodes, which run before these moves; None without a relay.
         relay_after: moves of rows from gateways inside nodes, which run after these moves; None without a relay.
     """
@@ -73,7 +73,14 @@ class RowMoves:
     def in_hops(
         exchange: RowExchange, relay: RowExchange | None, ranks: int, device: Destination
     ) -> tuple[RowMoves, RowMoves]:
-        """Returns moves as :meth:`there_and_back` does; ``relay`` has the rows that gateways hand on, None for none."""
+        """Returns the moves from homes to servers and the moves back, with a relay inside nodes if one is given.
+
+        Args:
+            exchange: this rank's part of the rows that move between homes and servers.
+            relay: this rank's part of the rows that move from gateways to other servers; None without a relay.
+            ranks: number of ranks in the pool.
+            device: the rows' device.
+        """
         to_server, to_home = RowMoves.there_and_back(exchange, ranks, device)
         if relay is None:
             return to_server, to_home
@@ -86,15 +93,13 @@ class RowMoves:
     ) -> tuple[RowMoves, RowMoves]:
         """Returns the moves from homes to servers, and the moves back.
 
-        Both share their index tensors, with source and destination swapped.
-
         Args:
-            exchange: the rows that move, as this rank's route has them.
+            exchange: this rank's part of the rows that move.
             ranks: number of ranks in the pool.
             device: the rows' device.
-            adds: whether rows that come back are added to the values in the destination, in place of replacing them.
+            adds: whether rows that come back are added to values in the destination; otherwise they replace the values.
         """
-        # Row ranges become row numbers. At home, rows are sent or kept; on the server they are received or placed.
+        # Row numbers: "sent" and "kept" count in a home's tensor, "received" and "placed" in a server's buffer.
         send, receive, keep = exchange.send, exchange.receive, exchange.keep
         home_rows, kept_rows = expand(send.source, send.rows), expand(keep.source, keep.rows)
         sent, kept = to_device(home_rows, device), to_device(kept_rows, device)
@@ -116,7 +121,7 @@ class RowMoves:
             None,
             exchange.travelling,
         )
-        # On the way back a home row has several values if several servers got it, or one got it and this rank kept it.
+        # On the way back a home row gets several values if two servers had the row, or a server and this rank itself.
         once = not adds and _apart(np.append(send.source, keep.source), np.append(send.rows, keep.rows))
         to_home = RowMoves(
             exchange.destination_rows,
@@ -137,14 +142,14 @@ class RowMoves:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether the destination would be a copy of the source: no row changes its rank or its place."""
+        """Whether no row changes rank or place, so that the source can serve as the destination."""
         source, destination, rows = self.keep_ranges.T
         apart = self.relay_before is None and self.relay_after is None and self.reduction is None
         whole = self.source_rows == self.destination_rows == rows.sum()
         return bool(apart and not self.travelling and whole and (source == destination).all())
 
     def sent_to(self, peer: int) -> tuple[np.ndarray, torch.Tensor]:
-        """Returns a receiving rank's ``send_ranges`` and its part of ``send_index``."""
+        """Returns the parts of ``send_ranges`` and ``send_index`` that go to rank ``peer``."""
         first = sum(self.send_counts[:peer])
         return self.send_ranges[peer], self.send_index[first : first + self.send_counts[peer]]
 
@@ -153,9 +158,9 @@ class RowMoves:
         move_rows(source, self.keep_source, destination, self.keep_destination)
 
     def place_received(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
-        """Writes received rows to their places, or adds them if there is a reduction.
+        """Writes received rows to their places in ``destination``, or adds them there with a reduction.
 
-        With a reduction, kept rows must have been copied before, since received rows are added to them."""
+        With a reduction, :meth:`copy_kept` must have been called before, since received rows are added to kept rows."""
         if self.reduction is not None:
             self.reduction.add(packed, destination)
         else:
@@ -164,21 +169,21 @@ class RowMoves:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The additions of returned rows whose home row gets several values.
+    """The additions of returned rows, for home rows that get several values.
 
-    The values of a home row are the packed rows for it and, if the rank keeps the row, the value that is there. A home
-    row with one value is *single*, one with more is *shared*. Example: packed rows 0, 1 and 2 are for home rows 5, 9
-    and 5. Row 9 is single: ``single`` is [1] and ``single_home`` [9]. Row 5 is shared: ``shared_home`` is [5],
-    ``copies`` [0, 2] and ``borders`` [0, 2].
+    A home row gets the packed rows that servers return for it, and has a value already if this rank keeps the row. A
+    home row with one value is *single*, and a home row with more values is *shared*. Example: packed rows 0, 1 and 2
+    are for home rows 5, 9 and 5. Row 9 is single: ``single`` is [1] and ``single_home`` [9]. Row 5 is shared:
+    ``shared_home`` is [5], ``copies`` [0, 2] and ``borders`` [0, 2].
 
     Attributes:
-        single: int64 packed rows for single home rows.
-        single_home: int64 home rows of these.
-        shared_home: int64 shared home rows, ascending.
-        copies: int64 packed rows for shared home rows, grouped by home row, in packed order.
+        single: int64 numbers of packed rows for single home rows.
+        single_home: int64 numbers of the home rows of ``single``.
+        shared_home: int64 numbers of shared home rows, ascending.
+        copies: int64 numbers of packed rows for shared home rows, grouped by home row, in packed order.
         borders: [len(shared_home) + 1] int64; copies[borders[i]:borders[i+1]] are added to home row shared_home[i].
-        rounds: the same additions for torch, as a list of (packed rows, indices i of their home rows). No i is twice in
-            one round, so that the order of additions is fixed. The example has the rounds ([0], [0]) and ([2], [0]).
+        rounds: these additions for torch, as a list of (packed rows, indices i in shared_home). An i is in a round at
+            most once, which fixes the order of additions. The example has the rounds ([0], [0]) and ([2], [0]).
     """
 
     single: torch.Tensor
@@ -190,15 +195,15 @@ class Reduction:
 
     @staticmethod
     def of(home_rows: np.ndarray, kept_rows: np.ndarray, device: Destination) -> Reduction | None:
-        """The reduction for packed rows with the given home rows; None if each home row has one value.
+        """Returns the reduction for packed rows with the given home rows; None if each home row has one value.
 
         Args:
             home_rows: [N] int64 home row of each packed row.
             kept_rows: [M] int64 home rows that have a value already.
             device: device of the index tensors.
         """
-        # "writers" [home rows] counts the values of each home row. "place" is the index in shared_home of each packed
-        # row for a shared home row. A packed row's round is the number of packed rows before it with the same place.
+        # "writers" counts the values of each home row. "packed" are the packed rows for shared home rows, and "place"
+        # are their indices in shared_home. The n-th packed row of a place is in round n.
         top = int(max(home_rows.max(initial=-1), kept_rows.max(initial=-1))) + 1
         writers = np.bincount(home_rows, minlength=top) + np.bincount(kept_rows, minlength=top)
         if writers.max(initial=0) <= 1:
@@ -224,22 +229,22 @@ class Reduction:
         )
 
     def add(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
-        """Writes packed rows to single home rows of ``destination``, and adds them to shared ones."""
+        """Writes packed rows to single home rows of ``destination``, and adds packed rows to shared home rows."""
         move_rows(packed, self.single, destination, self.single_home)
         sum_rows(packed, self.copies, self.borders, self.rounds, destination, self.shared_home)
 
 
 def _apart(begin: np.ndarray, count: np.ndarray) -> bool:
-    """Whether no number is in two of the ranges [begin, begin + count); [N] int64 both."""
+    """Whether the ranges [begin, begin + count) do not overlap; both arrays are [N] int64."""
     order = np.argsort(begin)
     return bool((begin[order][1:] >= (begin + count)[order][:-1]).all())
 
 
 def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> dict[int, np.ndarray]:
-    """The ``send_ranges`` of :class:`RowMoves`, from N ranges of source rows.
+    """Returns the ``send_ranges`` of :class:`RowMoves`, from N ranges of source rows.
 
-    Example: this rank sends rows [5, 8) and [20, 22) to rank 1, which gets 10 rows from ranks before this one. The
-    result is {1: [[5, 10, 3], [20, 13, 2]]}.
+    Example: this rank sends rows [5, 8) and [20, 22) to rank 1. Ranks below this one send 10 rows to rank 1. The result
+    is {1: [[5, 10, 3], [20, 13, 2]]}.
 
     Args:
         peer: [N] receiving rank of each range, ascending.
@@ -249,8 +254,8 @@ def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahea
     """
     if not len(peer):
         return {}
-    # "before" counts the rows of all ranges before a range, of this and other peers; the difference to the peer's first
-    # range is the place among this peer's rows.
+    # "before" counts the rows of all earlier ranges. Less the "before" of the peer's first range, it counts the rows of
+    # the peer's earlier ranges.
     before = np.cumsum(rows) - rows
     place = ahead[peer] + before - before[np.searchsorted(peer, peer, side="left")]
     ranges = np.ascontiguousarray(np.stack((source, place, rows), axis=1))
@@ -259,7 +264,7 @@ def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahea
 
 
 def _repetition(values: np.ndarray) -> np.ndarray:
-    """[N] number of equal values before each value. Example: 4, 7, 4, 4 gives 0, 0, 1, 2."""
+    """Returns for each of N values the number of equal values before it. Example: 4, 7, 4, 4 gives 0, 0, 1, 2."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])

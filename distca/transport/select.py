@@ -1,8 +1,8 @@
-"""The choice of a transport, which moves rows between the ranks of a pool: the named one, or the best that works.
+"""The choice of a transport, which moves attention rows between the ranks of a *pool*: by NVSHMEM, NCCL or gloo.
 
-``CAD`` calls :func:`choose_transport` once on every rank; the choice is logged with its reason. There are two sorts:
-torch.distributed's all-to-all (NCCL or gloo), and NVSHMEM, by which GPUs write into each other's memory with copy
-engines. All ranks must choose alike, so they exchange the reasons that speak against NVSHMEM.
+With NVSHMEM, GPUs write into each other's memory. NCCL and gloo run torch.distributed's all-to-all. All ranks must
+choose one transport, so ranks tell each other the reasons against NVSHMEM. ``distca.CAD``, the object that a training
+script makes, chooses its transport here (``megatron_patches/pool.py``).
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
 """The names that users can give; "auto" is the best transport that works."""
 NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
-"""GiB of NVSHMEM's receive memory per rank, if callers give no size. An exchange that does not fit is refused; with
-"auto" it goes by NCCL."""
+"""The default size of NVSHMEM's receive buffer, in GiB per rank. An exchange that does not fit goes by NCCL with
+"auto", and is refused with "nvshmem"."""
 
 BETWEEN_NODES = (
-    "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; `transport` nvshmem takes "
-    "it all the same"
+    "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; set `transport` to nvshmem to "
+    "use NVSHMEM there"
 )
 """The reason why "auto" does not take NVSHMEM between nodes, as a part of a sentence."""
 
 _started: dict[tuple[int, ...], tuple[OneSidedTransport, float]] = {}
-"""The NVSHMEM transport of this process and the GiB of its memory, by the global ranks of its pool. It has at most one
-entry, because NVSHMEM starts once per process and numbers its exchanges from then on."""
+"""The NVSHMEM transport of this process and the GiB of its receive buffer, by the global ranks of its pool. There is at
+most one entry, because NVSHMEM starts once per process."""
 _failed: list[str] = []
-"""The reason why NVSHMEM did not start in this process, as the only entry; then it is not tried again."""
+"""The reason why NVSHMEM did not start on some rank, as the only entry. This process does not try again."""
 _ALONE_S = 3.0
-"""Seconds for which a rank waits for the other ranks after NVSHMEM failed to start on it. The others may wait for it
-inside NVSHMEM for ever; then this rank raises an error."""
+"""The longest wait of a rank on which NVSHMEM did not start, in seconds. The other ranks may be waiting inside NVSHMEM.
+If they have not returned by then, the rank raises an error."""
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
-    """Returns the named transport over ``group``. All ranks of the group must call it at the same time.
-
-    "auto" is NVSHMEM if the pool is on one node and NVSHMEM works there, else the group's own backend.
+    """Returns a transport over ``group`` and logs the choice. All ranks of the group must call it at the same time.
 
     Args:
-        name: "auto", "nvshmem", "nccl" or "gloo".
+        name: "nvshmem", "nccl", "gloo" or "auto". "auto" takes NVSHMEM if the pool is on one node and NVSHMEM works
+            there, else the backend of ``group``.
         group: process group of the pool.
-        buffer_gb: GiB of receive memory per rank, for NVSHMEM.
+        buffer_gb: GiB of NVSHMEM's receive buffer per rank.
 
     Raises:
-        TransportError: the name is unknown, or that transport cannot be used here; the message says why.
+        TransportError: the name is unknown, or the named transport cannot be used here; the message says why. With
+            "auto" only if NVSHMEM fails to start while other ranks wait inside NVSHMEM.
     """
     if name not in NAMES:
         raise TransportError(f"`transport` is '{name}'; it can be {', '.join(NAMES)}.")
@@ -104,14 +104,15 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
 
 
 def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transport | None) -> OneSidedTransport:
-    """Returns the NVSHMEM transport that this process has already, with another fallback for exchanges that do not fit.
+    """Returns the NVSHMEM transport that this process has already, with its receive buffer as large as before.
 
-    Its memory keeps the size that it had when NVSHMEM started."""
+    ``fallback`` replaces the transport for exchanges that do not fit into the buffer."""
     transport, has_gb = _started[ranks]
     if buffer_gb > has_gb:
         logger.warning(
             "NVSHMEM has %.3g GiB of symmetric memory per rank since it started, and %.3g are asked for now; it cannot "
-            "have more in this process. Exchanges that do not fit %s. Ask for the larger one first, or start anew.",
+            "have more in this process. Exchanges that do not fit %s. To have more, set the larger size before NVSHMEM "
+            "starts.",
             *(has_gb, buffer_gb, f"go by {fallback.name}" if fallback else "are refused"),
         )
     transport.use_fallback(fallback)
@@ -119,7 +120,7 @@ def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transpor
 
 
 def why_not_nvshmem() -> str | None:
-    """Returns the reason why this process cannot use NVSHMEM, or None; it asks no other rank."""
+    """Returns the reason why this process cannot use NVSHMEM, or None; other ranks are not asked."""
     if not torch.cuda.is_available():
         return "it moves GPU memory, and torch finds no GPU here"
     if cuda_ops.why_no_signals() is not None:
@@ -130,15 +131,15 @@ def why_not_nvshmem() -> str | None:
         import nvshmem.core
 
         nvshmem.core.get_version()  # loads the library of NVSHMEM
-    except Exception as error:  # An error of any kind only means that rows go by NCCL.
+    except Exception as error:  # NVSHMEM's libraries raise errors of many kinds.
         return f"nvshmem4py does not load: {error}"
     return None
 
 
 def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> str | None:
-    """Returns the reason why the ranks of ``group`` cannot or should not use NVSHMEM, or None; the same on every rank.
+    """Returns the reason why the ranks of ``group`` cannot or should not use NVSHMEM, or None.
 
-    All ranks call it at the same time, as it gathers their reasons.
+    All ranks must call it at the same time, and all get one answer.
 
     Args:
         group: process group of the pool.
@@ -159,7 +160,7 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
     gpus = [gpu for node, gpu in places if gpu and node == machine_name()]
     if own is None:
         own = "several ranks share a GPU" if len(set(gpus)) < len(gpus) else why_no_peer_access(gpus)
-    # The first rank's reason counts for all: ranks may see different GPUs, and so have different reasons.
+    # Ranks may have different reasons. All ranks return the reason of the lowest rank that has one.
     for rank, reason in zip(ranks, _gather(own, group), strict=True):
         if reason is not None:
             return f"on rank {rank}, {reason}" if rank else reason
@@ -172,7 +173,7 @@ def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
     """Returns the reason why GPUs of this node cannot write into each other's memory, or None.
 
     Args:
-        gpus: UUIDs of the GPUs to check; GPUs that this process does not see are skipped. None checks all visible ones.
+        gpus: UUIDs of the GPUs to check; GPUs that this process does not see are skipped. None checks all visible GPUs.
     """
     visible = {_gpu(index): index for index in range(torch.cuda.device_count())}
     indices = [visible[gpu] for gpu in (visible if gpus is None else gpus) if gpu in visible]
@@ -184,7 +185,7 @@ def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
 
 
 def _gpu(index: int) -> str:
-    """The UUID of a visible GPU, which is the same in every process of a node."""
+    """Returns the UUID of visible GPU number ``index``."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -196,10 +197,10 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> OneSidedTransport | str:
-    """Starts NVSHMEM. Returns its transport, or the reason why it does not start; the same reason on every rank.
+    """Starts NVSHMEM. Returns a transport, or on all ranks the reason why NVSHMEM does not start on one of them.
 
     Raises:
-        TransportError: NVSHMEM does not start on this rank, and other ranks wait for this one inside NVSHMEM.
+        TransportError: NVSHMEM does not start on this rank, and other ranks wait inside NVSHMEM.
     """
     transport, own = None, None
     ranks = dist.get_process_group_ranks(group)
@@ -209,8 +210,8 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
         own = str(error).splitlines()[0] if str(error) else type(error).__name__
     if not _all_came_back(ranks, 0 if own is None else _ALONE_S):
         raise TransportError(
-            f"NVSHMEM does not start on rank {dist.get_rank()}: {own}; and ranks that wait for it there cannot take "
-            "another transport any more. Set `transport` to nccl."
+            f"NVSHMEM does not start on rank {dist.get_rank()}: {own}. Other ranks wait inside NVSHMEM for this rank, "
+            "so they cannot take another transport. Set `transport` to nccl."
         )
     for rank, reason in zip(ranks, _gather(own, group), strict=True):
         if reason is not None:
@@ -222,9 +223,9 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
 
 
 def _all_came_back(ranks: Sequence[int], seconds: float) -> bool:
-    """Tells the other ranks that this one has returned from starting NVSHMEM, with or without success.
+    """Tells the other ranks that this rank has returned from starting NVSHMEM, with or without success.
 
-    Returns whether all have returned within ``seconds``; with 0 it does not wait and returns True."""
+    Returns whether all ranks have returned within ``seconds``; with 0 it returns True at once."""
     store, key = dist.distributed_c10d._get_default_store(), f"distca/nvshmem/{ranks[0]}"
     store.add(key, 1)
     end = time.monotonic() + seconds

@@ -30,7 +30,7 @@ def _why_not(machines, asked, linked):
 def test_ranks_on_several_machines_use_nccl_unless_nvshmem_is_asked_for():
     said = (
         "the server pool spans 2 nodes, and between nodes rows go by NCCL, because NVSHMEM has not been measured "
-        "on a network; `transport` nvshmem takes it all the same"
+        "on a network; set `transport` to nvshmem to use NVSHMEM there"
     )
     assert run_ranks(2, _why_not, ["one", "two"], False, False) == [said, said]
     assert run_ranks(2, _why_not, ["one", "two"], True, False) == [None, None]
@@ -118,8 +118,8 @@ def _fails_alone():
 
 def test_a_rank_that_fails_alone_does_not_wait_for_those_who_wait_for_it():
     assert run_ranks(2, _fails_alone)[1] == (
-        "NVSHMEM does not start on rank 1: no memory; and ranks that wait for it there cannot take another transport "
-        "any more. Set `transport` to nccl."
+        "NVSHMEM does not start on rank 1: no memory. Other ranks wait inside NVSHMEM for this rank, so they cannot "
+        "take another transport. Set `transport` to nccl."
     )
 
 
@@ -147,6 +147,7 @@ def _twice(name):
 def test_more_memory_than_a_process_has_is_warned_of(name, others):
     said = (
         "NVSHMEM has 0.5 GiB of symmetric memory per rank since it started, and 2 are asked for now; it cannot have "
-        f"more in this process. Exchanges that do not fit {others}. Ask for the larger one first, or start anew."
+        f"more in this process. Exchanges that do not fit {others}. To have more, set the larger size before NVSHMEM "
+        "starts."
     )
     assert run_ranks(2, _twice, name) == [[said]] * 2

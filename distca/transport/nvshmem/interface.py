@@ -1,11 +1,11 @@
-"""The interface between the one-sided transport (transport.py) and the memory that it writes to, the *fabric*.
+"""The interface between the NVSHMEM transport (transport.py) and its *fabric*: the memory and signals of all ranks.
 
-Every rank has a receive buffer into which the others, its *peers*, write rows. An *exchange* moves rows between all
-ranks, and has a number that is the same on every rank. A sender signals to a peer that an exchange has *arrived*: its
-rows are in the peer's buffer. A receiver signals to senders that it has *consumed* an exchange: it has copied the rows
-elsewhere, so their memory may be written again. Streams wait for signals, and the host does not.
+Every rank has a receive buffer into which the other ranks, its *peers*, write rows. An *exchange* moves rows between
+all ranks, and has one number on every rank. After a sender has written rows, it signals that its rows of the exchange
+have *arrived*. After a receiver has copied the rows out of its buffer, it signals that it has *consumed* the exchange.
+Senders may then write to this memory again. Streams wait for signals, and the host does not.
 
-``NvshmemFabric`` (symmetric_memory.py) implements it on GPUs; a test double implements it on CPUs.
+``NvshmemFabric`` (symmetric_memory.py) implements the interface on GPUs; a test double implements it on CPUs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Put:
 
     Attributes:
         source: contiguous tensor whose rows are sent.
-        ranges: [N, 3] int64 on the host. Each line is a range: first source row, first row in the peer's buffer counted
-            from ``begin``, number of rows. In the buffer each range begins where the one before ends.
-        rows: int64 on the device, the source rows of all ranges in order, as one index.
-        begin: byte of the peer's receive buffer at which row 0 of ``ranges`` lies.
+        ranges: [N, 3] int64 on the host. Each line is a range of rows: the first source row, the first row in the
+            peer's buffer, and the number of rows. Ranges follow each other in the buffer without gaps.
+        rows: int64 on the device, the numbers of all source rows, in the order of ``ranges``.
+        begin: the byte of the peer's receive buffer from which ``ranges`` counts rows.
     """
 
     source: torch.Tensor
@@ -67,9 +67,9 @@ class Fabric(Protocol):
 
         Args:
             number: number of the exchange.
-            reuses: an earlier exchange whose memory this one uses again. Writes to a peer wait until the peer has
-                consumed it; 0 if the memory was not used before.
-            puts: the rows to write, by peer. Afterwards each of these peers gets the signal that the exchange arrived.
+            reuses: number of an earlier exchange. Writes to a peer wait until the peer has consumed that exchange. With
+                0 they do not wait.
+            puts: the rows to write, by peer. Each of these peers then gets the signal that the rows have arrived.
 
         Returns:
             A token; :meth:`join` waits until the sources may be written again.
@@ -81,7 +81,8 @@ class Fabric(Protocol):
 
         Args:
             parts: the parts of an exchange.
-            behind: the token of the exchange's :meth:`put`, whose writes go first; None without one.
+            behind: the token that :meth:`put` returned for the exchange. Copies may wait for the writes. None if no
+                rows were put.
 
         Returns:
             A token; :meth:`join` waits until the copies are done. None if the current stream itself copies.
@@ -97,15 +98,15 @@ class Fabric(Protocol):
         ...
 
     def beside(self, work: Callable[[], None]) -> Any:
-        """Calls ``work`` with a side stream as the current one, behind the work that the current stream has so far.
+        """Calls ``work`` with a side stream as the current stream, behind the work that was queued so far.
 
-        Returns a token; :meth:`join` waits until that work is done."""
+        Returns a token; :meth:`join` waits until the queued work is done."""
         ...
 
     def compute(self, work: Callable[[], None]) -> None:
         """Calls ``work``, which queues torch operations on the current stream.
 
-        A test double with simulated streams queues the call itself."""
+        A test double may delay the call."""
         ...
 
     def consumed(self, number: int) -> None:

@@ -1,28 +1,24 @@
 """NVSHMEM's writes of rows and signals to *inter-node peers*: ranks on other nodes, whose memory this rank cannot map.
 
-:class:`Peers`, at the end of the file, splits a rank's writes between this file and ``intranode.py``, for peers on the
-same node. NVSHMEM's memory is *symmetric*: each rank has a block of the same layout, with a receive buffer.
+NVSHMEM's memory is *symmetric*: each rank has a block of memory, and all blocks have one layout. A block has, among
+other things, a receive buffer. *Exchanges* of rows between all ranks are numbered. A sender signals an exchange's
+number after the sender's rows have *arrived*. A receiver signals the number after it has *consumed* the rows: copied
+them out of its receive buffer. A peer has *room* once it has consumed the rows that lie where new rows are to be
+written.
 
-An *exchange* of rows between all ranks has a number. Peers signal by this number that its rows have arrived, or that
-they have *consumed* the exchange: copied the rows out of their receive buffer. A peer has *room* once it has consumed
-the rows that lay where new ones will be written.
-
-An NVSHMEM *put* copies memory over the network. Its source must be symmetric memory, and puts may finish in any order.
-So rows are first packed into a part of the block, the *staging* memory. Rows that do not fit at once go in several
-*loads*. *Quiet* is NVSHMEM's wait until all earlier puts and signals have arrived. All steps of an exchange are queued
-on one side stream:
+An NVSHMEM *put* copies memory over the network, from symmetric memory. So rows are first packed into a part of the
+block, the *staging* memory. Rows that do not fit travel in several *loads*. *Quiet* is NVSHMEM's wait until all earlier
+puts and signals have arrived. All steps of an exchange are queued on one side stream:
 
     wait until the peers have room
-    for each load: pack it · quiet, except for the first load · put it
-    quiet · signal to all peers that the exchange arrived
+    for each load: pack the load · quiet, except for the first load · put the load
+    quiet · signal to all peers
 
-The staging memory has two halves, and loads use them in turn. While load n travels, load n + 1 is packed into the other
-half. The quiet before the puts of load n + 1 waits for load n, so load n + 2 may then be packed into its half. The last
-quiet makes signals arrive after all rows of the exchange, and after the signals of the exchange before. Rows for
-several peers share a load, so that small pieces travel together.
+The staging memory has two halves, and loads use the halves in turn. While load n travels, load n + 1 is packed into the
+other half.
 
 No other stream may call quiet. NVSHMEM has one list of pending puts per process, and a quiet on another stream would
-empty it without making this stream wait.
+empty the list without making this stream wait.
 """
 
 from __future__ import annotations
@@ -41,27 +37,28 @@ from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.intranode import IntranodePeers, Sent, Streams
 
 _ALIGNMENT = 256
-"""Bytes; each piece begins at a multiple of it in the staging memory, so that kernels may write 16 bytes at a time."""
+"""Each slice of rows begins at a multiple of this number of bytes in the staging memory. So kernels may write 16 bytes
+at a time."""
 _MOST_STAGING, _LEAST_STAGING = 64 << 20, 2 << 20
-"""The largest and the smallest staging memory, in bytes; between them it is a quarter of the receive buffer. More rows
-than a half holds take several loads, and a row must fit into a half. Both were chosen without a measurement."""
+"""The largest and the smallest staging memory, in bytes. Between these limits the staging memory is a quarter of the
+receive buffer. The limits were not measured."""
 _PACK_BLOCKS = 32
-"""The largest number of thread blocks of the packing kernel. Few blocks leave multiprocessors to compute, and should
-still pack faster than a network sends. This was not measured."""
+"""The largest number of thread blocks of the packing kernel. The other multiprocessors go on computing. The number was
+not measured."""
 _NOBODY = np.empty(0, np.uint64)
-"""No signals: the packing kernel tells no peer."""
+"""The addresses that the packing kernel signals to: none."""
 
 
 def staging_bytes(capacity: int) -> int:
-    """Bytes of staging memory beside a receive buffer of ``capacity`` bytes; each half is a multiple of 256."""
+    """Returns the bytes of staging memory for a receive buffer of ``capacity`` bytes, a multiple of 512."""
     return min(_MOST_STAGING, max(_LEAST_STAGING, capacity // 4)) // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)
 
 
 class InternodeQueue(Streams, Protocol):
-    """Streams and NVSHMEM's calls; on GPUs :class:`distca.transport.nvshmem.internode.NvshmemQueue`.
+    """Streams and NVSHMEM's calls. On GPUs it is a :class:`distca.transport.nvshmem.internode.NvshmemQueue`.
 
-    NVSHMEM names a place in a peer's block by the address of the same place in this rank's own block. A *slot* is a
-    64-bit word that holds a signal.
+    NVSHMEM names a place in a peer's block by the address of this place in the caller's own block. A *slot* is a 64-bit
+    word that holds a signal.
     """
 
     def put(self, to: int, source: int, size: int, peer: int, stream: Any) -> None:
@@ -69,12 +66,12 @@ class InternodeQueue(Streams, Protocol):
         ...
 
     def quiet(self, stream: Any) -> None:
-        """Makes the stream wait until all earlier puts and signals have arrived, and peers can see them."""
+        """Makes the stream wait until all earlier puts and signals have arrived."""
         ...
 
     def set_signal(self, slot: int, number: int, peer: int, stream: Any) -> None:
-        """Starts writing a number to a slot of the peer. Two writes to one slot need a quiet between them, or the older
-        one may arrive last."""
+        """Starts writing a number to a slot of the peer. Without a quiet between two writes, the first may arrive
+        last."""
         ...
 
     def add_to_signal(self, slot: int, by: int, peer: int, stream: Any) -> None:
@@ -84,26 +81,25 @@ class InternodeQueue(Streams, Protocol):
     def wait_for_signal(self, slot: int, number: int, stream: Any) -> None:
         """Makes the stream wait until a slot of this rank is at least ``number``.
 
-        Rows that the peer put before a quiet and this signal can then be read."""
+        If the peer called quiet between its puts and the signal, the rows can then be read."""
         ...
 
 
 @dataclass(frozen=True)
 class InternodeAddresses:
-    """Addresses in this rank's block; NVSHMEM names places in peers' blocks by them, too.
-
-    A peer's block has one slot for each rank that writes to it. This rank's slots in peers' blocks are
-    ``arrived_there`` and ``consumed_there``. Rank r's slots in this block are number r of ``arrived_here`` and of
-    ``consumed_here``.
+    """Addresses in this rank's block. With them NVSHMEM also names places in peers' blocks.
 
     Attributes:
         receive_buffer: first byte of the receive buffer.
         staging: first byte of the staging memory, a multiple of 256.
         staging_bytes: size of the staging memory, a multiple of 512.
-        arrived_there: slot to which this rank writes the newest exchange whose rows it has put to the peer.
-        consumed_here: first of [ranks] slots, to which each rank writes the newest exchange that it has consumed.
-        consumed_there: slot to which this rank writes the newest exchange that it has consumed.
-        arrived_here: first of [ranks] slots, to which each rank writes the newest exchange whose rows it has put here.
+        arrived_there: slot in a peer's block. This rank writes there the newest exchange whose rows it has put to the
+            peer.
+        consumed_here: first of [ranks] slots in this block. Rank r writes to slot r the newest exchange that rank r has
+            consumed.
+        consumed_there: slot in a peer's block. This rank writes there the newest exchange that it has consumed.
+        arrived_here: first of [ranks] slots in this block. Rank r writes to slot r the newest exchange whose rows rank
+            r has put to this rank.
     """
 
     receive_buffer: int
@@ -123,8 +119,8 @@ class Slice:
         peer: the rank that gets the rows.
         source: tensor whose rows are sent.
         rows: [N] int64 on the device, the numbers of the rows in ``source``.
-        staged: byte of the load from which on the rows are packed.
-        lands: byte of the peer's receive buffer from which on they arrive.
+        staged: first byte of the packed rows, counted from the begin of the load.
+        lands: first byte of the rows in the peer's receive buffer.
         size: bytes of all these rows.
     """
 
@@ -137,10 +133,10 @@ class Slice:
 
 
 def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[Slice]]:
-    """Yields loads of at most ``capacity`` bytes, a multiple of 256, that together have all rows of ``puts``.
+    """Cuts the rows of ``puts`` into loads of at most ``capacity`` bytes, and yields the slices of each load.
 
-    Rows of a put that do not fit into the rest of a load go into the next load. Example: loads have room for 4 rows,
-    and the puts have 3 and 2 rows. The first load then has 3 + 1 rows, and the second has 1."""
+    Example: a load has room for 4 rows, and the puts have 3 and 2 rows. The first load then has 3 + 1 rows, and the
+    second load has 1 row. ``capacity`` must be a multiple of 256."""
     load: list[Slice] = []
     used = 0
     for peer, pieces in puts.items():
@@ -176,15 +172,21 @@ class InternodePeers:
         self._half = addresses.staging_bytes // 2
         self._stream = queue.create_stream(-1)
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        self._room: dict[int, int] = {}  # by peer, the newest exchange for whose consumption the stream has waited
-        self._told: dict[int, int] = {}  # by peer, the newest exchange that this rank has told it to have consumed
+        self._room: dict[int, int] = {}  # by peer, the newest exchange that the stream has waited for it to consume
+        self._told: dict[int, int] = {}  # by peer, the newest "consumed" signal that this rank has sent to it
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> tuple[Sent, Any]:
-        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.put` says.
+        """Queues the puts and signals of an exchange, after the current stream's work so far.
+
+        Args:
+            number: number of the exchange.
+            reuses: number of the exchange that a peer must have consumed before rows are put to the peer; 0 for no
+                wait.
+            puts: the rows to write, by peer.
 
         Returns:
-            A token with an event that comes when all rows are packed, so that the sources may be written again; and an
-            event that comes when all rows have arrived and the signals have been started.
+            A token whose event comes when all rows are packed, so that the sources may be written again; and an event
+            that comes when all rows have arrived.
         """
         queue, stream = self._queue, self._stream
         stream.wait_event(queue.mark(queue.current_stream()))
@@ -206,15 +208,15 @@ class InternodePeers:
         return Sent([packed], held, tuple(puts), reuses), queue.mark(stream)
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
-        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.arrived` says."""
+        """Makes the current stream wait until the rows of exchange ``number`` from all ``peers`` have arrived."""
         for peer in peers:
             self._queue.wait_for_signal(self._at.arrived_here + 8 * peer, number, self._queue.current_stream())
 
     def consumed(self, number: int, peers: Sequence[int]) -> None:
-        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.consumed` says.
+        """Signals to ``peers`` that this rank has consumed all exchanges up to ``number``.
 
-        There is no quiet between two such signals, so they may arrive in either order. That is why they add to the slot
-        and do not set it."""
+        Signals may arrive in any order, since there is no quiet between them. So a signal adds to the slot, and does
+        not set the slot."""
         for peer in peers:
             by = number - self._told.get(peer, 0)
             if by:
@@ -224,8 +226,7 @@ class InternodePeers:
     def finish(self, patience_s: float = 5.0) -> None:
         """Makes the host wait until all rows and signals have arrived, for at most ``patience_s`` seconds.
 
-        It must be called before the process ends: nothing else waits for the puts of packed rows. The wait is limited
-        because a peer may be gone."""
+        It must be called before the process ends, or the last rows may not arrive."""
         queue, stream = self._queue, self._stream
         stream.wait_event(queue.mark(queue.current_stream()))
         queue.quiet(stream)
@@ -234,7 +235,7 @@ class InternodePeers:
             time.sleep(0.01)
 
     def _pack(self, load: list[Slice], staging: int) -> Any:
-        """Packs a load into a half of the staging memory; returns an event that comes once it is packed."""
+        """Packs a load into the staging memory at ``staging``; returns an event that comes when the load is packed."""
         pieces = [(each.source, each.rows, staging + each.staged) for each in load]
         self._queue.push_rows(pieces, _NOBODY, 0, self._finished_blocks, _PACK_BLOCKS, self._stream)
         return self._queue.mark(self._stream)
@@ -248,7 +249,7 @@ class InternodePeers:
 
 
 class NvshmemQueue:
-    """Implements :class:`distca.transport.nvshmem.internode.InternodeQueue` by NVSHMEM, which must have started."""
+    """Streams and NVSHMEM's calls; NVSHMEM must have started."""
 
     create_stream = staticmethod(cuda_ops.create_stream)
     current_stream = staticmethod(cuda_ops.current_stream)
@@ -275,17 +276,15 @@ class NvshmemQueue:
         self._calls.signal_op_on_stream(slot, by, self._add, peer, stream.cuda_stream)
 
     def wait_for_signal(self, slot: int, number: int, stream: torch.cuda.Stream) -> None:
-        # Intra-node peers use the driver's plain wait. It does not guarantee that rows which a network card wrote
-        # before the slot can be read.
+        # The driver's own wait for a slot would not do: rows that a network card wrote before may not be readable yet.
         self._calls.signal_wait_until_on_stream(slot, self._at_least, number, stream.cuda_stream)
 
 
 @dataclass(frozen=True)
 class SentInternode(Sent):
-    """Writes of one exchange to peers on this node and on others.
+    """Writes of one exchange to intra-node and inter-node peers.
 
-    Rows for inter-node peers are packed copies. So ``events`` come when the sources may be written again, which is
-    before those rows have arrived.
+    ``events`` come when the sources may be written again. Packed rows for inter-node peers may then still travel.
 
     Attributes:
         intranode: the writes to intra-node peers.
@@ -296,18 +295,18 @@ class SentInternode(Sent):
     written: Any
 
     def wait(self) -> None:
-        """Makes the current stream wait until the rows have arrived at all peers."""
+        """Makes the current stream wait until all rows have arrived."""
         super().wait()
         torch.cuda.current_stream().wait_event(self.written)
 
 
 class Peers:
-    """Splits a rank's writes between intra-node peers and inter-node peers.
+    """Splits a rank's writes between intra-node peers (on the rank's node) and inter-node peers.
 
     Args:
-        intranode: writes to peers whose memory this rank can map.
-        internode: writes to the other peers; None without other peers.
-        internode_peers: the ranks of the other peers.
+        intranode: writes to intra-node peers.
+        internode: writes to inter-node peers; None if there are no inter-node peers.
+        internode_peers: ranks of the inter-node peers.
     """
 
     def __init__(
@@ -316,11 +315,18 @@ class Peers:
         self._intranode, self._internode, self._internode_peers = intranode, internode, frozenset(internode_peers)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.put` says."""
+        """Queues the writes of exchange ``number``, behind the current stream's work so far, and the signals.
+
+        Args:
+            number: number of the exchange.
+            reuses: number of the exchange that a peer must have consumed before rows are written to the peer; 0 for no
+                wait.
+            puts: the rows to write, by peer.
+        """
         internode = {peer: pieces for peer, pieces in puts.items() if peer in self._internode_peers}
         if self._internode is None or not internode:
             return self._intranode.put(number, reuses, puts)
-        # Writes between nodes are queued first, as they take longest.
+        # Writes between nodes take longest, so they are queued first.
         packed, written = self._internode.put(number, reuses, internode)
         intranode = self._intranode.put(number, reuses, {peer: puts[peer] for peer in puts if peer not in internode})
         return SentInternode(
@@ -328,7 +334,5 @@ class Peers:
         )
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.keep` says.
-
-        Kept rows wait for the copies to intra-node peers only, because both use the copy engines."""
+        """Copies the rows of ``parts`` that stay on this rank, after the writes to intra-node peers in ``behind``."""
         return self._intranode.keep(parts, behind.intranode if isinstance(behind, SentInternode) else behind)

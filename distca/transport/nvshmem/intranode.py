@@ -1,18 +1,18 @@
-"""A rank's writes of rows to its *intra-node peers*, the other ranks of its node, and copies of rows that it keeps.
+"""A rank's writes of rows to its *intra-node peers* (the other ranks of its node), and copies of rows that it keeps.
 
-A rank maps the memory of these peers, so it writes to their receive buffers by address. *Exchanges* of rows between all
-ranks are numbered. A *slot* is a 64-bit word: a rank writes an exchange's number to a slot to signal that its rows have
-arrived, or that it has consumed the rows it got. A peer *has room* once it has consumed what lay in the same memory.
-``transport.py`` chooses the memory and calls this file through ``internode.Peers``.
+The receive buffers of intra-node peers are mapped, so a rank writes to them by address. *Exchanges* of rows between all
+ranks are numbered. A *slot* is a 64-bit word. A sender writes an exchange's number to a slot of the receiver after the
+sender's rows have *arrived*. A receiver writes the number to a slot of the sender after the receiver has *consumed* the
+rows: copied them out of its receive buffer. A peer *has room* once it has consumed the rows that lie where new rows are
+to be written.
 
-Large transfers go by copy engines, which take no multiprocessor from compute. Small or scattered rows are written by a
-kernel. Copies and the kernel have a side stream each, on which an exchange has these steps:
+Large transfers go by copy engines, which take no multiprocessor from compute. A kernel writes small or scattered rows.
+Copies and the kernel have a side stream each, with these steps:
 
     wait until the peers have room · copy to one peer after the other · signal to all of them
 
-A stream that switches between copies and signals leaves the copy engines idle for a while. So it signals to a group of
-peers together, after 256 MiB. Receivers wait for all their senders anyway. A peer without room delays the other peers
-of its group. That is rare: such a peer is a whole round of the receive buffer behind.
+A stream that switches between copies and signals leaves the copy engines idle for a while. So the stream signals to
+several peers together, after 256 MiB of copies.
 """
 
 from __future__ import annotations
@@ -33,22 +33,20 @@ from distca.transport.nvshmem.interface import Put
 
 @dataclass(frozen=True)
 class CopyPolicy:
-    """The limits by which a rank chooses between copy engines and kernels.
+    """The limits by which a rank chooses between copy engines and kernels. Limits change speed only.
 
-    They change speed only, so they may differ between ranks. Up to about 16 MiB to a peer a kernel is as fast as copy
-    engines, which take time to start (benchmarks/results/transport_ways.json, on H200). But a kernel takes
-    multiprocessors from compute, so the limit is half of that.
+    On H200, a kernel is as fast as copy engines for up to about 16 MiB to a peer
+    (benchmarks/results/transport_ways.json). A kernel takes multiprocessors from compute, so the limit is 8 MiB.
 
     Attributes:
-        push_below_bytes: a kernel writes the rows for a peer if they have fewer bytes than this.
-        push_below_bytes_per_range: a kernel also writes them if their contiguous ranges have fewer bytes on average.
-            Otherwise copy engines do.
+        push_below_bytes: a kernel writes rows for a peer that have fewer bytes in all.
+        push_below_bytes_per_range: a kernel writes rows for a peer whose contiguous ranges have fewer bytes on average.
+            Copy engines write other rows.
         push_blocks: the largest number of the kernel's thread blocks.
-        signal_after_bytes: bytes of copies to consecutive peers after which these peers are signalled as a group.
-        keep_from_bytes: rows that stay on the rank are copied by a copy engine only if they have at least so many
-            bytes.
-        keep_from_bytes_per_range: their ranges must also have at least so many bytes on average. Otherwise a kernel on
-            the computing stream copies them.
+        signal_after_bytes: bytes of copies after which a group of peers is complete and gets its signals.
+        keep_from_bytes: the least bytes of rows that stay on the rank for which a copy engine copies them.
+        keep_from_bytes_per_range: the least average bytes of their contiguous ranges for which a copy engine copies
+            them. Below either limit a kernel on the computing stream copies them.
     """
 
     push_below_bytes: int = 8 << 20
@@ -64,10 +62,10 @@ class Sent:
     """A token for writes, or copies, of one exchange that are queued on side streams.
 
     Attributes:
-        events: CUDA events that come when they are done.
-        held: their source tensors, kept alive until the caller has waited for the exchange.
-        peers: the peers that must have room first.
-        reuses: the exchange that these peers must have consumed for that; 0 for none.
+        events: CUDA events that come when the writes are done.
+        held: tensors that must stay alive until the writes are done.
+        peers: the peers that must have room before the writes.
+        reuses: number of the exchange that these peers must have consumed to have room; 0 if they have room.
     """
 
     events: list[Event]
@@ -82,8 +80,7 @@ class Sent:
 
 
 class Streams(Protocol):
-    """Streams, and the kernel that writes rows; on GPUs the module :mod:`distca.transport.cuda_ops`, which explains
-    the calls."""
+    """Streams, and the kernel that writes rows. On GPUs it is the module :mod:`distca.transport.cuda_ops`."""
 
     def create_stream(self, priority: int) -> Any: ...
     def current_stream(self) -> Any: ...
@@ -100,7 +97,7 @@ class Streams(Protocol):
 
 
 class Queue(Streams, Protocol):
-    """Streams with copy engines and signals; on GPUs the module :mod:`distca.transport.cuda_ops`, too."""
+    """Streams with copy engines and signals. On GPUs it is the module :mod:`distca.transport.cuda_ops`."""
 
     def copy_rows(self, pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool, stream: Any) -> None: ...
     def signal(self, addresses: np.ndarray, value: int, stream: Any) -> None: ...
@@ -115,8 +112,10 @@ class Addresses:
 
     Attributes:
         receive_buffers: [R] first byte of each rank's receive buffer.
-        consumed_here: [R] uint64 slots on this rank; each rank writes there up to which exchange it has consumed all.
-        arrived_there: [R] uint64 slots on the other ranks, to which this rank writes the exchange whose rows arrived.
+        consumed_here: [R] uint64 slots on this rank. Rank r writes to slot r the newest exchange that rank r has
+            consumed.
+        arrived_there: [R] uint64 slots, one on each other rank. This rank writes there the newest exchange whose rows
+            it has written.
     """
 
     receive_buffers: Sequence[int]
@@ -125,7 +124,7 @@ class Addresses:
 
 
 class IntranodePeers:
-    """One rank's writes to its intra-node peers, and its copies of rows that it keeps.
+    """One rank's writes to its intra-node peers, and copies of rows that stay on the rank.
 
     Args:
         addresses: addresses of receive buffers and slots.
@@ -141,13 +140,20 @@ class IntranodePeers:
         self._at, self._queue = addresses, queue
         self._streams: dict[str, Any] = {}
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # By peer, the newest exchange for whose consumption a stream has waited.
+        # For each peer, the newest exchange that a stream has waited for the peer to consume.
         self._room = dict.fromkeys(range(len(addresses.receive_buffers)), 0)
-        # By peer, the stream of the newest writes to it, and the event of their end.
+        # For each peer, the stream of the newest writes to the peer, and the event of their end.
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.put` says."""
+        """Queues the writes of exchange ``number``, behind the current stream's work so far, and the signals.
+
+        Args:
+            number: number of the exchange.
+            reuses: number of the exchange that a peer must have consumed before rows are written to the peer; 0 for no
+                wait.
+            puts: the rows to write, by peer.
+        """
         ready = self._queue.mark(self._queue.current_stream())
         small = {peer: pieces for peer, pieces in puts.items() if self._is_small(pieces)}
         large = {peer: pieces for peer, pieces in puts.items() if peer not in small}
@@ -158,9 +164,10 @@ class IntranodePeers:
         return Sent(events, held, tuple(puts), reuses)
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """Does what :meth:`distca.transport.nvshmem.interface.Fabric.keep` says.
+        """Copies the rows of ``parts`` that stay on this rank.
 
-        A copy engine copies rows that lie in few, long ranges. A kernel on the current stream copies others."""
+        A copy engine copies rows in few, long ranges, after the writes of ``behind``. A kernel on the current stream
+        copies other rows. Returns None if no copy engine was needed."""
         by_engine = []
         for part in parts:
             if self._is_long(part):
@@ -170,7 +177,7 @@ class IntranodePeers:
         return self._keep(by_engine, behind) if by_engine else None
 
     def _keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent:
-        """Queues copies by copy engine, behind the writes to peers: other ranks wait for those."""
+        """Queues copies by copy engine, after the writes of ``behind``, for which other ranks wait."""
         stream = self._stream("keep", priority=0)
         stream.wait_event(self._queue.mark(self._queue.current_stream()))
         for event in behind.events if behind is not None else ():
@@ -210,7 +217,7 @@ class IntranodePeers:
             yield group
 
     def _copy(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
-        """Queues copies to a group of peers by copy engine, then signals to them; returns the event of their end."""
+        """Queues copies by copy engine to a group of peers, then the signals; returns the event of the end."""
         stream = self._stream("copy")
         self._begin(puts, stream, reuses, ready)
         for peer, pieces in puts.items():
@@ -222,9 +229,9 @@ class IntranodePeers:
         return self._end(puts, stream)
 
     def _push(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
-        """Queues one kernel that writes to all ``puts``' peers and signals to them; returns the event of its end."""
+        """Queues one kernel that writes to all peers of ``puts`` and signals; returns the event of the end."""
         stream = self._stream("push")
-        # The stream waits for room, and not the kernel, whose blocks would spin on multiprocessors.
+        # The stream waits for room. If the kernel waited, its blocks would occupy multiprocessors.
         self._begin(puts, stream, reuses, ready)
         pieces = [
             (put.source, put.rows, self._at.receive_buffers[peer] + put.begin + int(put.ranges[0, 1]) * put.row_bytes)
@@ -238,7 +245,7 @@ class IntranodePeers:
     def _begin(self, puts: dict[int, list[Put]], stream: Any, reuses: int, ready: Any) -> None:
         """Makes a stream wait for the source rows, for the peers' room, and for earlier writes on the other stream.
 
-        Writes to a peer must end in order of exchanges, since its slot holds only the newest number."""
+        Writes to a peer must end in the order of exchanges, since the peer's slot holds only the newest number."""
         stream.wait_event(ready)
         for peer in puts:
             if peer in self._last and self._last[peer][0] is not stream:
@@ -249,14 +256,13 @@ class IntranodePeers:
             self._room.update(dict.fromkeys(late, reuses))
 
     def _end(self, puts: dict[int, list[Put]], stream: Any) -> Any:
-        """Returns an event for the end of the writes, and notes it for each peer."""
+        """Returns an event for the end of the writes, and notes the event for each peer."""
         done = self._queue.mark(stream)
         self._last.update(dict.fromkeys(puts, (stream, done)))
         return done
 
     def _stream(self, name: str, priority: int = -1) -> Any:
-        """Returns the side stream of a name, made on first use; its default priority is above the computing
-        stream's."""
+        """Returns the side stream of a name, made on first use. A priority of -1 is above the computing stream's."""
         if name not in self._streams:
             self._streams[name] = self._queue.create_stream(priority)
         return self._streams[name]

@@ -1,18 +1,17 @@
-"""NVSHMEM's memory and signals for the one-sided transport (transport.py), which ``select.py`` makes.
+"""NVSHMEM's memory and signals for the NVSHMEM transport (transport.py).
 
-NVSHMEM gives every rank a *block* of memory with the same layout. On one node it also gives each rank the addresses of
-the other ranks' blocks: these *intra-node peers* are written to by copy engines or a small kernel (``intranode.py``).
-Blocks on other nodes have no address here: to these *inter-node peers* NVSHMEM's own calls carry rows
-(``internode.py``).
+NVSHMEM gives every rank a *block* of memory, and all blocks have one layout. A rank can map the blocks of *intra-node
+peers*, the other ranks of its node. Copy engines or a kernel write to these blocks (``intranode.py``). Ranks on other
+nodes are *inter-node peers*: NVSHMEM's own calls write to their blocks (``internode.py``).
 
 *Exchanges* of rows between all ranks are numbered 1, 2, 3 and so on. A *slot* is a 64-bit word in a block. A rank
-writes an exchange's number to a peer's slot as a signal, and streams of the peer wait for it. A block has, in this
-order:
+writes an exchange's number to a peer's slot as a signal, and a stream of the peer waits for the number. A block has, in
+this order:
 
 1. [ranks] slots: the newest exchange whose rows have arrived from each rank
 2. [ranks] slots: the newest exchange that each rank has consumed, which means copied out of its receive buffer
 3. the receive buffer, into which other ranks write rows
-4. with inter-node peers, staging memory, in which rows for them are packed
+4. if any rank has inter-node peers, staging memory, in which rows for inter-node peers are packed
 """
 
 from __future__ import annotations
@@ -38,19 +37,18 @@ from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeer
 from distca.transport.nvshmem.intranode import Addresses, IntranodePeers, Sent
 
 _PAGE = 4096
-"""Bytes; the receive buffer and the staging memory begin at multiples of it."""
+"""The receive buffer and the staging memory begin at multiples of this number of bytes."""
 
 
 class NvshmemFabric:
-    """This rank's block, its access to the other blocks, and the signals; implements
-    :class:`distca.transport.nvshmem.interface.Fabric`, which explains the methods.
+    """The receive buffers and signals of all ranks, as the interface ``Fabric`` (interface.py) explains.
 
-    All ranks make it at the same time, once per process.
+    All ranks must make the object at the same time, at most once per process.
 
     Args:
         group: process group of the pool.
         capacity: bytes of each receive buffer.
-        internode: for tests on one node, peers that are treated as inter-node peers.
+        internode: ranks of this node to treat as inter-node peers, for tests.
 
     Attributes:
         rank: this rank's number in the pool.
@@ -75,14 +73,15 @@ class NvshmemFabric:
         self._memory = _symmetric_memory(group, layout)
         self.receive_buffer = self._memory[layout.receive_buffer : layout.receive_buffer + capacity]
         self._signals = self._memory[: 2 * self.ranks * 8].view(torch.int64)
-        # The watching thread copies slots to the host on a stream of its own, so that it never waits behind other work.
+        # A watching thread copies slots to the host, on a stream of its own, so that copies do not wait for other work.
         self._looking = cuda_ops.create_stream(0)
         self._beside: torch.cuda.Stream | None = None
         self._seen = torch.empty(2 * self.ranks, dtype=torch.int64, pin_memory=True)
         self._waits = watch_waits(group, self._missing)
         bases = _addresses_of_blocks(self._memory, nodes, group)
         self._internode = frozenset(internode) | {peer for peer, address in enumerate(bases) if not address}
-        # The first [ranks] slots of this block, and this rank's slot among the second ones in each intra-node peer's.
+        # The slots of this block to which ranks signal arrival; and in the block of each intra-node peer, the slot to
+        # which this rank signals that it has consumed an exchange.
         self._arrived_here = cuda_ops.addresses_of(bases[self.rank], range(self.ranks))
         intranode = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._internode]
         self._consumed_there = np.array([address + layout.consumed(self.rank) for address in intranode], np.uint64)
@@ -101,8 +100,7 @@ class NvshmemFabric:
         return self._peers.keep(parts, behind)
 
     def join(self, token: Sent) -> None:
-        # Events say when the sources may be written again. token.wait() would wait longer between nodes: until the rows
-        # have arrived there.
+        # Events say when the sources may be written again. token.wait() would wait until rows arrive on other nodes.
         for event in token.events:
             event.wait(torch.cuda.current_stream())
         if token.peers and token.reuses:
@@ -136,12 +134,11 @@ class NvshmemFabric:
             self._internode_peers.consumed(number, sorted(self._internode))
 
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
-        """Tells the watching thread of a wait on the current stream; it reports waits that never end."""
+        """Tells the watching thread of a wait on the current stream; the thread reports waits that never end."""
         self._waits.note(Wait(cuda_ops.mark(torch.cuda.current_stream()), tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
-        """Returns the peers that a wait still waits for: their slots are below its number. A watching thread calls
-        it."""
+        """Returns the peers whose slots are still below the number of the wait. A watching thread calls it."""
         with torch.cuda.device(self.receive_buffer.device), torch.cuda.stream(self._looking):
             self._seen.copy_(self._signals, non_blocking=True)
             self._looking.synchronize()
@@ -170,21 +167,21 @@ class _Layout:
 
     @staticmethod
     def of(ranks: int, capacity: int, staging_bytes: int) -> _Layout:
-        """The layout with a receive buffer of ``capacity`` bytes."""
+        """Returns the layout with a receive buffer of ``capacity`` bytes."""
         receive_buffer = _whole_pages(2 * ranks * 8)
         staging = receive_buffer + _whole_pages(capacity)
         return _Layout(ranks, receive_buffer, staging, staging_bytes, staging + staging_bytes)
 
     def arrived(self, rank: int) -> int:
-        """First byte, in a block, of the slot with the newest exchange that arrived from ``rank``."""
+        """Returns the first byte, in a block, of the slot with the newest exchange that arrived from ``rank``."""
         return 8 * rank
 
     def consumed(self, rank: int) -> int:
-        """First byte, in a block, of the slot with the newest exchange that ``rank`` has consumed."""
+        """Returns the first byte, in a block, of the slot with the newest exchange that ``rank`` has consumed."""
         return 8 * (self.ranks + rank)
 
     def addresses(self, bases: Sequence[int], rank: int) -> Addresses:
-        """The addresses by which ``rank`` writes to intra-node peers; rank r's block begins at bases[r]."""
+        """Returns the addresses that ``rank`` uses with intra-node peers; rank r's block begins at bases[r]."""
         return Addresses(
             receive_buffers=[base + self.receive_buffer for base in bases],
             consumed_here=cuda_ops.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
@@ -192,8 +189,9 @@ class _Layout:
         )
 
     def internode_addresses(self, base: int, rank: int) -> InternodeAddresses:
-        """The addresses by which ``rank`` writes to inter-node peers, all in its own block, which begins at
-        ``base``."""
+        """Returns the addresses that ``rank`` uses with inter-node peers; its block begins at ``base``.
+
+        NVSHMEM names a place in a peer's block by the address of this place in the rank's own block."""
         return InternodeAddresses(
             receive_buffer=base + self.receive_buffer,
             staging=base + self.staging,
@@ -206,12 +204,12 @@ class _Layout:
 
 
 def _whole_pages(size: int) -> int:
-    """The bytes ``size``, rounded up to a multiple of a page."""
+    """Returns ``size`` bytes, rounded up to a multiple of a page."""
     return -(-size // _PAGE) * _PAGE
 
 
 def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor:
-    """[layout.bytes] uint8, the block of this rank. When it returns, the slots of all ranks are zero."""
+    """Returns [layout.bytes] uint8, the block of this rank, after the slots of all ranks have been set to zero."""
     import nvshmem.core
 
     memory: torch.Tensor = nvshmem.core.bytetensor((layout.bytes,), release=True, except_on_del=False)
@@ -266,14 +264,14 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
         uid = nvshmem.core.get_unique_id(empty=rank != 0)
     except Exception as error:
         failed = str(error)
-    # The first rank sends its id to the others, or the text of its error, for which they would wait in vain.
+    # The first rank sends the others an id, or the text of an error.
     box: list[Any] = [failed if uid is None else uid._data.tobytes()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     if uid is None:
         raise TransportError(str(failed))
     if isinstance(box[0], str):
         raise TransportError(
-            f"rank {dist.get_global_rank(group, 0)} made no NVSHMEM id, with which all ranks find each other: {box[0]}"
+            f"rank {dist.get_global_rank(group, 0)} could not make the id with which NVSHMEM connects ranks: {box[0]}"
         )
     uid._data.view(np.uint8)[:] = np.frombuffer(box[0], np.uint8)
     device = Device(torch.cuda.current_device())

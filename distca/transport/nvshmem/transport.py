@@ -1,15 +1,13 @@
 """The NVSHMEM transport: a rank writes rows straight into the receive buffer of the rank that needs them.
 
 An *exchange* moves rows of several tensors (its *parts*) between all ranks of the pool. ``ReceiveRing``
-(receive_ring.py) gives each exchange a number and a place in the receive buffers, alike on all ranks. The *fabric*
-(interface.py) writes the rows and signals. A receiver waits until its rows have arrived, copies them to their
-destinations, and signals that it has *consumed* the exchange. A sender waits only if it needs memory whose rows the
-receiver has not consumed yet. Both wait on GPU streams, so the host never stops.
+(receive_ring.py) gives each exchange a number and a place in the receive buffers, with one result on all ranks. The
+*fabric* (interface.py) writes rows and signals. A receiver waits until rows have arrived, copies the rows to their
+destinations, and signals that it has *consumed* the exchange. A sender waits if the receiver has not yet consumed the
+rows that lie where new rows are to be written. GPU streams wait, and the host does not.
 
-Between nodes keys and values take two *hops*: to one rank of a node, the *gateway*, which hands them on inside the
-node. The second hop is queued at launch, too, on a side stream. The gateway's stream waits for the rows, copies them to
-their destinations, and writes them to the next rank from there. Both hops share a place in the buffers, and have two
-consecutive numbers.
+Keys and values for another node may take two *hops*: to one rank of the node, and from there to the node's other ranks.
+The second hop is queued at launch, too, on a side stream. Each hop has a number of its own.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ class Landing:
     """One hop of an exchange, and the places where its rows land.
 
     Attributes:
-        number: number of the exchange, or of this hop if the exchange has two.
-        reuses: newest exchange that receivers must have consumed before rows may be written here.
+        number: number of the exchange, or of this hop if the exchange has two hops.
+        reuses: number of the newest exchange that receivers must have consumed before rows may be written here.
         parts: the parts of this hop.
         begins: for each part, the byte of the receive buffer at which its rows begin.
     """
@@ -48,7 +46,7 @@ class Landing:
 
     @property
     def senders(self) -> list[int]:
-        """The ranks from which this one gets rows, ascending."""
+        """The ranks from which this rank gets rows, ascending."""
         return sorted({peer for part in self.parts for peer, rows in enumerate(part.moves.receive_counts) if rows})
 
     def split(self, at: int) -> tuple[Landing, Landing]:
@@ -60,12 +58,12 @@ class Landing:
 
 
 class OneSidedTransport:
-    """Moves rows by writes into other ranks' memory; implements :class:`Transport`.
+    """Moves rows by writes into other ranks' memory.
 
     Args:
         fabric: the receive buffers and signals.
         name: name of the transport, for logs.
-        fallback: transport for exchanges that do not fit into the receive buffer; without one they are refused.
+        fallback: transport for exchanges that do not fit into the receive buffer; with None they are refused.
 
     Attributes:
         fallback_exchanges: number of exchanges that the fallback transport took.
@@ -78,9 +76,7 @@ class OneSidedTransport:
         self._ring = ReceiveRing(len(fabric.receive_buffer), SETTING)
 
     def launch(self, parts: tuple[Part, ...]) -> Handle:
-        """Starts writing all rows to their receivers, and then copying the rows that this rank keeps.
-
-        Parts without a row that travels in the pool are only copied.
+        """Starts writing rows to their receivers, then copies of the rows that stay on this rank.
 
         Raises:
             TransportError: the moves were planned for another number of ranks, or the receive buffer is too small and
@@ -91,7 +87,7 @@ class OneSidedTransport:
         if not hops.first:
             return OneSidedHandle(self, (), [], None, self._fabric.keep(parts, None))
         sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
-        # The rings of all ranks are alike, so all ranks use the fallback for the same exchanges.
+        # All ranks get one answer from their rings, so all ranks use the fallback for this exchange, or none does.
         if self._fallback is not None and (reason := self._ring.why_not(sizes)):
             self._tell(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
@@ -108,11 +104,11 @@ class OneSidedTransport:
         return OneSidedHandle(self, (others, second), tokens, beside, self._fabric.keep(parts, tokens[0]))
 
     def use_fallback(self, fallback: Transport | None) -> None:
-        """Replaces the fallback transport, which may be None, and sets the count of its exchanges to 0."""
+        """Replaces the fallback transport by ``fallback``, and sets ``fallback_exchanges`` to 0."""
         self._fallback, self.fallback_exchanges = fallback, 0
 
     def _tell(self, reason: str) -> None:
-        """Counts an exchange that the fallback transport takes, and logs the first one with the ``reason``."""
+        """Counts an exchange of the fallback transport, and logs the ``reason`` of the first such exchange."""
         if not self.fallback_exchanges:
             assert self._fallback is not None
             logger.warning("Exchanges that do not fit go by %s, which is slower: %s", self._fallback.name, reason)
@@ -125,7 +121,7 @@ class OneSidedTransport:
     def _puts(self, landing: Landing) -> dict[int, list[Put]]:
         """Returns the rows of a hop that this rank sends, by receiving rank."""
         puts: dict[int, list[Put]] = {}
-        # Each rank begins with the next higher rank. If all began with rank 0, its link would be full at first.
+        # Each rank begins with the next higher rank. If all ranks began with rank 0, rank 0's link would be full.
         for peer in ((self.rank + step) % self.ranks for step in range(1, self.ranks)):
             mine = [
                 Put(part.source, *part.moves.sent_to(peer), begin)
@@ -137,13 +133,13 @@ class OneSidedTransport:
         return puts
 
     def _hand_on(self, arriving: Landing, second: Landing, tokens: list[Any]) -> None:
-        """Queues the second hop: waits for the first hop's rows, copies them to their places, and sends them on."""
+        """Queues the second hop: waits for the first hop's rows, copies the rows to their places, and sends them on."""
         self._fabric.arrived(arriving.number, arriving.senders)
         self._fabric.compute(partial(self._place_received, arriving))
         tokens.append(self._put(second))
 
     def _place_received(self, landing: Landing) -> None:
-        """Copies the rows of a hop from the receive buffer to their destinations, or adds them there."""
+        """Copies the rows of a hop from the receive buffer to their destinations, or adds rows there."""
         for part, begin in zip(landing.parts, landing.begins, strict=True):
             rows = sum(part.moves.receive_counts)
             received = self._fabric.receive_buffer[begin : begin + rows * row_bytes(part.source)]
@@ -151,12 +147,12 @@ class OneSidedTransport:
             part.moves.place_received(packed, part.destination)
 
     def join(self, kept: Any) -> None:
-        """Makes the current stream wait for the copies of rows that stay on this rank, if side streams copy them."""
+        """Makes the current stream wait for copies of rows that stay on this rank; None means that no copy is open."""
         if kept is not None:
             self._fabric.join(kept)
 
     def passed(self, number: int) -> None:
-        """Signals to all ranks, behind the current stream's work so far, that this rank has consumed an exchange."""
+        """Signals that this rank has consumed exchange ``number``, after the current stream's work so far."""
         self._fabric.consumed(self._ring.consumed(number))
 
     def consume(self, landings: tuple[Landing, ...], tokens: list[Any], beside: Any, kept: Any) -> None:
@@ -164,14 +160,14 @@ class OneSidedTransport:
 
         Args:
             landings: the hops, or parts of hops, whose rows are still to be copied.
-            tokens: of the writes of this rank.
+            tokens: tokens of this rank's writes.
             beside: token of the second hop's side stream; None without a second hop.
-            kept: token of the copies of rows that stay on this rank; None if the current stream copied them.
+            kept: token of the copies of rows that stay on this rank; None if the current stream copied these rows.
         """
         if beside is not None:
             self._fabric.join(beside)
-        # If received rows are added to kept ones, the kept rows must be in place before. Otherwise this waits for kept
-        # rows last, since side streams copy them after all writes to peers.
+        # Received rows may be added to kept rows, which must then be in place before. Otherwise the wait for kept rows
+        # comes last, since kept rows are copied after the writes to peers.
         adds = any(part.moves.reduction is not None for landing in landings for part in landing.parts)
         for landing in landings:
             self._fabric.arrived(landing.number, landing.senders)
@@ -210,7 +206,7 @@ class OneSidedHandle:
 
 @dataclass
 class FallbackHandle:
-    """An exchange that the fallback transport has taken; it has a number in the ring, too."""
+    """An exchange that the fallback transport has taken. The exchange still has a number in the ring."""
 
     _transport: OneSidedTransport
     _number: int

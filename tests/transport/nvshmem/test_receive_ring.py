@@ -68,16 +68,15 @@ def test_what_does_not_fit_names_the_setting_and_a_size_that_does():
     with pytest.raises(TransportError) as error:
         ring.place((GIB * 3 // 4,))
     assert "THE_SETTING gives 1 GiB of symmetric memory per rank" in str(error.value)
-    assert "an exchange of 0.75 GiB does not fit beside that before it of 0.5; set THE_SETTING to 2.75 or more" in str(
-        error.value
-    )
+    assert "an exchange of 0.75 GiB does not fit beside the exchange before it, of 0.5 GiB;" in str(error.value)
+    assert "set THE_SETTING to 2.75 or more" in str(error.value)
     larger = ReceiveRing(GIB * 11 // 4, "THE_SETTING")
     larger.place((GIB // 2,))
     larger.place((GIB * 3 // 4,))
 
 
 def test_an_exchange_larger_than_the_memory_is_refused_though_nothing_is_under_way():
-    with pytest.raises(TransportError, match="does not fit beside that before it of 0;"):
+    with pytest.raises(TransportError, match="does not fit beside the exchange before it, of 0 GiB;"):
         ReceiveRing(1024, "THE_SETTING").place((2000,))
 
 
