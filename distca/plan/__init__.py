@@ -1,7 +1,7 @@
 """The planner: from document lengths to the rank that holds each row, and the rank that computes its attention.
 
-It makes a layout (the rank that holds each row) and a plan (the rank that computes each query range). Routes then say
-which rows each rank sends and receives. The planner uses numpy only and imports no torch, so it runs anywhere.
+A layout says which rank holds each row. A plan says which rank computes each query range, and a route which rows one
+rank sends and receives. The planner needs numpy but no torch.
 """
 
 from distca.errors import PlanError

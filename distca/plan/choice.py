@@ -1,11 +1,10 @@
-"""Choosing between two placements of a micro-batch's documents in a small pool of ranks: the cheaper one is taken.
+"""Chooses the cheaper of two placements of a micro-batch's documents, in a small pool of ranks.
 
 A micro-batch is computed as two *nano-batches*: the transfers of one run beside the computation of the other. Each rank
 holds rows, as their *home*, and computes attention, as a *server*. If both nano-batches are placed together
-(``place/shares.py``), ranks send about equally many rows. But documents then have rows in both, so there are more
-tasks, and keys are read twice. With few ranks and fast links nobody waits for transfers. Then each nano-batch is better
-placed by itself (``place/by_nano_batch.py``). So ``step.py`` has both placements planned, and compares their prices
-here.
+(``place/shares.py``), ranks send about equally many rows. But documents then have rows in both nano-batches, so keys
+are read twice. If transfers are fast, placing each nano-batch by itself takes less time (``place/by_nano_batch.py``).
+``step.py`` compares the two here.
 
 Array legend: R ranks.
 """
@@ -25,8 +24,8 @@ from distca.plan.network import Links
 from distca.plan.plan import Plan
 
 _WORTH = 0.01
-"""The least part of the time that placing both together must save. It costs precision: a k,v row that both nano-batches
-read has a gradient that is rounded twice."""
+"""The least part of the time that placing both together must save. It has a price in precision: the gradient of a k,v
+row that both nano-batches read is rounded twice."""
 
 
 class Scheduler(Protocol):
@@ -38,7 +37,7 @@ class Scheduler(Protocol):
         Args:
             layout: the homes of the nano-batch's rows.
             direction: the directions that the plan levels.
-            beside: [R] seconds of other work that servers do at the same time, for stages with another kind of layer.
+            beside: [R] seconds of other work that servers do at the same time.
         """
         ...
 
@@ -49,8 +48,7 @@ class Price:
 
     Attributes:
         attention: seconds of the slowest server, added over nano-batches and directions.
-        exposed: seconds of the busiest rank's transfers that are longer than the other nano-batch's attention beside
-            them.
+        exposed: seconds that the busiest rank's transfers take longer than the other nano-batch's attention.
         bytes: bytes that travel between ranks.
     """
 
@@ -59,10 +57,11 @@ class Price:
     bytes: int
 
     def beats(self, other: Price) -> bool:
-        """Returns whether to place both together at this price, where ``other`` is that of each nano-batch by itself.
+        """Returns whether to place both nano-batches together, if this is the price of it and ``other`` is the price of
+        each nano-batch by itself.
 
-        It is so if no row travels then and attention takes no longer. It is also so if ranks waited for transfers
-        before, fewer bytes or as many travel, and enough time is saved."""
+        They are placed together in two cases. In the first, no row then travels and attention takes no longer. In the
+        second, ranks otherwise wait for transfers, and placing together saves time without more bytes."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
@@ -74,7 +73,8 @@ NanoPlans = Sequence[tuple[Plan, Plan]]
 
 
 def once(scheduler: Scheduler) -> Scheduler:
-    """Returns a scheduler that remembers plans: it plans each layout and direction once, unless ``beside`` is given."""
+    """Returns a scheduler that remembers its plan of each layout and direction; with ``beside`` it always plans
+    anew."""
     found: dict[tuple[Layout, Direction], Plan] = {}
 
     def planned(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
@@ -95,14 +95,15 @@ def cheaper(
     price: Callable[[NanoPlans], Price],
     whole: bool,
 ) -> tuple[Layout, ...]:
-    """Returns the layouts of the cheaper placement: each nano-batch by itself, or both together if that is worth it.
+    """Returns the layouts of the cheaper placement.
 
     Args:
-        by_nano_batch: lays out each nano-batch by itself.
-        together: lays out both together.
+        by_nano_batch: places each nano-batch by itself.
+        together: places both nano-batches together.
         planned: returns the forward and the backward plan of a layout.
         price: returns the price of all nano-batches' plans.
-        whole: whether no document has more work than a rank should, so that placing both together may move nothing.
+        whole: whether no document has clearly more work than a rank should. Then no row may have to travel if both are
+            placed together.
     """
     apart = by_nano_batch()
     before = price([planned(layout) for layout in apart])
@@ -126,7 +127,7 @@ def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> P
     # Forward and backward often share a plan, whose traffic is counted once.
     rows_of: dict[Plan, Traffic] = {}
     q, o = shape.q_bytes, shape.o_bytes
-    # For each direction: bytes of a query row on the way to the server ("out"), and on the way home ("back").
+    # For each direction: bytes of a query row to the server ("out"), and back home ("back").
     directions: tuple[tuple[Direction, int, int], ...] = (
         ("forward", q, o),
         ("backward", q + 2 * o if resend else o, q),

@@ -1,12 +1,12 @@
 """Exchanges of rows between ranks: the rows that each rank sends, receives and keeps for attention.
 
-The *home* of a row is the rank that holds it. A *server* is a rank that computes attention, for tasks: ranges of query
-rows of one document. Rows of q go from homes to servers in one exchange, rows of k and v in another. ``routes.py``
-makes both for each *nano-batch*, the whole or one of two parts of a micro-batch. The way back, of o and of gradients,
-is the same exchange with source and destination swapped.
+The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention, for tasks: ranges of
+query rows of one document. Rows of q go from homes to servers in one exchange, and rows of k and v in another.
+``routes.py`` makes exchanges for each *nano-batch*, a whole micro-batch or one of its two parts. On the way back, o and
+gradients take the same exchange with source and destination swapped.
 
-Rows that follow each other in a tensor move together, as a *segment*. So a transfer is a short list of row ranges, and
-no row has an index of its own.
+Rows that follow each other in a tensor move together, as a *segment*. So a transfer is a short list of row ranges,
+without an index for each row.
 
 Array legend: R ranks, T tasks, N segments or pieces; all arrays are int64.
 """
@@ -67,29 +67,28 @@ class Segments:
 
 @dataclass(frozen=True)
 class RowExchange:
-    """The way of one kind of row (q, or k and v) from homes to servers, seen from one rank.
+    """The way of q rows, or of k and v rows, from homes to servers, seen from one rank.
 
-    A kernel reads one *region* of k,v rows for each task. If tasks share rows, a server receives them once, and copies
-    them to every region that needs them while it computes.
+    A kernel reads one *region* of k,v rows for each task. A server receives each row once. While it computes, it copies
+    rows that several tasks share to the regions of these tasks.
 
     Attributes:
         source_rows: rows of this rank's home tensor.
-        destination_rows: rows of this rank's server buffer, each of which arrives once.
+        destination_rows: rows of this rank's buffer as a server; each of them arrives once.
         send: home rows of this rank that other servers need.
         receive: rows that other homes send to this server.
-        keep: home rows of this rank that its own server needs.
-        repeat: copies from the server buffer to all tasks' regions, made while the server computes; their gradients are
-            added up before they go home. Empty if the buffer already consists of the regions: no two tasks share
-            rows, and none has rows from the previous nano-batch.
-        before: copies from the server buffer of the previous nano-batch; their gradients are added to those of that
-            buffer.
-        travelling: rows that travel between any two ranks. The number is the same on every rank, so all of them know
-            when an exchange can be left out.
-        ahead_at_server: [R] int64 rows that each server receives from homes with a lower rank than this one. A receiver
-            packs rows by sender, and by that sender's segments, so this rank's rows begin there.
-        ahead_at_home: [R] int64 rows that each home gets back from servers with a lower rank than this one.
-        most_to_server: most rows that any one server receives from others; the same on every rank.
-        most_to_home: most rows that any one home gets back from others; the same on every rank.
+        keep: home rows of this rank that it needs as a server.
+        repeat: copies from the server buffer to the regions of tasks; in backward, gradients of all copies of a row are
+            added up. Empty if the buffer already consists of the regions.
+        before: copies from the server buffer of the previous nano-batch to the regions of tasks; in backward, gradients
+            are added to the gradients of that buffer.
+        travelling: rows that travel between any two ranks. The number is the same on every rank, so all ranks know when
+            to leave an exchange out.
+        ahead_at_server: [R] int64 rows that each server receives from homes below this rank. Receivers pack rows by
+            sender, so this rank's rows begin there.
+        ahead_at_home: [R] int64 rows that each home gets back from servers below this rank.
+        most_to_server: rows that the busiest server receives from other ranks; the same on every rank.
+        most_to_home: rows that the busiest home gets back from other ranks; the same on every rank.
     """
 
     source_rows: int
@@ -112,7 +111,7 @@ class Pieces:
 
     Attributes:
         sender: [N] rank that has the rows.
-        server: [N] rank that reads them; it may be the sender.
+        server: [N] rank that reads the rows; it may be the sender.
         source: [N] first row in the sender's tensor.
         destination: [N] first row in the server's buffer.
         rows: [N] number of rows.
@@ -128,16 +127,16 @@ class Pieces:
     def of(
         reads: Reads, begin: np.ndarray, offset: np.ndarray, shards: Shards, links: Links | None = None, ranks: int = 1
     ) -> tuple[Pieces, Pieces]:
-        """Returns the pieces of ``reads`` that come from home, and those that come from a *gateway*.
+        """Returns the pieces of ``reads`` that come from home, and the pieces that come from a *gateway*.
 
         A gateway is a server that received the rows from another node, and hands them on inside its own node.
 
         Args:
             reads: the ranges of home rows that tasks read.
             begin: [T] first row that each task reads.
-            offset: [T] row in the server's buffer at which that row lies.
+            offset: [T] where this row is in the server's buffer.
             shards: the home rank and row of every range of a document.
-            links: which ranks share a node; None if all do.
+            links: which ranks share a node; None if all ranks share one.
             ranks: R.
         """
         start = np.maximum(begin[reads.task], shards.start[reads.shard])
@@ -152,12 +151,12 @@ class Pieces:
 
 
 class Exchanges:
-    """The exchanges of one kind of row, for all ranks.
+    """The exchanges of q rows, or of k and v rows, for all ranks.
 
     Args:
         pieces: the row ranges that servers read.
         source_rows: [R] rows of every sender's tensor.
-        only: the one rank whose exchange will be asked for, which saves time; None if others may be, too.
+        only: the one rank whose exchange will be asked for, which saves time; None for any rank.
     """
 
     def __init__(self, pieces: Pieces, source_rows: np.ndarray, only: int | None) -> None:
@@ -165,7 +164,7 @@ class Exchanges:
         home, server, rows = pieces.sender, pieces.server, pieces.rows
         source, destination = pieces.source, pieces.destination
         self._ranks, self._source_rows = ranks, source_rows
-        # Rows to send are found by home and then server, rows to receive by server and then home.
+        # Rows to send are grouped by home, rows to receive by server.
         self._by_home = _Grouped(home, Segments(server, source, destination, rows), ranks, only)
         self._by_server = _Grouped(server, Segments(home, source, destination, rows), ranks, only)
         away = np.flatnonzero(home != server)
@@ -174,9 +173,9 @@ class Exchanges:
         self._to_home = _Arrivals(server, home, rows, ranks, only)
 
     def of(self, rank: int, destination_rows: int, repeat: Segments, before: Segments) -> RowExchange:
-        """Returns the exchange of one rank, whose server buffer has ``destination_rows``.
+        """Returns the exchange of one rank, whose buffer as a server has ``destination_rows``.
 
-        ``repeat`` and ``before`` are the copies of :class:`RowExchange`."""
+        ``repeat`` and ``before`` are fields of :class:`RowExchange`."""
         send, keep = self._by_home.of(rank)
         receive, _ = self._by_server.of(rank)
         return RowExchange(
@@ -196,10 +195,10 @@ class Exchanges:
 
 
 class _Grouped:
-    """The segments of all ranks, grouped by their ``owner`` [N]: the rank at this end.
+    """The segments of all ranks, grouped by ``owner`` [N], the rank at this end.
 
-    Segments that continue each other become one. Example: rows 0 to 3 go to rows 10 to 13 of a peer, and rows 4 and 5
-    to its rows 14 and 15. That is one segment of 6 rows."""
+    Segments that continue each other become one segment. Example: rows 0 to 3 go to rows 10 to 13 of a peer, and rows 4
+    and 5 go to rows 14 and 15. They become one segment of 6 rows."""
 
     def __init__(self, owner: np.ndarray, segments: Segments, ranks: int, only: int | None) -> None:
         if only is None:
@@ -222,7 +221,7 @@ class _Grouped:
         self._bounds = np.searchsorted(owner[heads], np.arange(ranks + 1))
 
     def of(self, rank: int) -> tuple[Segments, Segments]:
-        """Returns the rank's segments with other ranks, and those with itself."""
+        """Returns the rank's segments with other ranks, and its segments with itself."""
         mine = self._segments.between(*self._bounds[rank : rank + 2].tolist())
         low, high = np.searchsorted(mine.peer, (rank, rank + 1)).tolist()
         others = np.concatenate((np.arange(low), np.arange(high, len(mine))))
@@ -230,7 +229,7 @@ class _Grouped:
 
 
 class _Arrivals:
-    """Counts the rows that reach each rank from others, from [N] pieces with a sender and a receiver each.
+    """Counts the rows that reach each rank from other ranks, for [N] pieces with a sender and a receiver each.
 
     Attributes:
         total: rows at all receivers together.

@@ -1,9 +1,8 @@
-"""The effects of a plan: seconds of each server, rows that travel and memory for them, and a limit that no plan can
-beat.
+"""The effects of a plan: seconds of each server, rows that travel and their memory, and a bound on any plan's time.
 
-The *home* of a row is the rank that holds it. A *server* is a rank that computes attention; a *task* is a range of
-query rows of one document on one server. A *gateway* is a server that received key/value rows from another node, and
-hands them on inside its own. Placement, step records, the simulator and ``distca plan`` call this file.
+The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention; a *task* is a range of
+query rows of one document on one server. A *gateway* is a server that receives key/value rows from another node, and
+hands them on to other servers of its own node.
 
 Array legend: R ranks, P pairs of ranks, K kinds of attention layers, N ranges of rows. Rows are int64, seconds float64.
 """
@@ -23,19 +22,19 @@ from distca.plan.plan import Plan
 from distca.plan.sorting import order_by
 
 _LEAST_GB = 0.25
-"""The least memory for received rows, in GiB. If a rank has few tokens, plans are uneven, and 4.5 times its tokens may
-not suffice."""
+"""The least memory for received rows, in GiB. If a rank has few tokens, it may receive more than 4.5 times its
+tokens."""
 
 
 @dataclass(frozen=True)
 class PairRows:
-    """The rows that travel between each pair of ranks; only pairs that exchange rows are listed, sorted. All arrays are
-    int64.
+    """The rows that travel between each pair of ranks. Pairs are sorted, and pairs without rows are left out. All
+    arrays are int64.
 
     Attributes:
         ranks: R.
         home: [P] the rank that sends: a home, or a gateway.
-        server: [P] another rank, which receives them.
+        server: [P] the rank that receives.
         rows: [P] rows of each pair, at least 1.
     """
 
@@ -72,7 +71,7 @@ class Traffic:
     Attributes:
         q: query rows from homes to servers.
         kv: key/value rows from homes to servers.
-        relay: key/value rows that a gateway hands on to other servers of its node; these do not get them from home.
+        relay: key/value rows from gateways to other servers of their nodes; they are not in ``kv``.
     """
 
     q: PairRows
@@ -86,7 +85,7 @@ class Traffic:
 
     @property
     def kv_rows(self) -> int:
-        """Returns the key/value rows that travel, with those that gateways hand on: every server gets a row once."""
+        """Returns the key/value rows that travel, from homes and from gateways."""
         return self.kv.total + self.relay.total
 
     def between(self, group: np.ndarray) -> Traffic:
@@ -94,10 +93,10 @@ class Traffic:
         return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
     def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
-        """Returns [R] int64 bytes that every rank sends or receives, whichever is more, until results are back home.
+        """Returns [R] int64 bytes that every rank sends, or receives if that is more, until results are back home.
 
-        A query row takes ``q_out`` bytes to the server and ``q_back`` home; a key/value row takes ``kv_out`` to the
-        server."""
+        A query row takes ``q_out`` bytes to the server and ``q_back`` bytes home. A key/value row takes ``kv_out``
+        bytes to the server."""
         kv_sent, kv_received = self.kv.sent + self.relay.sent, self.kv.received + self.relay.received
         sent = self.q.sent * q_out + self.q.received * q_back + kv_sent * kv_out
         received = self.q.received * q_out + self.q.sent * q_back + kv_received * kv_out
@@ -107,13 +106,14 @@ class Traffic:
 def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction: Direction) -> np.ndarray:
     """Returns [R] attention seconds of every server; "both" adds forward and backward.
 
-    ``cost`` is a cost model for all kinds of layers, or a sequence with one for each kind."""
+    ``cost`` is the cost model of all kinds of layers, or a sequence with one for each kind."""
     costs = cost if isinstance(cost, Sequence) else (cost,)
     return np.asarray(seconds_by_kind(plan, costs, direction).sum(axis=0))
 
 
 def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """Returns [K, R] attention seconds of every server, by kind of layer; with a single cost, [1, R] of all tasks."""
+    """Returns [K, R] attention seconds of every server in the layers of each kind; with one cost, [1, R] for all
+    tasks."""
     tasks, ranks = plan.tasks, plan.layout.ranks
     found = np.zeros((len(costs), ranks))
     for number, cost in enumerate(costs):
@@ -124,10 +124,10 @@ def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction
 
 
 def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two [R] int64 numbers of k,v rows on each server: the rows in its buffer, and the rows of its tasks'
-    copies.
+    """Returns [R] k,v rows in the buffer of each server, and [R] rows of copies for its tasks.
 
-    Copies are made if tasks read the same rows, or rows from the previous nano-batch; else the second number is 0."""
+    Copies are made if tasks read the same rows, or rows from the previous nano-batch; otherwise the second number is
+    0."""
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
     kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
     regions = np.bincount(tasks.server, plan.region_rows, ranks).astype(np.int64)
@@ -143,13 +143,12 @@ def imbalance(seconds: np.ndarray) -> float:
 def traffic(plan: Plan, links: Links | None = None) -> Traffic:
     """Returns the rows that travel for ``plan``.
 
-    Rows that a server holds as a home, or from the previous nano-batch, do not travel. A document's k,v rows travel to
-    a server once, however many of its tasks read them.
+    Rows that a server holds as a home, or from the previous nano-batch, do not travel. A k,v row travels to a server
+    once, even if several tasks of the server read it.
 
     Args:
         plan: over R ranks.
-        links: which ranks share a node; k,v rows then travel once to each node, and on inside it. None if all ranks
-            share one.
+        links: which ranks share a node; k,v rows then travel once to each node. None if all ranks share one.
     """
     ranks, reads = plan.layout.ranks, plan.q_reads
     q = pair_rows(reads.home, reads.server, reads.rows, ranks)
@@ -161,7 +160,7 @@ def traffic(plan: Plan, links: Links | None = None) -> Traffic:
 
 
 def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -> PairRows:
-    """Adds up [N] rows by pair of ranks; rows that stay on their rank are left out."""
+    """Adds up [N] rows for each pair of ranks; rows that stay on their rank are left out."""
     # A pair becomes one number, home * ranks + server. Rows with equal numbers are added.
     away = np.flatnonzero(home != server)
     pair, rows = (home * ranks + server)[away], rows[away]
@@ -174,19 +173,19 @@ def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int
 
 
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
-    """Returns the seconds that the slowest server needs at least, whatever the plan.
+    """Returns the least seconds that the slowest server can need, whatever the plan.
 
-    It is the larger of two bounds. One is the least time of all work, if servers share it by their speed. The other is
-    the time of the last query row of the longest document, which one server must compute. For "both" it is the sum of
-    both directions' bounds.
+    It is the larger of two bounds. The first is the time of all work, if servers share it by their speed. The second is
+    the time of the longest document's last query row, which one server computes. "both" adds the bounds of forward and
+    backward.
 
     Args:
         layout: the nano-batch.
         cost: seconds per task.
         direction: forward, backward or both.
     """
-    # By cost table and direction: "work" is the seconds of all documents on one server, "row" those of the dearest last
-    # row. In a second a server does the fraction 1/work of everything; "speed" is the sum over all servers.
+    # For each cost table and direction, "work" is the seconds of all documents on one server, and "row" of the dearest
+    # last row. A server does the fraction 1 / work of everything in a second; "speed" is the sum over all servers.
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * layout.ranks)
@@ -197,20 +196,18 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
 
 
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:
-    """Returns the GiB of memory in which received rows land.
+    """Returns the GiB of memory for received rows.
 
-    At any time two exchanges are under way, each with up to the rows of a nano-batch that the busiest rank receives.
-    There is room for the q, k and v rows of 4.5 times a rank's tokens, or 5 times with ``resend``. Real plans without
-    pipeline stages fit into it. Tests hold this for two mixes of documents with long contexts, on 2 to 16 ranks, also
-    on nodes of 4 and of 8 (tests/plan/test_receive_buffer.py). The states that Qwen3.5's recurrent layers exchange
-    there take less than half the room of its attention. They do so, too, if a document of 2M tokens lies on 128 ranks.
+    Two exchanges may be under way at a time, each with the rows of one nano-batch that the busiest rank receives. There
+    is room for the q, k and v rows of 4.5 times a rank's tokens, or 5 times with ``resend``. Plans without pipeline
+    stages fit into it, for the mixes of documents in tests/plan/test_receive_buffer.py.
 
     Args:
         shape: heads of one rank.
         tokens: tokens of a micro-batch per rank.
         resend: whether backward sends q, k, v and o again, with dO.
-        sinks: whether o comes home with lse, the log-sum-exp of its scores. It goes out again with dO, also without
-            ``resend``.
+        sinks: whether heads have learned scores in the softmax. The log-sum-exp of each row's scores then comes home
+            with o, and goes out again with dO.
     """
     rows = (5.0 if resend else 4.5) * tokens
     lse = 4 * shape.heads if sinks and not resend else 0

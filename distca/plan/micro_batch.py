@@ -1,9 +1,9 @@
 """The plan of one micro-batch without pipeline stages, with figures about it.
 
-Each rank holds rows, as their *home*, and computes attention, as a *server*; a *task* is a range of query rows of one
+Each rank holds rows, as their *home*, and computes attention, as a *server*. A *task* is a range of query rows of one
 document on one server. A micro-batch is computed as one or two *nano-batches*: the transfers of one run beside the
-computation of the other. Training plans whole steps (``step.py``). This is the simpler entry for tests, benchmarks and
-``distca plan``: a step of one micro-batch, for which it counts imbalance and bytes.
+computation of the other. Training plans whole steps (``step.py``). For example ``distca plan`` uses this simpler form,
+a step of one micro-batch.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class NanoPlan:
 
     Attributes:
         layout: the home and row of every token; the same for all kinds.
-        forward: the plan of its forward: the server of every task.
-        backward: the plan of its backward. It is ``forward`` itself if servers keep rows for backward.
+        forward: the server of every task in forward.
+        backward: the server of every task in backward; the plan ``forward`` itself if servers keep rows for backward.
         cost: seconds per task in these layers.
-        share: the fraction of the model's layers that is of this kind.
+        share: the fraction of the model's layers that are of this kind.
     """
 
     layout: Layout
@@ -54,7 +54,8 @@ class Bytes:
 
     Attributes:
         q: query rows to servers, in forward.
-        o: output rows back home, in forward. If backward resends rows, their log-sum-exp is counted here too.
+        o: output rows back home, in forward. If backward resends rows, the log-sum-exp of their scores is counted here
+            too.
         kv: key and value rows to servers, in forward.
         backward: all rows and gradients of backward.
     """
@@ -71,10 +72,9 @@ class Bytes:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Layouts and plans of one micro-batch's nano-batches, and figures about them.
+    """Layouts and plans of one micro-batch's nano-batches, and figures about them. Array legend: D documents, R ranks.
 
-    Figures of one layer are the mean over all layers, which may be of several kinds. Array legend: D documents, R
-    ranks.
+    Figures of one layer are the mean over all layers, which may be of several kinds.
 
     Attributes:
         step: the plan of a step that has only this micro-batch.
@@ -96,17 +96,17 @@ class MicroBatchPlan:
 
     @property
     def resend(self) -> bool:
-        """Returns whether homes send rows again for backward, to the servers of its own plan."""
+        """Returns whether homes send rows again for backward; backward then has a plan of its own."""
         return self.step.options.resend
 
     @property
     def nano_batches(self) -> tuple[NanoPlan, ...]:
-        """Returns one NanoPlan per nano-batch, for layers of the first kind that the model has."""
+        """Returns one NanoPlan for each nano-batch, for layers of the first kind."""
         return self.by_kind[0]
 
     @property
     def by_kind(self) -> tuple[tuple[NanoPlan, ...], ...]:
-        """Returns one NanoPlan per nano-batch, for each kind that the model has layers of."""
+        """Returns one NanoPlan for each nano-batch, for each kind of the model's layers."""
         step, options = self.step, self.step.options
         (layouts,), (forward,), (backward,) = step.layouts, step.forward, step.backward
         costs = [options.cost_of_kind[kind] for (kind,) in options.combinations]
@@ -118,12 +118,12 @@ class MicroBatchPlan:
 
     @property
     def every_nano_batch(self) -> list[NanoPlan]:
-        """Returns one NanoPlan per kind and nano-batch; their figures, each times its share, add up to those of one
-        layer."""
+        """Returns one NanoPlan for each kind and nano-batch. Their figures, each times its share, add up to the figures
+        of one layer."""
         return [nano for nanos in self.by_kind for nano in nanos]
 
     def of_kind(self, number: int) -> MicroBatchPlan:
-        """Returns the same micro-batch for a model with layers of one kind only; ``number`` is an index of
+        """Returns the same micro-batch for a model whose layers are all of one kind; ``number`` is an index of
         :attr:`by_kind`."""
         return MicroBatchPlan(self.step.of_combination(number), self.planning_ms)
 
@@ -134,16 +134,16 @@ class MicroBatchPlan:
 
     @property
     def seconds_before(self) -> np.ndarray:
-        """Returns [R] attention seconds of one layer, forward and backward, as without DistCA.
+        """Returns [R] attention seconds of one layer, forward and backward, without DistCA.
 
-        Documents then lie in order, one after the other, and every row is computed at home."""
+        Documents then lie one after the other, and every row is computed at home."""
         seconds: np.ndarray = self.step.seconds_before().sum(axis=0)
         return seconds
 
     @property
     def seconds_at_home(self) -> np.ndarray:
-        """Returns [R] attention seconds of one layer, forward and backward, with this plan's homes but every row
-        computed at home."""
+        """Returns [R] attention seconds of one layer, forward and backward, if every row is computed at its home in
+        this plan."""
         return np.asarray(
             sum(
                 nano.share * server_seconds(plan_at_home(nano.forward.layout), nano.cost, "both")
@@ -153,7 +153,7 @@ class MicroBatchPlan:
 
     @property
     def seconds_after(self) -> np.ndarray:
-        """Returns [R] attention seconds of every server for one layer, forward and backward, as planned."""
+        """Returns [R] attention seconds of every server in one layer, forward and backward, as planned."""
         return np.asarray(
             sum(
                 nano.share * server_seconds(plan, nano.cost, way)
@@ -164,7 +164,7 @@ class MicroBatchPlan:
 
     @property
     def imbalance_before(self) -> float:
-        """Returns the slowest rank's seconds over the mean, with documents in order and every row computed at home."""
+        """Returns the slowest rank's seconds over the mean, without DistCA."""
         return imbalance(self.seconds_before)
 
     @property
@@ -201,14 +201,14 @@ def plan_micro_batch(
     tolerance: float = DEFAULT_TOLERANCE,
     **options: Any,
 ) -> MicroBatchPlan:
-    """Plans one micro-batch without pipeline stages, as a step of one micro-batch (:func:`distca.plan.step.plan_step`).
+    """Plans one micro-batch without pipeline stages.
 
     Args:
         lengths: [D] tokens per document.
         ranks: number of ranks, which are both homes and servers.
         cost: seconds per task.
         rank_of: [D] home rank of every document, if documents must stay whole; None lets them span ranks.
-        tolerance: how far above the mean the busiest server may be, as a part of it.
+        tolerance: how far the slowest server may be above the mean, as a part of the mean.
         options: other options of :class:`distca.plan.options.PlanOptions`.
 
     Raises:

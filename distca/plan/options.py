@@ -1,9 +1,9 @@
-"""The options of planning, with their checks; each process makes the same plans from the same options.
+"""The options of planning, with their checks. Each process makes the same plans from the same options.
 
-The *home* of a row is the rank that holds it. A *server* is a rank that computes attention, of its own rows or of
-others'; a *task* is a range of query rows of one document on one server. All ranks of all pipeline stages are servers.
-There may be servers without a model too, which hold no rows. ``step.py`` plans with these options;
-``megatron_patches/steps/plan_options.py`` makes them for a training.
+The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention; a *task* is a range of
+query rows of one document on one server. All ranks of all pipeline stages are servers. There may be more servers,
+without a model, which hold no rows. ``step.py`` plans with these options, and for example
+``megatron_patches/steps/plan_options.py`` makes them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from distca.plan.network import Links
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of planning; the same on every rank.
+    """The options of planning; the same on every rank. Array legend: R servers, C combinations.
 
-    A *combination* is the kinds of layers that the stages run at the same time. Array legend: R servers, C
-    combinations.
+    A *combination* is the kinds of layers that the stages run at the same time.
 
     Attributes:
         ranks: data-parallel ranks of a stage.
@@ -37,28 +36,26 @@ class PlanOptions:
         stages: pipeline stages.
         nano_batches: 1, or 2 for ping and pong: two parts of a micro-batch, where the transfers of one run beside the
             computation of the other.
-        align: rows of a nano-batch on a rank are a multiple of this, on all ranks but the last; it is a multiple of
+        align: rows of a nano-batch on a rank are a multiple of this, on all ranks but the last; itself a multiple of
             ``shares``.
         shares: tensor-parallel ranks that split the rows of a home; 1 without sequence parallelism.
-        resend: whether homes send rows again for backward, to servers of a plan of its own. With several stages they
-            must.
+        resend: whether homes send rows again for backward, which then has a plan of its own. True with several stages.
         disaggregate: False computes the attention of every row at its home.
-        tolerance: how far above the mean the busiest server may be, as a part of it; None takes a value for the number
-            of servers.
-        links: which servers share a node, and prices of bytes between them.
-        kinds: the kinds of the model's attention layers; documents are placed for the first one.
-        costs: seconds per task by kind; empty if ``cost`` is that of all kinds.
-        layer_kinds: by stage and layer, the index of the layer's kind; empty if all layers have the first.
-        non_attention: seconds of linear layers, which are then levelled together with attention; None levels attention
+        tolerance: how far the slowest server may be above the mean, as a part of the mean; None takes a value for the
+            number of servers.
+        links: which servers share a node, and prices of bytes between servers.
+        kinds: the kinds of the model's attention layers; documents are placed for the first kind.
+        costs: seconds per task for each kind; empty if all kinds have ``cost``.
+        layer_kinds: for each stage and layer, the index of the layer's kind; empty if all layers have the first kind.
+        non_attention: seconds of linear layers, which are levelled together with attention; None levels attention
             alone.
-        server_gb_s: GB/s of a server without a model over the network; 0 takes the rate of ``links``.
-        scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
+        server_gb_s: GB/s over the network of a server without a model; 0 takes the rate of ``links``.
+        scheduler: plans one nano-batch, for tests; None takes the default scheduler.
 
     Raises:
-        PlanError: a size is below 1. Attention stays at home, but there are servers without a model. Their rate is
-            negative. The numbers of cost tables and servers differ, or those of factors and homes. Several stages keep
-            rows for backward. Stages have unequal numbers of layers. Costs are for another number of kinds. A layer's
-            kind is unknown.
+        PlanError: a size is below 1; there are servers without a model, but attention stays at home; their rate is
+        negative. Cost tables do not match the servers, factors the homes, or costs the kinds. Several stages keep rows
+        for backward, or have unequal numbers of layers. A layer's kind is unknown.
     """
 
     ranks: int
@@ -121,33 +118,34 @@ class PlanOptions:
         return self.on_servers(self.cost)
 
     def on_servers(self, cost: CostModel) -> CostModel:
-        """Returns ``cost`` with servers without a model counted, each as fast as a home unless ``cost`` says more."""
+        """Returns ``cost`` for all servers; a server without a model is as fast as a home unless ``cost`` differs."""
         if isinstance(cost, PoolCost) or not self.servers:
             return cost
         return PoolCost((cost,), (0,) * self.pool_ranks)
 
     @cached_property
     def combinations(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the different combinations of kinds that stages run at the same time: by stage, the number of its
+        """Returns the different combinations that stages run at the same time: for each stage, the index of its
         kind."""
         return tuple(dict.fromkeys(zip(*self.layer_kinds, strict=True))) or ((0,) * self.stages,)
 
     @cached_property
     def layer_combinations(self) -> tuple[int, ...]:
-        """Returns, for each layer of a stage, the number of its combination; for a single layer if ``layer_kinds`` is
-        empty."""
+        """Returns, for each layer of a stage, the index of its combination; if ``layer_kinds`` is empty, for one
+        layer."""
         each = {combination: number for number, combination in enumerate(self.combinations)}
         return tuple(each[layer] for layer in zip(*self.layer_kinds, strict=True)) or (0,)
 
     @property
     def shares_of_layers(self) -> np.ndarray:
-        """Returns [C] the fraction of a stage's layers that has each combination."""
+        """Returns [C] the fraction of a stage's layers with each combination."""
         layers = np.array(self.layer_combinations)
         return np.asarray(np.bincount(layers, minlength=len(self.combinations)) / len(layers))
 
     @property
     def names_of_combinations(self) -> tuple[str, ...]:
-        """Returns the name of each combination in tables: how many layers have it, and the kind of every stage."""
+        """Returns the name of each combination in tables: how many layers have it, and the kind of layer of every
+        stage."""
         layers = self.layer_combinations
         return tuple(
             f"{layers.count(number)} of {len(layers)} layers: {' | '.join(self.kinds[kind].name for kind in kinds)}"
@@ -156,27 +154,27 @@ class PlanOptions:
 
     @property
     def cost_of_kind(self) -> tuple[CostModel, ...]:
-        """Returns the seconds per task, by kind."""
+        """Returns the seconds per task for each kind."""
         return self.costs or (self.cost,) * len(self.kinds)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Returns, by kind, the keys that a query sees; 0 for all."""
+        """Returns, for each kind, the number of keys that a query sees; 0 for all keys."""
         return tuple(kind.window for kind in self.kinds)
 
     @property
     def sinks(self) -> bool:
-        """Returns whether layers have sinks: learned extra scores in the softmax. All layers have them, or none."""
+        """Returns whether heads have sinks, learned scores in the softmax, in any layer."""
         return any(kind.sink for kind in self.kinds)
 
     @property
     def homes(self) -> int:
-        """Returns the number of ranks with a model: of all stages together."""
+        """Returns the number of ranks with layers of the model, in all stages together."""
         return self.stages * self.ranks
 
     @property
     def pool_ranks(self) -> int:
-        """Returns the number of servers: all ranks with a model, and the servers without one."""
+        """Returns the number of servers, with and without a model."""
         return self.homes + self.servers
 
     @property
@@ -196,11 +194,10 @@ class PlanOptions:
     def stage_node(self) -> int:
         """Returns how many consecutive ranks of a stage share a node.
 
-        It is 0 if all ranks share one node, if no two ranks share one, or if a stage's ranks do not fill whole
-        nodes."""
+        It is 0 if all ranks or no two ranks share a node, or if a stage's ranks do not fill whole nodes."""
         size = self.links.ranks_per_node
         return size if size > 1 and self.ranks % size == 0 else 0
 
     def pool_rank(self, stage: int, rank: int) -> int:
-        """Returns the number that a stage's data-parallel rank has among all servers."""
+        """Returns the number of a stage's data-parallel rank among all servers."""
         return stage * self.ranks + rank

@@ -1,16 +1,15 @@
 """The phases of a step, and the plans of each phase.
 
-In a *phase* all pipeline stages run at the same time, all of them forward or all backward: each runs one micro-batch,
-or is idle. Each rank holds rows, as their *home*, and computes attention, as a *server*. In a phase any server may
-compute attention of any stage. So there is one plan for all ranks, for each *nano-batch*: the whole or one of two parts
-of a micro-batch. ``step.py`` calls :func:`plan_phases` with the layouts of all micro-batches.
+In a *phase*, each pipeline stage runs the forward of some micro-batch, or each runs the backward of some micro-batch; a
+stage may be idle. Each rank holds rows, as their *home*, and computes attention, as a *server*. In a phase any server
+may compute attention of any stage. So there is one plan for all ranks, for each *nano-batch*: a whole micro-batch or
+one of its two parts. ``step.py`` calls :func:`plan_phases` with the layouts of all micro-batches.
 
 Stages may run layers of different kinds at the same time, for example with and without a window. A *combination* says
-which kind each stage runs, and a phase has a plan for each combination. Example: stage 0 has layers with and without a
-window in turn, stage 1 has only layers without. Then there are plans for the combinations (window, full) and (full,
-full).
+which kind each stage runs. A phase has a plan for each combination. Example: stage 0 has layers with and without a
+window in turn, and stage 1 has only layers without a window. Then the combinations are (window, full) and (full, full).
 
-Array legend: R ranks of all stages, and then servers without a model.
+Array legend: R ranks of all stages, followed by servers without a model.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class Phase:
     """One phase, forward or backward.
 
     Attributes:
-        micro_batches: by stage, the micro-batch that it runs; None for an idle stage.
-        by_combination: by combination and nano-batch, the plan over all ranks.
+        micro_batches: for each stage, the micro-batch that it runs; None for an idle stage.
+        by_combination: for each combination and nano-batch, the plan over all ranks.
     """
 
     micro_batches: tuple[int | None, ...]
@@ -55,7 +54,7 @@ class Phase:
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
     """Returns [R] seconds of linear layers between two attention layers, in one nano-batch; [2, R] for both directions.
 
-    It is 0 if plans level attention alone."""
+    It is 0 if ``options`` have no such seconds."""
     each = options.non_attention
     if each is None:
         return np.zeros_like(layout.q_rows, np.float64)
@@ -72,11 +71,11 @@ def plan_phases(
 ) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
     """Returns all forward phases, and all backward phases.
 
-    Stage s runs the forward of micro-batch m in forward phase m + s. Of p stages it runs its backward in backward phase
-    m + (p - 1) - s.
+    Stage s runs the forward of micro-batch m in forward phase m + s. With p stages it runs the backward of m in
+    backward phase m + (p - 1) - s.
 
     Args:
-        layouts: by micro-batch and nano-batch, the layout over one stage's ranks.
+        layouts: for each micro-batch and nano-batch, the layout over one stage's ranks.
         options: how to plan.
         scheduler: plans one nano-batch.
     """
@@ -93,7 +92,7 @@ def plan_phases(
 
     numbers = range(len(layouts) + stages - 1)
     forward = tuple(phase(number, "both" if keeps else "forward") for number in numbers)
-    # If servers keep rows, they compute the backward of the tasks whose forward they computed.
+    # Servers that keep rows compute the backward of the same tasks as the forward.
     return forward, forward if keeps else tuple(phase(number, "backward") for number in numbers)
 
 
@@ -106,12 +105,12 @@ def _of_combination(
 ) -> tuple[Plan, ...]:
     """Returns a plan for each nano-batch of a phase, for the layers of one combination of kinds.
 
-    Layers with a window are computed at home, where their work is about level. Layers without one are scheduled over
-    all servers, which already have their work of layers with windows.
+    Layers with a window are computed at home, where their work is about level. Layers without a window are scheduled
+    over all servers. Servers that have work of layers with windows get less.
 
     Args:
-        kinds: by stage, the number of the layers' kind.
-        nanos: by nano-batch and stage, the layout; None for an idle stage.
+        kinds: for each stage, the index of its kind.
+        nanos: for each nano-batch and stage, the layout; None for an idle stage.
         options: how to plan.
         direction: the directions that the plans level.
         scheduler: plans one nano-batch.
@@ -129,9 +128,8 @@ def _of_combination(
         if all(windows):
             plans.append(home)
             continue
-        # "full" [R] are ranks of stages without a window, and servers without a model. Only their tasks are scheduled.
-        # The tasks of other ranks ("rest") stay, and their seconds count as other work ("beside"). At last both kinds
-        # of tasks make one plan.
+        # "full" [R] are ranks of stages without a window, and servers without a model. Only tasks of these are
+        # scheduled. The tasks of other ranks ("rest") stay at home, and their seconds count as other work ("beside").
         full = np.repeat([not window for window in windows], options.ranks)
         full = np.append(full, np.ones(options.servers, bool))
         rest = home.tasks.take(~full[home.tasks.server])
@@ -144,9 +142,9 @@ def _of_combination(
 
 
 def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
-    """Returns the plan with the number of the kind of layer of every document.
+    """Returns the plan with each document's kind of layer.
 
-    The plan is unchanged if all stages run layers of the first kind, and no kind of the model has a window."""
+    The plan stays as it is if all stages run layers of the first kind, and no kind has a window."""
     if not any(kinds) and not any(options.windows):
         return plan
     documents = [0 if layout is None else len(layout.first) for layout in nano]
@@ -155,12 +153,12 @@ def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int],
 
 
 def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
-    """A scheduler that leaves every row at home; arguments as in :class:`distca.plan.choice.Scheduler`."""
+    """Plans every row at home; the arguments are those of :class:`distca.plan.choice.Scheduler`."""
     return plan_at_home(layout)
 
 
 def scheduler_of(options: PlanOptions) -> Scheduler:
-    """Returns the product's scheduler, with the tolerance, costs and other work that ``options`` say."""
+    """Returns the default scheduler, with the tolerance, costs and other work that ``options`` say."""
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
@@ -187,8 +185,8 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
     """Returns the seconds per task on every server.
 
-    A server without rows of its own must wait until rows arrive. If servers differ in speed, and plans level all of a
-    phase's time, the seconds include this wait."""
+    A server without rows of its own must wait until rows arrive. If servers differ in speed, and linear layers are
+    levelled too, the seconds include this wait."""
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost
@@ -199,10 +197,10 @@ def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
 
 
 def _joined(parts: Sequence[Layout | None], options: PlanOptions, some: Sequence[bool] | None = None) -> Layout:
-    """Returns one layout over all ranks: those of all stages, and then the servers without a model.
+    """Returns one layout over all ranks: the ranks of all stages, and servers without a model.
 
-    Idle stages have no rows in it. Neither have stages that are left out: where ``some``, by stage, is False. Documents
-    and ranks are numbered stage by stage: rank r of stage s becomes s · ranks + r."""
+    Idle stages have no rows in it, and neither have stages for which ``some`` is False. Documents and ranks are
+    numbered stage by stage: rank r of stage s becomes s · ranks + r."""
     if len(parts) == 1 and parts[0] is not None and not options.servers:
         return parts[0]
     ranks = options.ranks

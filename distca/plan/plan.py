@@ -1,9 +1,8 @@
-"""Plans: the server of every query row of a nano-batch, and the k,v rows that each server needs.
+"""Plans: the rank that computes the attention of each query row of a nano-batch, and the k,v rows that travel for it.
 
-A *nano-batch* is the whole or one of two parts of a micro-batch. A *layout* says on which rank, its *home*, every row
-of a nano-batch lies. A *server* is a rank in its role of computing attention; a *task* is a range of query rows of one
-document on one server. The scheduler makes plans, ``routes.py`` turns them into the rows that each rank sends and
-receives.
+A *nano-batch* is a whole micro-batch, or one of its two parts. A *layout* says which rank, its *home*, holds each row
+of a nano-batch. A *server* is a rank that computes attention; a *task* is a range of query rows of one document on one
+server. The scheduler makes plans, and ``routes.py`` finds the rows that each rank sends and receives.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class Contexts:
 
     A *context* is a range of k,v rows of one document on one server. Tasks share a context if they read overlapping
     keys. Example: the tasks [2, 4) and [6, 7) of a document read the keys [0, 4) and [0, 7), so they share the context
-    [0, 7). If queries see two keys only, a window of 2, they read [1, 4) and [5, 7): two contexts.
+    [0, 7). With a window of 2 keys they read [1, 4) and [5, 7), which are two contexts.
 
-    A server may still hold the first rows of a context from the previous nano-batch. Only the others travel to it.
+    A server may have the first rows of a context from the previous nano-batch. Then only the other rows travel.
 
     Attributes:
-        last: the last task of each context; its stop is the context's stop.
+        last: the last task of each context; a context ends where this task stops.
         first: [L] first row of each context.
         begin: [L] first row that must travel; the server holds the rows [first, begin).
-        at: [L] row in the server's buffer of the previous nano-batch at which [first, begin) lie.
+        at: [L] where the rows [first, begin) are in the server's buffer of the previous nano-batch.
         of_task: [T] index of every task's context.
     """
 
@@ -55,19 +54,19 @@ class Contexts:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A layout and the server of every query row in it; layers of the same kind share a plan.
+    """A layout, and the server of every query row in it. Array legend: D documents, T tasks, L contexts.
 
-    A plan is equal only to itself, as a layout is. Array legend: D documents, T tasks, L contexts.
+    Layers of one kind share a plan. A plan is equal only to itself, so that it can be a key of a dictionary.
 
     Attributes:
         layout: the layout of the nano-batch.
-        tasks: its tasks.
-        before: the tasks of the previous nano-batch, if servers keep its k,v rows; those rows do not travel again. None
-            if they keep none, as in layers with a window.
-        windows: by kind of layer, the keys that a query sees; 0 for all. Also 0 for a kind that the plan has no layers
-            of.
-        kind: [D] int64 number of every document's kind of layer. In a pipeline, documents of different stages are in
-            one plan, and stages may run layers of different kinds. None if all documents have the first kind.
+        tasks: the tasks, which compute every query row once.
+        before: the tasks of the previous nano-batch, if servers keep its k,v rows; these rows do not travel again. None
+            if servers keep none, for example in layers with a window.
+        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys. It is 0 too for kinds of
+            which the plan has no layers.
+        kind: [D] int64 number of every document's kind of layer: in a pipeline, one plan has the documents of several
+            stages, which may run layers of different kinds. None if all documents have the first kind.
     """
 
     layout: Layout
@@ -97,7 +96,7 @@ class Plan:
     def contexts(self) -> Contexts:
         """Returns the contexts that servers need for their tasks."""
         # Tasks are sorted by server, document and start. A context ends with the last task of a document on a server.
-        # With windows it also ends if the next task's first key lies behind all keys of this task.
+        # With windows it also ends if the next task's first key is behind all keys of this task.
         tasks, first = self.tasks, self.first_key
         ends = tasks.last_on_server
         if any(self.windows):
@@ -111,30 +110,29 @@ class Plan:
         return Contexts(last, first, begin, at, of_task)
 
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows of contexts that servers hold from the nano-batch ``before``.
+        """Returns the rows of contexts that servers have from the nano-batch ``before``.
 
-        Example: a server read rows [0, 10) of a document in ping, whose home shards are [0, 4), [4, 8) and [8, 12). For
-        pong it counts as holding the rows of whole shards only, [0, 8).
+        Example: the home shards of a document are [0, 4), [4, 8) and [8, 12), and in ping a server read its rows [0,
+        10). For pong only the rows of whole shards count, [0, 8).
 
         Args:
             before: the tasks of the previous nano-batch.
             last: the last task of each context.
 
         Returns:
-            [L] how many of a document's first rows the server holds, and [L] at which row of its buffer they begin.
+            [L] number of a document's first rows that the server has; and [L] row of its buffer at which they begin.
         """
         assert not any(self.windows), "kinds with a window keep no rows of the nano-batch before"
-        # "kept" has the last task of each document on each server. "stop" is its stop for the same server and document
-        # as each context, or 0 if there is none. For the search, (server, document) is one number.
+        # "kept" has the last task of each document on each server. For the server and document of each context, "stop"
+        # [L] is where that task stops, or 0. For the search, (server, document) is one number.
         kept = before.take(before.last_on_server)
         documents = len(self.layout.last)
         key = kept.server * documents + kept.document
         wanted = last.server * documents + last.document
         found = np.searchsorted(key, wanted)
         stop = np.where(np.append(key, -1)[found] == wanted, np.append(kept.stop, 0)[found], 0)
-        # An exchange sends the first rows of a shard, never the last ones alone. So rows count as held up to the end of
-        # the last whole shard, "begin". A server's buffer has its documents one after the other, in the order of
-        # "kept".
+        # An exchange sends a shard from its first row on. So the server counts as having whole shards only, up to
+        # "begin". Documents follow each other in a server's buffer, in the order of "kept".
         kv = self.layout.kv
         span = int(kv.stop.max()) + 1
         whole = np.searchsorted(kv.document * span + kv.stop, last.document * span + stop, side="right") - 1
@@ -152,9 +150,9 @@ class Plan:
     def kv_reads(self) -> Reads:
         """Returns the k,v rows that must travel for contexts, as ranges of home shards.
 
-        A gateway, which hands rows on inside a node, only does so for documents without a window. All servers read
-        shards of such a document from the shard's first row. So the server that reads most rows of a shard has all rows
-        that the others need."""
+        Gateways, which hand rows on to other servers of their node, serve only documents without a window. All servers
+        read shards of such a document from the first row on, so the server that reads most has the rows of all
+        others."""
         reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
         if not any(self.windows):
             return reads
@@ -164,8 +162,8 @@ class Plan:
 
     def check(self) -> None:
         """Raises PlanError unless every query row is computed exactly once, by an existing server."""
-        # With tasks sorted by document and start, each task must begin where the one before ends. A document's first
-        # task must begin at its first row, and its tasks must have as many rows as the document.
+        # Sorted by document and start, each task must begin where the task before ends, or at its document's first row.
+        # The tasks of a document must have as many rows as the document.
         tasks, layout = self.tasks, self.layout
         if len(tasks) and (tasks.server.min() < 0 or tasks.server.max() >= layout.ranks):
             raise PlanError(
@@ -186,13 +184,13 @@ class Plan:
 
 
 def plan_at_home(layout: Layout) -> Plan:
-    """Returns the plan in which every row is computed by its home rank."""
+    """Returns the plan in which every row is computed on its home rank."""
     q = layout.q
     return Plan(layout, Tasks.sorted(q.document, q.start, q.stop, q.rank))
 
 
 def fingerprint(plans: Iterable[Plan]) -> int:
-    """Returns the CRC-32 of all layouts and tasks: ranks that made the same plans get the same number."""
+    """Returns the CRC-32 of all layouts and tasks; equal plans have equal numbers."""
     value = 0
     for plan in plans:
         layout, tasks = plan.layout, plan.tasks

@@ -1,14 +1,13 @@
-"""The core of a recurrent layer: one formula, of which known layers are cases.
+"""The formula of a recurrent layer, of which known layers are cases.
 
 A recurrent layer takes the place of attention. Each row reads and changes a *state*, instead of looking at all rows
-before. Costs and plans of recurrent layers (``recurrent/``) and their kernels (``distca/recurrent/``) need this shape.
-For each head, with the state S of shape [K, V] and for one row after the other:
+before. For each head, with the state S of shape [K, V] and for one row after the other:
 
     S ← e^g · S;   u = β · (v − Sᵀk) with the delta rule, β · v without it;   S ← S + k uᵀ;   o = scale · Sᵀq
 
-q, k and v come from a short causal convolution over rows. g is one number per head, or one for each channel of k; β is
-one per head. Long documents are cut into *pieces*, which ranks compute at the same time. A piece's *transition* is the
-matrix, or the factors, with which the state before the piece enters the state behind it.
+q, k and v come from a short causal convolution over rows. There is one number g for each head, or for each channel of
+k; and one β for each head. Long documents are cut into *pieces*, which ranks compute at the same time. A piece changes
+the state S before it to T·S plus its own rows' part. T, the piece's *transition*, is a matrix or factors.
 """
 
 from __future__ import annotations
@@ -23,18 +22,19 @@ _WIDE = 4  # bytes of a number in a state, which is float32
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The shape and the formula of a recurrent layer's core, for the heads of one tensor-parallel rank.
+    """The shape and the formula of a recurrent layer, for the heads of one tensor-parallel rank.
 
     Attributes:
-        key_heads: heads of q and k; each serves heads / key_heads heads of v.
+        key_heads: heads of q and k; each is shared by heads / key_heads heads of v.
         heads: heads of v and of the state.
-        key_dim: K, elements of a head of q or k.
-        value_dim: V, elements of a head of v.
+        key_dim: K, channels of a head of q or k.
+        value_dim: V, channels of a head of v.
         scale: factor on the outputs.
-        delta: whether a row corrects the state's value for its key (the delta rule), or only adds to the state.
+        delta: whether a row corrects the value that the state has for its key (the delta rule), or only adds to the
+            state.
         normalise: whether heads of q and k are divided by their norm.
-        decay_by_channel: whether g has one number for each channel of k, or one per head.
-        kernel: rows that the convolution reads for one row, which is the last of them.
+        decay_by_channel: whether g is a number for each channel of k, or for each head.
+        kernel: width of the convolution: a row and the rows before it.
         columns: the order of q, k and v among the convolution's channels.
     """
 
@@ -56,15 +56,15 @@ class Recurrence:
 
     @staticmethod
     def kimi_delta(heads: int, key_dim: int, value_dim: int, kernel: int = 4) -> Recurrence:
-        """Returns the core of Kimi delta attention (arXiv 2510.26692): the delta rule with a decay for each channel of
-        k."""
+        """Returns the formula of Kimi delta attention (arXiv 2510.26692): the delta rule with a decay for each
+        channel."""
         return Recurrence(heads, heads, key_dim, value_dim, key_dim**-0.5, decay_by_channel=True, kernel=kernel)
 
     @staticmethod
     def mamba2(groups: int, heads: int, state_dim: int, head_dim: int, kernel: int = 4) -> Recurrence:
-        """Returns the core of Mamba-2 (arXiv 2405.21060).
+        """Returns the formula of Mamba-2 (arXiv 2405.21060).
 
-        Its C, B and x are q, k and v here. Its step size is β, and its step size times A is g."""
+        Mamba-2's C, B and x are q, k and v here. Its step size is β, and its step size times A is g."""
         return Recurrence(
             groups, heads, state_dim, head_dim, delta=False, normalise=False, kernel=kernel, columns=("v", "k", "q")
         )
@@ -74,12 +74,12 @@ class Recurrence:
 
     @property
     def halo_rows(self) -> int:
-        """Returns the number of rows before a piece that its convolution reads."""
+        """Returns how many rows before a piece the convolution reads."""
         return self.kernel - 1
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Returns the channels of each of :attr:`columns`."""
+        """Returns the number of channels of each of :attr:`columns`."""
         of_keys, of_values = self.key_heads * self.key_dim, self.heads * self.value_dim
         first, second, third = (of_values if name == "v" else of_keys for name in self.columns)
         return first, second, third
@@ -103,8 +103,8 @@ class Recurrence:
     def transition_shape(self) -> tuple[int, int, int]:
         """Returns the shape of a piece's transition.
 
-        The delta rule mixes the channels of k, so the transition is a matrix for each head. Without it the transition
-        is the fraction of the state that remains: a number for each channel of k, or one per head."""
+        With the delta rule, which mixes the channels of k, it is a matrix for each head. Otherwise it is the fraction
+        of the state that remains, for each channel of k or for each head."""
         if self.delta:
             return self.heads, self.key_dim, self.key_dim
         return self.heads, self.key_dim if self.decay_by_channel else 1, 1
@@ -121,8 +121,8 @@ class Recurrence:
 
     @property
     def operations(self) -> int:
-        """Returns the floating-point operations of one row's forward, if rows are computed one after the other.
+        """Returns the floating-point operations for the forward of one row, if rows are computed one after the other.
 
-        These are the convolution, reading the state and adding to it. The delta rule also looks up the state's value
-        for the row's key."""
+        The convolution counts, and reading and changing the state; with the delta rule also looking up the value for
+        the row's key."""
         return (6 if self.delta else 4) * math.prod(self.state_shape) + 2 * self.kernel * self.channels

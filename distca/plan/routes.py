@@ -1,16 +1,16 @@
 """Routes: one rank's part of a plan, as the rows that it sends and receives, and the k,v rows of each of its tasks.
 
-The *home* of a row is the rank that holds it. A *server* is a rank that computes attention. A *task* is a range of
-query rows of one document on one server. A kernel reads one *region* of k,v rows for each task, in the order of tasks.
-Tasks with overlapping keys on one server share a *context*: the range of k,v rows that all of them need (``plan.py``).
+The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A *task* is a range of
+query rows of one document on one server. A kernel reads one *region* of k,v rows for each task. Tasks with overlapping
+keys on one server share a *context*: the range of k,v rows that these tasks need together (``plan.py``).
 
-The rows of a context travel to the server once, into its buffer. It may keep them there for the next nano-batch, the
-second part of the micro-batch. Only while a server computes, it copies shared rows to the region of each task. Between
-nodes rows travel once to each node, to a server that is the *gateway*. A second exchange, the *relay*, brings them to
-the other servers of the node (``network.py``).
+The rows of a context travel to the server once, into its buffer. While the server computes, it copies shared rows from
+the buffer to the region of each task. The server may keep the buffer for the next nano-batch, the second part of the
+micro-batch. Between nodes, k,v rows travel once to each node, to a server called the *gateway*. A second exchange, the
+*relay*, brings them to other servers of the node (``network.py``).
 
-Example: a server has the tasks [2, 4) and [6, 7) of a document at another home. Its buffer gets k,v rows [0, 7) once.
-The first task's region is a copy of rows [0, 4), the second's of rows [0, 7).
+Example: a server has the tasks [2, 4) and [6, 7) of a document at another home. Its buffer gets the k,v rows [0, 7)
+once. The first task's region is a copy of rows [0, 4), and the second task's a copy of rows [0, 7).
 
 Array legend: T tasks, L contexts, R ranks.
 """
@@ -37,11 +37,11 @@ class Route:
     Attributes:
         rank: this rank.
         ranks: number of ranks in the plan.
-        q: exchange of query rows; o comes back by its reverse.
+        q: exchange of query rows; o takes the way back.
         kv: exchange of key and value rows that come straight from home.
-        relay: exchange of the rows that gateways hand on. It comes after ``kv``, and before it on the way back.
-            Gateways take the place of homes, and their server buffers that of home tensors. None if no row of the plan
-            takes two hops.
+        relay: exchange of the rows that gateways hand on, after ``kv`` in forward and before it in backward. Here
+            gateways are the homes, and their server buffers are the home tensors. None if all rows of the plan come
+            straight from home.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' k,v regions.
         kind: [T] int64 number of every task's kind of layer; tasks of one kind need not be together.
@@ -68,7 +68,12 @@ class Route:
 
 
 def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
-    """Returns the part of ``plan`` that concerns ``rank``; ``links`` as in :class:`Routes`.
+    """Returns the part of ``plan`` that concerns ``rank``.
+
+    Args:
+        plan: over R ranks.
+        rank: the rank.
+        links: which ranks share a node; key and value rows travel once to each node. None if all ranks share one.
 
     Raises:
         PlanError: the plan was made for fewer ranks.
@@ -77,22 +82,20 @@ def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
 
 
 class Routes(Sequence[Route]):
-    """The routes of all ranks of a plan. Most work is done once for all; a rank's route is put together when it is
-    asked for.
+    """The routes of all ranks of a plan. A rank's route is put together when it is asked for.
 
     Args:
         plan: over R ranks.
         links: which ranks share a node; key and value rows travel once to each node. None if all ranks share one.
-        only: the one rank whose route will be asked for, which takes a fraction of the time; None if others may be,
-            too.
+        only: the one rank whose route will be asked for, which saves time; None for any rank.
     """
 
     def __init__(self, plan: Plan, links: Links | None = None, only: int | None = None) -> None:
         tasks, layout = plan.tasks, plan.layout
         self._ranks = layout.ranks
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
-        # Query rows of tasks, and k,v rows of contexts, lie one after the other in a server's buffer. "offset" is where
-        # each begins, "bounds" which tasks, contexts or copies belong to each server.
+        # Query rows of tasks, and k,v rows of contexts, follow each other in a server's buffer. "offset" [T or L] is
+        # where each begins. Server r has the elements from bounds[r] up to bounds[r + 1].
         q_rows = tasks.stop - tasks.start
         self._q_ends, self._kv_ends = np.cumsum(q_rows), np.cumsum(plan.region_rows)
         self._kind = plan.kind_of_task
@@ -152,33 +155,33 @@ class Routes(Sequence[Route]):
 
 
 def _borders(ends: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Returns [high - low + 1] int32 borders of the tasks from ``low`` up to ``high``, beginning at 0."""
+    """Returns [high - low + 1] int32 borders of the tasks from ``low`` up to ``high``, from 0 on."""
     before = ends[low - 1] if low else 0
     return np.concatenate(([0], ends[low:high] - before)).astype(np.int32)
 
 
 def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns [T] first row of each task in its server's buffer, where tasks lie one after the other.
+    """Returns [T] first row of each task in its server's buffer, where tasks follow each other.
 
-    Server r has the tasks [bounds[r], bounds[r + 1]), with the [T] ``rows`` each."""
+    Server r has the tasks [bounds[r], bounds[r + 1]). A task takes ``rows`` [T] rows."""
     begins = np.concatenate(([0], np.cumsum(rows)))
     return begins[:-1] - begins[bounds[tasks.server]]
 
 
 def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
-    """Returns the copies to the regions of tasks: from the server buffer, and from that of the previous nano-batch.
+    """Returns the copies to regions of tasks: from the server buffer, and from the buffer of the previous nano-batch.
 
-    Only some servers need copies: those whose tasks share rows, or have rows from the previous nano-batch. On the
-    others the buffer already consists of the regions. In these segments ``peer`` is the server itself.
+    Copies are needed on servers whose tasks share rows, or have rows from the previous nano-batch. On other servers the
+    buffer already consists of the regions. ``peer`` is the server of each copy.
 
     Args:
         plan: over all servers.
         kv_offset: [L] first row of each context in its server's buffer.
         bounds: server r has the tasks [bounds[r], bounds[r + 1]).
     """
-    # A task's region has two parts: rows that the server kept from the previous nano-batch (the copies "before"), and
-    # then rows that arrived (copies from "source"). If the next context has one task and no kept rows, its copy
-    # continues that of the task before, and both become one.
+    # A task's region has two parts: first rows that the server kept from the previous nano-batch ("before"), then rows
+    # that arrived ("source"). Copies that continue each other are joined. That is so for tasks without other tasks in
+    # their contexts, and without kept rows.
     tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task
     alone = np.append(context[1:] != context[:-1], True)[: len(tasks)]  # whether a task is its context's last
     kept = contexts.begin - contexts.first

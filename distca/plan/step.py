@@ -1,15 +1,15 @@
 """The plan of a step: for all its micro-batches, which rank holds each row, and which rank computes its attention.
 
-Each rank holds rows of documents, as their *home*. It also computes attention, as a *server*, of its own rows or of
-others'. A *phase* is what all pipeline stages run at the same time: each the forward, or each the backward, of some
-micro-batch, or nothing. In a phase any server may compute attention of any stage. So an idle stage, at the start or the
-end of a step, helps the others. Without pipeline stages a phase is the forward or the backward of one micro-batch.
+Each rank holds rows of documents, as their *home*, and computes attention, as a *server*. In a *phase*, each pipeline
+stage runs the forward of some micro-batch, or each runs the backward of some micro-batch; a stage may be idle. In a
+phase any server may compute attention of any stage. So idle stages, at the start and the end of a step, help other
+stages. Without pipeline stages a phase is the forward or the backward of one micro-batch.
 
 Stage s runs the forward of micro-batch m in forward phase m + s. With p stages it runs the backward of m in backward
 phase m + (p − 1) − s. Backward phase k runs right after forward phase k + p − 1.
 
-Ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model follow. Every
-training process calls :func:`plan_step` with the same lengths, and gets the same plan.
+Ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model
+follow. Every training process plans by itself, and gets the same plan from the same lengths.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""The most work of a document, over the mean rank's, with which it may stay whole on a rank. If a document has more,
-rows move in any placement. Then a second placement is not planned for the chance that nothing moves. With 1.01 and 1.2
-plans were the same (benchmarks/results/planner.md)."""
+"""If a document has more work than this multiple of the mean rank's, rows must move in any placement
+(:func:`distca.plan.choice.cheaper`)."""
 _LONGER = 1.02
-"""The most tokens of a micro-batch whose documents were dealt anew, over those of the longest micro-batch before.
-Without a few spare tokens, two documents as long as the context would never go together."""
+"""If documents are dealt over micro-batches anew, a micro-batch may have this many times the tokens of the longest
+before. Without the few more tokens, two documents as long as the context would not fit together."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,14 @@ class StepPlan:
 
     Attributes:
         options: how the step was planned.
-        lengths: by micro-batch, [D] int64 tokens per document.
-        homes: by micro-batch, [D] the home rank of every document, or None if documents may span ranks.
-        layouts: by micro-batch and nano-batch, the home and row of every token, over one stage's data-parallel ranks;
-            the same on all stages.
+        lengths: for each micro-batch, [D] int64 tokens per document.
+        homes: for each micro-batch, [D] the home rank of every document, or None if documents may span ranks.
+        layouts: for each micro-batch and nano-batch, the home and row of every token. Homes are the data-parallel ranks
+            of one stage; all stages have the same layout.
         forward: forward phases in order.
-        backward: backward phases in order. If servers keep rows for backward, their plans are those of the forward
-            phases.
-        drawn: by micro-batch, [D, 2] int64 origin of each document: the micro-batch in which it was given, and its
-            number there.
+        backward: backward phases in order. If servers keep rows for backward, these are the forward phases.
+        drawn: for each micro-batch, [D, 2] int64 where each document came from: the micro-batch in which it was given,
+            and its index there.
     """
 
     options: PlanOptions
@@ -83,7 +81,7 @@ class StepPlan:
 
     @property
     def fingerprint(self) -> int:
-        """Returns a checksum of all plans; the same on ranks that planned the same."""
+        """Returns a checksum of all plans; equal plans have equal checksums."""
         return fingerprint(plan for _, phase in self.phases for plans in phase.by_combination for plan in plans)
 
     def forward_phase(self, micro_batch: int, stage: int) -> int:
@@ -97,8 +95,7 @@ class StepPlan:
     def order(self) -> Iterator[tuple[Literal["forward", "backward"], int]]:
         """Yields all phases in the order in which they run.
 
-        A backward phase runs as soon as the last stage has finished its micro-batch's forward. No other order keeps
-        fewer micro-batches in flight, on any stage (docs/architecture.md)."""
+        A backward phase runs as soon as the last stage has finished its micro-batch's forward."""
         last = self.options.stages - 1
         for tick in range(len(self.forward) + last):
             if tick < len(self.forward):
@@ -107,23 +104,24 @@ class StepPlan:
                 yield "backward", tick - last
 
     def seconds_before(self) -> np.ndarray:
-        """Returns [P, R] attention seconds of one layer, if documents lie in order and are computed at home."""
+        """Returns [P, R] attention seconds of one layer, if documents lie one after the other and are computed at
+        home."""
         return np.asarray(self._in_order().seconds_by_kind().sum(axis=0))
 
     def seconds_by_kind(self) -> np.ndarray:
-        """Returns [K, P, R] attention seconds of one layer as planned, by kind."""
+        """Returns [K, P, R] attention seconds of one layer as planned, for each kind."""
         return np.stack([_seconds(phase, self.options, direction) for direction, phase in self.phases], axis=1)
 
     def _in_order(self) -> StepPlan:
-        """Returns the step with documents in order, computed at home."""
+        """Returns the step with documents one after the other, computed at home."""
         in_order = [_lay_out(self.options, *each) for each in zip(self.lengths, self.homes, strict=True)]
         forward, backward = plan_phases(in_order, self.options, at_home)
         return replace(self, forward=forward, backward=backward)
 
     def of_combination(self, number: int) -> StepPlan:
-        """Returns the same step of a model that has only the layers of one combination.
+        """Returns the same step of a model whose layers all have one combination.
 
-        A combination is the kinds of layers that the stages run at the same time; ``number`` is an index of
+        A *combination* is the kinds of layers that the stages run at the same time; ``number`` is an index of
         ``options.combinations``."""
         options = self.options
         layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()
@@ -134,7 +132,7 @@ class StepPlan:
         return replace(self, options=replace(options, layer_kinds=layers), forward=forward, backward=backward)
 
     def balance(self) -> StepBalance:
-        """Returns the balance that the plan achieves; this takes about as long as planning."""
+        """Returns how level the plan is; this takes about as long as planning."""
         options, phases = self.options, self.phases
         return StepBalance(
             self._in_order().seconds_by_kind(),
@@ -151,16 +149,17 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepBalance:
-    """How level the phases of a step are. Array legend: P phases, forward ones first, R ranks, K kinds of attention
-    layers.
+    """How level the phases of a step are. Array legend: P phases (forward, then backward), R ranks, K kinds of
+    attention layers.
 
     Seconds and bytes of one layer are the mean over a stage's layers, which may be of several kinds.
 
     Attributes:
-        before_by_kind: [K, P, R] attention seconds of one layer, if documents lie in order and are computed at home.
+        before_by_kind: [K, P, R] attention seconds of one layer, if documents lie one after the other and are computed
+            at home.
         after_by_kind: [K, P, R] attention seconds of one layer as planned.
-        other_seconds: [P, R] seconds of linear layers that plans count for one layer; 0 if they level attention alone.
-        bytes_moved: bytes that travel for one layer of every stage in the whole step.
+        other_seconds: [P, R] seconds of linear layers that plans count for one layer; 0 if plans level attention alone.
+        bytes_moved: bytes that travel in the whole step for one layer of every stage.
     """
 
     before_by_kind: np.ndarray
@@ -170,12 +169,12 @@ class StepBalance:
 
     @cached_property
     def seconds_before(self) -> np.ndarray:
-        """Returns [P, R] seconds before, of all kinds together."""
+        """Returns [P, R] seconds before, for all kinds together."""
         return np.asarray(self.before_by_kind.sum(axis=0))
 
     @cached_property
     def seconds_after(self) -> np.ndarray:
-        """Returns [P, R] seconds as planned, of all kinds together."""
+        """Returns [P, R] seconds as planned, for all kinds together."""
         return np.asarray(self.after_by_kind.sum(axis=0))
 
 
@@ -188,16 +187,17 @@ def plan_step(
     """Plans a step from its documents' lengths; the same arguments always give the same plan.
 
     Args:
-        lengths: by micro-batch, tokens per document.
+        lengths: for each micro-batch, tokens per document.
         options: how to plan.
-        homes: by micro-batch, the home rank of every document, if documents must stay whole; None lets them span ranks.
-        room: by micro-batch, most tokens. If it is given, the step's documents are dealt over its micro-batches anew,
-            and ``StepPlan.drawn`` says where each was before. None leaves documents where they are; so does a room in
-            which some document finds no place.
+        homes: for each micro-batch, the home rank of every document, if documents must stay whole; None lets documents
+            span ranks.
+        room: for each micro-batch, most tokens. Documents are then dealt over the micro-batches anew, and
+            ``StepPlan.drawn`` says where they came from. None leaves documents in their micro-batches, as does a room
+            that is too small for all documents.
 
     Raises:
-        PlanError: there is no micro-batch; lengths cannot be laid out; room is for another number of micro-batches; or
-            there are both room and homes.
+        PlanError: there is no micro-batch; lengths cannot be laid out; ``room`` has another number of micro-batches; or
+        both ``room`` and ``homes`` are given.
     """
     if not len(lengths):
         raise PlanError("A step has at least one micro-batch, and this one has none.")
@@ -209,8 +209,7 @@ def plan_step(
         if len(room) != len(rows):
             raise PlanError(f"room is for {len(room)} micro-batches, and the step has {len(rows)}.")
         flat, origin = np.concatenate(rows), np.concatenate(drawn)
-        # First documents are dealt into little more tokens than the longest micro-batch had. Only if that fails all of
-        # the room is used.
+        # Documents are dealt into a little more tokens than the longest micro-batch had, or else into all of the room.
         longest = np.minimum(int(_LONGER * max(int(each.sum()) for each in rows)), room)
         deal = partial(deal_over_micro_batches, flat, stages=options.stages)
         chosen = deal(longest) or deal(room)
@@ -230,8 +229,9 @@ def _laid_out(
 ) -> tuple[Layout, ...]:
     """Returns the layouts of one micro-batch.
 
-    The placement of documents depends on the number of ranks; in small pools, also on the price of plans."""
-    # An idle stage can only help with the nano-batch that runs. So with stages both nano-batches should have attention.
+    The placement of documents depends on the number of ranks, and in small pools on the price of plans."""
+    # An idle stage can help only with attention of the present nano-batch. So with stages both nano-batches get about
+    # as much attention.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
     if not options.disaggregate or homes is not None:
@@ -254,12 +254,12 @@ def _laid_out(
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
-    """Returns the layouts of documents; without further arguments one layout, with documents one after the other."""
+    """Returns the layouts of documents; by default one layout, with documents one after the other."""
     return lay_out(lengths, options.ranks, rank_of=homes, align=options.align, **how)
 
 
 def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.ndarray:
-    """Returns [K, R] attention seconds of a phase in one layer, by kind, as the mean over a stage's layers."""
+    """Returns [K, R] attention seconds of a phase in one layer, for each kind, as the mean over a stage's layers."""
     return np.asarray(
         sum(
             share * np.sum([seconds_by_kind(plan, options.cost_of_kind, direction) for plan in plans], axis=0)

@@ -1,9 +1,8 @@
 """A file with the inputs of a step's plan: document lengths and all options.
 
-If planning a step fails in a training, its inputs are written to such a file, so that ``distca plan`` can plan the step
-again elsewhere. Servers without a model plan each step from the same inputs, :class:`StepInputs`, whose lengths
-training processes send them. The file is JSON with plain numbers, and has no token ids. It has every option, with each
-kind of layer and its cost. One thing is left out: a scheduler that tests use in place of the product's.
+If planning fails in a training, the step's inputs are written to such a file, and ``distca plan`` can plan the step
+again elsewhere. Servers without a model plan steps from the same inputs, :class:`StepInputs`. The file is
+JSON with plain numbers, and has no token ids. A scheduler that replaces the default one is not written.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"
 _FORMAT = 4
-"""The newest format, the only one that is read. Format 1 had one cost and no kinds of layers. Format 2 had neither
-servers without a model nor servers of different speed. Format 3 lacked the network rate of servers without a model."""
+"""The newest format. Files of other formats are refused."""
 _NOT_WRITTEN = {"scheduler"}
 """Options that are left out of the file."""
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
-"""Options that are objects or lists, each with code of its own below."""
+"""Options that are objects or lists, which are written by code below."""
 _FACTORS = ("forward_factor", "backward_factor")
 _PLAIN = [option.name for option in fields(PlanOptions) if option.name not in _OF_THEIR_OWN | _NOT_WRITTEN]
-"""Options that are a number, a switch or None, which are written as they are."""
+"""Options that are a number, a switch or None; they are written as they are."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,11 @@ class StepInputs:
     """The inputs of :func:`distca.plan.step.plan_step`.
 
     Attributes:
-        lengths: by micro-batch, tokens per document.
-        options: how to plan; its scheduler is the product's.
-        homes: by micro-batch, the home rank of every document, or None.
-        room: by micro-batch, most tokens, if documents are to be dealt over micro-batches anew; None leaves them.
+        lengths: for each micro-batch, tokens per document.
+        options: how to plan.
+        homes: for each micro-batch, the home rank of every document, or None if documents may span ranks.
+        room: for each micro-batch, most tokens, if documents are dealt over micro-batches anew; None leaves documents
+            where they are.
     """
 
     lengths: Sequence[Sequence[int] | np.ndarray]
@@ -62,7 +61,7 @@ class StepInputs:
         """Plans the step.
 
         Raises:
-            PlanError: as :func:`distca.plan.step.plan_step`.
+            PlanError: the step cannot be planned (:func:`distca.plan.step.plan_step`).
         """
         return plan_step(self.lengths, self.options, self.homes, self.room)
 
@@ -98,7 +97,7 @@ def read_step(path: str | Path) -> StepInputs | None:
     """Returns the step's inputs in a file; None if the file is of another kind, or cannot be read.
 
     Raises:
-        PlanError: the file is of a step, but not usable.
+        PlanError: the file has a step, but of another format, or damaged.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -140,7 +139,6 @@ def read_step(path: str | Path) -> StepInputs | None:
 
 
 def _between(factors: Sequence[float], **seconds: float) -> NonAttention:
-    """Returns the seconds between attention layers that a file's numbers say."""
     return NonAttention(**seconds, factors=tuple(factors))
 
 
@@ -171,7 +169,7 @@ def _cost_content(cost: CostModel) -> dict[str, Any]:
 
 
 def _cost(content: Mapping[str, Any]) -> CostModel:
-    """Returns the cost model of :func:`_cost_content`'s answer."""
+    """Returns the cost model that :func:`_cost_content` wrote."""
     given = dict(content)
     name = given.pop("model")
     if name == "pool":
@@ -191,7 +189,7 @@ def _cost(content: Mapping[str, Any]) -> CostModel:
 
 
 def _numbers(column: Any) -> Any:
-    """Returns an array as nested lists of numbers, with None for nan, which JSON does not have."""
+    """Returns an array as nested lists of numbers; nan becomes None, because JSON has no nan."""
     array = np.asarray(column, np.float64)
     if array.ndim > 1:
         return [_numbers(row) for row in array]

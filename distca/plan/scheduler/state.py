@@ -165,7 +165,7 @@ class SchedulerState:
         self._held = HeldRows(layout.kv, self.node)
         last = tasks.take(tasks.last_on_server)
         self.kept = np.bincount(last.server, last.stop, layout.ranks)
-        # Servers without layers of the model have no rows, so the mean is over servers with rows.
+        # Servers without a model have no rows, so the mean is over servers with rows.
         homes = layout.ranks if work.slowness is None else max(int(np.count_nonzero(layout.q_rows)), 1)
         self.most_kept = max(_MOST_KEPT * float(self.kept.sum() / homes), _FEW_KEPT * layout.tokens / homes)
         self._readers = _readers_of_cut_documents(last)
