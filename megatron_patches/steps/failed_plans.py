@@ -1,7 +1,6 @@
 """Writes a file of a step whose planning failed, so that ``distca plan`` can repeat the failure on any machine.
 
-The file has the documents' lengths and the planner's options, but no token ids. ``make_step`` plans inside
-:func:`reporting_failure`.
+The file has the documents' lengths and the planner's options, but no token ids.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator[None]:
-    """Writes the step's file if the ``with`` block raises an error that is not one of DistCA's own.
-
-    DistCA's own errors say what the user has to change, so they pass unchanged.
+    """Writes the step's file if the ``with`` block raises an unexpected error. A DistcaError passes unchanged.
 
     Args:
         inputs: the documents' lengths and the planner's options.
         number: the step's number, for the message and the file's name.
-        folder: the folder of the file. If this is not writable, the file goes into the folder for temporary files.
+        folder: the folder of the file. If the file cannot be written there, the folder for temporary files is taken.
 
     Raises:
         FailedPlanError: planning failed; the message names the step, the file and the command.
@@ -49,7 +46,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
 
 
 def _written(inputs: StepInputs, name: str, folder: Path) -> Path | None:
-    """Returns the absolute path of the file that was written; None if neither folder could take it."""
+    """Returns the absolute path of the written file; None if the file could be written into no folder."""
     for place in (folder, Path(tempfile.gettempdir())):
         try:
             write_step(place / name, inputs)

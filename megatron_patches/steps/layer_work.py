@@ -1,8 +1,8 @@
-"""Counts the weights by which each of a model's layers multiplies a row: its work beside core attention.
+"""Counts the weights by which each layer of a model multiplies a token's hidden state: the work beside core attention.
 
-The planner multiplies these counts by measured seconds per weight. So it can give all ranks about equal time in linear
-layers and attention together. A *unit* is an attention or recurrent layer with the MLPs behind it. That is one layer of
-a GPTModel, where experts may take the MLP's place. In a HybridModel each MLP is a layer of its own.
+The planner multiplies these counts by measured seconds per weight. A *unit* is an attention or recurrent layer, with
+the MLPs and experts up to the next such layer. A unit of a GPTModel is one layer. In a HybridModel each MLP is a layer
+of its own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ def layer_works(
 ) -> list[LayerWork]:
     """Returns the work of each of the model's units, over all tensor-parallel ranks.
 
+    Every layer of a GPTModel is given the mean weights of all layers' MLPs and experts.
+
     Args:
         config: Megatron's configuration.
-        layer_kinds: the kinds of the model's layers; recurrences count the heads of one tensor-parallel rank.
-        pattern: the layers of a HybridModel, a letter each; empty for a GPTModel. All layers of a GPTModel count with
-            the mean weights of its MLPs and experts.
+        layer_kinds: the kinds of the model's layers; recurrences have the heads of one tensor-parallel rank.
+        pattern: the layers of a HybridModel, a letter for each layer; empty for a GPTModel.
         tp: number of tensor-parallel ranks.
-        recompute_segments: whether backward computes everything but core attention again. False leaves Megatron's own
-            recomputation, which recomputes MLPs or nothing.
+        recompute_segments: whether backward recomputes everything but core attention. If False, backward recomputes
+            the MLPs if ``config`` says so.
     """
     units, layers = units_of(config, pattern), layers_of(pattern)
     recurrences = layer_kinds.recurrences or (None,) * len(units)
@@ -48,7 +49,7 @@ def layer_works(
 
 
 def _weights_of(config: TransformerConfig, letter: str) -> int:
-    """Returns the weights of an MLP or a layer of experts, by its letter."""
+    """Returns the weights of an MLP or a layer of experts; ``letter`` says which."""
     return {MLP: weights_of_mlp, EXPERTS: expert_weights}[letter](config)
 
 
@@ -66,6 +67,7 @@ def _attention(config: TransformerConfig) -> int:
 def _recurrent(config: TransformerConfig, what: Recurrence, tp: int) -> int:
     """Returns the weights of the projections before and behind a recurrent layer's core.
 
-    The input projection yields the convolution's channels, the output's gate, and one or two gates for each head."""
+    The input projection yields the convolution's channels, the output's gate, and one or two scalars for each head.
+    The output projection reads the values of all heads."""
     values, gates = what.heads * what.value_dim, what.heads * (2 if what.delta else 1)
     return int(config.hidden_size * tp * (what.channels + 2 * values + gates))

@@ -1,8 +1,8 @@
-"""Brings figures of single tokens, such as losses, from the order of a rank's rows into documents' order, and back.
+"""Brings figures of single tokens, such as losses, from ranks' order to documents' order, and back.
 
-A rank holds only some tokens of a document, in an order that the plan chose. For ``CAD.log_probabilities``
-:func:`gather_documents` puts every document's figures together. :func:`rows_of` goes the other way, from one list for
-each document to this rank's rows. Users call it as ``distca.rows_of``.
+A rank holds only some tokens of a document, in an order that the plan chose. Each of these tokens is a *row* of the
+rank. From the figures of all ranks' rows :func:`gather_documents` makes the figures of documents. From the figures of
+documents :func:`rows_of` makes the figures of this rank's rows. Users call it ``distca.rows_of``.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[to
 
     Args:
         step: the step that was run.
-        values: by micro-batch, [1, rows] a figure for each row of this rank. It is empty on pipeline stages that have
-            no figures.
+        values: for each micro-batch [1, rows], a figure for each row of this rank. The sequence is empty on pipeline
+            stages without figures.
 
     Returns:
-        For each micro-batch and each of its documents [n], a figure for each of the document's n tokens, in their
-        order. Empty where ``values`` is.
+        For each micro-batch a list with a tensor [n] for each document: a figure for each of the document's n tokens,
+        in the order of tokens. The result is empty if ``values`` is empty.
     """
     gathered = []
     for batch, mine, documents in zip(step.batches, values, step.documents.micro_batches, strict=False):
         lengths = [len(document) for document in documents]
-        # Every rank fills in the tokens that it has, and the sum over ranks has all of them.
+        # Every rank fills in the figures of its tokens, and leaves 0 for all other tokens.
         whole = mine.new_zeros(sum(lengths))
         places, here = _places(batch, lengths)
         whole[places[here]] = mine.detach().flatten()[here]
@@ -47,8 +47,9 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 
     Args:
         batch: a micro-batch of ``step.batches``.
-        documents: for each document of the micro-batch [n], a figure for each of its n tokens, all on one device. The
-            documents are in the order of ``step.documents``, into which the plan may have brought the caller's.
+        documents: for each document of the micro-batch [n], a figure for each of the document's n tokens. Documents are
+            in the order of ``step.documents``, which may differ from the order that the caller gave. All figures are on
+            the same device.
 
     Raises:
         PlanError: the number of documents, or of a document's figures, is wrong.
@@ -67,8 +68,8 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
             number = next(i for i, pair in enumerate(zip(given, lengths, strict=True)) if len(set(pair)) > 1)
             differs = f"{given[number]} tokens for document {number}, which has {lengths[number]}"
         raise PlanError(
-            f"rows_of was given figures of {differs}. Give one for each token, and documents in the order of "
-            "step.documents: plans deal them over micro-batches anew, unless CAD has deal=False."
+            f"rows_of was given figures of {differs}. Give one figure for each token, and documents in the order of "
+            "step.documents: plans move documents to other micro-batches, unless CAD has deal=False."
         )
     places, here = _places(batch, lengths)
     whole = (torch.cat(figures) if figures else torch.zeros(0)).to(batch.tokens.device)  # one copy for all
@@ -78,10 +79,10 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 
 
 def _places(batch: Batch, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the place of each of a rank's rows among all tokens of the micro-batch, document after document.
+    """Returns for each row of this rank the token's place in the list of all documents' tokens, one after the other.
 
-    Example: documents have 3 and 4 tokens, and the rank's rows are token 2 of document 0, token 1 of document 1, and
-    padding. The places are 2, 4 and 0.
+    Example: documents have 3 and 4 tokens. This rank has token 2 of document 0, token 1 of document 1, and padding. The
+    places are 2, 4 and 0.
 
     Returns:
         [rows] int64 places, 0 in padding; and [rows] bool, false in padding.

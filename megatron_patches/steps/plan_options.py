@@ -1,12 +1,11 @@
-"""Makes the planner's options from Megatron's configuration, its process groups and the arguments of ``CAD``.
+"""Makes the planner's options from Megatron's configuration and process groups, and from the arguments of ``CAD``.
 
-The planner needs the seconds of attention tasks. A task is the attention of a range of a document's queries over all
-keys up to them. The plan gives it to one rank, its server. Seconds come from a cost table, a file that
-``distca profile`` measured for one GPU model, kernel and shape of heads. Without a table for these an analytic model
-estimates them.
+The planner divides attention into tasks and gives each task to a rank, its *server*. It needs the seconds of each task.
+Seconds come from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a shape of heads.
+Without such a table seconds are estimated.
 
-A plan levels attention: all ranks get tasks of about equal seconds. Where some ranks have no linear layers to compute,
-as with pipeline stages, it may level the sum of both ("time").
+A plan *levels* attention: all ranks get tasks of about equal seconds. With pipeline stages some ranks are at times
+without linear layers to compute. Then a plan may level the sum of attention and linear layers ("time").
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ def plan_options(
         kernel: the attention kernel that runs.
         device: this rank's device.
         given: the user's arguments of ``CAD``.
-        how: "keep" if servers keep rows for backward, "resend" if homes send them again.
-        remote: the servers without a model; None for none.
+        how: "keep" if servers keep q, k and v for backward, "resend" if they are sent to servers again.
+        remote: the processes that compute attention and have no model; None without such processes.
 
     Raises:
         PlanError: the cost table is unusable or for other heads; ``level`` is "time", but seconds of linear layers were
-            not measured; ``speeds`` has not one number for each server; or ``ranks_per_node`` does not divide the
-            servers.
+            not measured; ``speeds`` does not have a number for each server; or ``ranks_per_node`` does not divide the
+            number of servers.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -108,19 +107,20 @@ def plan_options(
 
 
 def check_speeds(speeds: Sequence[float], servers: int) -> None:
-    """Refuses ``speeds`` unless it has one finite number above 0 for each of the pool's servers.
+    """Refuses ``speeds`` unless it has one finite number above 0 for each of the ``servers`` ranks and processes.
 
     Raises:
-        PlanError: it has another length, or a number that is not finite and above 0.
+        PlanError: ``speeds`` has another length, or a number that is not finite and above 0.
     """
     if len(speeds) != servers or not all(0 < speed < math.inf for speed in speeds):
         raise PlanError(
-            f"`speeds` is {tuple(speeds)}; give one number above 0 for each of the pool's {servers} servers, or none."
+            f"`speeds` is {tuple(speeds)}; give one number above 0 for each of the pool's {servers} servers, or leave "
+            "`speeds` out."
         )
 
 
 def attention_shape(config: TransformerConfig) -> AttentionShape:
-    """Returns the shape of core attention's heads on one tensor-parallel rank."""
+    """Returns the number and sizes of core attention's heads on one tensor-parallel rank."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     assert config.num_query_groups is not None and config.kv_channels is not None
     dtype: torch.dtype = config.params_dtype
@@ -135,9 +135,9 @@ def cost_model(
 ) -> CostModel:
     """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
 
-    It reads the file ``cost_table`` if one is named. Otherwise it takes the package's table for this device, kernel and
-    heads. Where there is none it takes an estimate: for the reference kernel the area of the mask, for others the
-    analytic model.
+    The seconds come from the file ``cost_table``, if it is given, else from the package's table for this device,
+    kernel and heads. If there is no such table, seconds are estimated. Estimates for the reference kernel count the
+    pairs of query and key.
 
     Raises:
         PlanError: the named file is not usable, or was measured for other heads.
@@ -163,7 +163,7 @@ def _name(device: torch.device) -> str:
 
 
 def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
-    """Returns on every rank the table that rank 0 finds. All ranks must plan alike, though files and GPUs may differ.
+    """Returns on every rank the table that rank 0 finds, so that all ranks plan alike.
 
     Raises:
         PlanError: on every rank, where ``find`` raises it on rank 0.
@@ -182,9 +182,8 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
 def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch.device) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
-    Without a window it is ``cost`` itself. With a window it is the measured table of that window, if there is one and
-    ``cost`` is measured too. Otherwise the analytic model estimates it, scaled to agree with ``cost`` on a long
-    document.
+    For layers without a window it is ``cost``. For a window it is the package's table of that window, if there is one
+    and ``cost`` is a table. Otherwise seconds with the window are estimated from ``cost``.
     """
     if kind.window and isinstance(cost, TableCost):
         heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
@@ -203,8 +202,8 @@ def _non_attention(
 
     Args:
         config: Megatron's configuration.
-        cost: the seconds of attention tasks; its ``linear`` has the rate of linear layers, if that is known.
-        level: the argument of ``CAD``.
+        cost: the seconds of attention tasks; ``cost.linear`` is the measured rate of linear layers, or None.
+        level: "attention", "time" (attention and linear layers together), or "auto".
         usual: whether ``level`` "auto" means "time".
         works: a function that returns the work of the model's layers.
 
@@ -223,14 +222,14 @@ def _non_attention(
             )
             return None
         raise PlanError(
-            "level is time, but no cost table of this device and kernel says what linear layers take; measure one with "
-            "`distca profile`, or level attention."
+            "level is time, but no cost table of this device and kernel has seconds of linear layers: measure one with "
+            "`distca profile`, or set level to attention."
         )
     fp8 = fp8_of(config)
     if (in_fp8 := rate.in_fp8(fp8)) is None:
         logger.warning(
-            "Phases are levelled as if linear layers were in bfloat16: the cost table does not say what they take in "
-            "FP8 (%s); `distca profile` measures it.",
+            "Phases are levelled as if linear layers were in bfloat16: the cost table has no seconds of linear layers "
+            "in FP8 (%s); `distca profile` measures them.",
             fp8,
         )
     of_layers = works()  # stages have equal layers, so the first stage's stand for all

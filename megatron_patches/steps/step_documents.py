@@ -1,8 +1,7 @@
-"""The documents that a caller gives to ``CAD.plan_step`` or ``CAD.plan_ahead``, and the checks that they fit.
+"""The documents of one training step, as a caller gives them to ``CAD.plan_step`` or ``CAD.plan_ahead``; their checks.
 
-A step is a list of micro-batches. A micro-batch is a list of documents over all data-parallel ranks. Every rank gets
-the same documents, and reads token ids of its own rows only. A document's *home* is the data-parallel rank that holds
-it whole.
+A step is a list of micro-batches. A micro-batch is a list of documents for all data-parallel ranks together. Every rank
+gets the same documents. A document's *home* is a data-parallel rank that is to hold the whole document.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from distca.data.batch import Document
 from distca.errors import PlanError
 
 _SAMPLES, _SAMPLE_IDS = 8, 16
-"""The number of documents in a step's checksum, and the number of token ids of each. Larger numbers would find rarer
-differences between ranks. But every rank reads these ids, also of documents whose rows it does not hold."""
+"""The number of documents in a step's checksum, and the number of token ids of each of these documents. Every rank
+reads these ids, so more ids would take more time."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,11 @@ class StepDocuments:
     Attributes:
         micro_batches: for each micro-batch a list of documents. A document is anything with a length and slices of
             token ids.
-        homes: for each micro-batch [documents], the data-parallel rank that holds the whole document. None lets the
-            planner cut documents over ranks.
+        homes: for each micro-batch a [documents] array of integers, the data-parallel rank that holds the whole
+            document; or None, with which the planner may cut documents over ranks.
         note: any object of the caller's; it comes back as ``step.documents.note``.
-        weights: for each micro-batch [documents], the factor of a document's tokens in the loss. None is 1 for all.
+        weights: for each micro-batch a [documents] array of numbers, each the factor of a document's tokens in the
+            loss; None is 1 for all documents.
     """
 
     micro_batches: Sequence[Sequence[Document]]
@@ -45,8 +45,8 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
     """Returns the given documents with lists in place of iterables, and with homes and weights as arrays.
 
     Raises:
-        PlanError: a micro-batch or document has another type; there is not one home or weight for each document; a
-            weight is negative, infinite or nan.
+        PlanError: a micro-batch or document has another type; the number of homes or weights is not the number of
+            documents; a weight is negative, infinite or nan.
     """
     documents = given if isinstance(given, StepDocuments) else StepDocuments(given)
     try:
@@ -75,11 +75,11 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
     Args:
         documents: from :func:`listed`.
         ranks: number of data-parallel ranks.
-        tokens_per_rank: most tokens of a micro-batch on a rank, in the mean over ranks. It limits each rank where
-            documents have homes.
+        tokens_per_rank: the most tokens of a micro-batch, divided by the number of ranks. If documents have homes, it
+            also limits the tokens of every single rank.
 
     Raises:
-        PlanError: a document has no tokens, a micro-batch has too many, or a home has too many or does not exist.
+        PlanError: a document has no tokens; a micro-batch or a home has too many tokens; or a home does not exist.
     """
     most = ranks * tokens_per_rank
     for number, micro_batch in enumerate(documents.micro_batches):
@@ -106,12 +106,13 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
         if by_rank.max() > tokens_per_rank:
             raise PlanError(
                 f"Homes of micro-batch {number} put {by_rank.max():,.0f} tokens on data-parallel rank "
-                f"{by_rank.argmax()}, and tokens_per_rank is {tokens_per_rank:,}. Spread them, or raise it."
+                f"{by_rank.argmax()}, and tokens_per_rank is {tokens_per_rank:,}: spread the homes, or raise "
+                "tokens_per_rank."
             )
 
 
 def _check_row(name: str, document: Any) -> None:
-    """Refuses anything but a one-dimensional sequence; ``name`` is how the message calls it."""
+    """Refuses anything but a one-dimensional sequence; messages call the document ``name``."""
     if not hasattr(document, "__len__") or isinstance(document, Mapping | str | bytes):
         found = f"a {type(document).__name__}"
     elif getattr(document, "ndim", 1) != 1:
@@ -124,10 +125,9 @@ def _check_row(name: str, document: Any) -> None:
 
 
 def checksum(documents: StepDocuments) -> int:
-    """Returns a CRC-32 of all weights and of a sample of token ids, by which ranks find that their documents differ.
+    """Returns a CRC-32 of all weights and of a sample of token ids. Ranks whose checksums differ have other documents.
 
-    The sample has the middle ids of documents that are spread evenly over the step. All ids would be too many: every
-    rank would read the documents of all ranks.
+    The sample has the middle ids of some documents, which are spread evenly over the step.
 
     Args:
         documents: from :func:`listed`.
@@ -140,13 +140,13 @@ def checksum(documents: StepDocuments) -> int:
         document = everyone[number]
         first = max(0, (len(document) - _SAMPLE_IDS) // 2)
         ids = np.asarray(document[first : min(first + _SAMPLE_IDS, len(document))])
-        if ids.dtype.kind in "iu":  # other types are refused later, by the rank that holds the document
+        if ids.dtype.kind in "iu":  # the rank that holds the document refuses other types later
             value = zlib.crc32(ids.astype(np.int64).tobytes(), value)
     return value
 
 
 def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
-    """Checks homes or weights; returns one array per micro-batch, or None where the caller gave None.
+    """Checks homes or weights; returns for each micro-batch an array, or None if the caller gave None.
 
     Args:
         name: "homes" or "weights", for messages.
@@ -158,7 +158,7 @@ def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Seq
         PlanError: the number of micro-batches or of values is wrong, or values have another type.
     """
     if len(given) != len(micro_batches):
-        raise PlanError(f"`{name}` are those of {len(given)} micro-batches, and the step has {len(micro_batches)}.")
+        raise PlanError(f"`{name}` are for {len(given)} micro-batches, and the step has {len(micro_batches)}.")
     arrays = []
     for number, (values, documents) in enumerate(zip(given, micro_batches, strict=True)):
         try:

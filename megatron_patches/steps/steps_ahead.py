@@ -1,8 +1,8 @@
 """Makes training steps in a background thread, one ahead, and compares each step's plan between ranks.
 
-``CAD.plan_ahead`` yields the steps of :class:`AgreedSteps`. Every rank has the lengths of all documents and plans by
-itself, while the device still runs the previous step. Before a step is handed on, ranks compare checksums of its plan
-and of some tokens. The training loop waits only if planning takes longer than a step; ``Step.waited_ms`` has that time.
+Every rank plans each step by itself, while the device still runs the previous step. Before the training loop gets a
+step, ranks compare checksums of the plan and of some tokens. ``Step.waited_ms`` is the time for which the training loop
+waited.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_patches.steps.step_documents import checksum
 
 
 class AgreedSteps:
-    """Makes the steps of all this rank's loops in one thread, and compares each step with the other ranks' one.
+    """Makes the steps of all loops of this rank in one thread, and compares each step between ranks.
 
     All ranks create the object together, as it creates a process group.
 
@@ -34,7 +34,7 @@ class AgreedSteps:
         self._agreement, self._thread = Agreement(), planning_thread(device)
 
     def ahead(self, steps: Iterable[Step], first: int) -> Generator[Step, None, None]:
-        """Yields the steps, each made one ahead; all ranks call this for the same loops in the same order.
+        """Yields the steps, each made one ahead; all ranks call it for the same loops in the same order.
 
         Args:
             steps: an iterator that makes a step at each ``next``.
@@ -65,15 +65,15 @@ def _begin(device: torch.device) -> None:
 
 
 def _is_planning() -> bool:
-    """Whether the caller runs in a thread that makes steps. Waiting there for a step would never end."""
+    """Whether the caller runs in a thread that makes steps. Such a thread would wait forever for a step."""
     return getattr(_here, "plans", False)
 
 
 class StepsAhead:
     """Makes the steps of one loop in a background thread, one ahead.
 
-    Several loops may share a thread, such as training and a validation inside it. Ranks begin steps in the same order,
-    and the thread makes them in that order. So ranks compare the same step, even if one rank leaves a loop earlier.
+    Several loops may share the thread, for example training and a validation inside the training loop. All ranks begin
+    steps in the same order, and the thread makes steps in that order.
 
     Args:
         steps: an iterable that makes a step at each ``next``; only the thread calls it.
@@ -94,7 +94,7 @@ class StepsAhead:
             self.close()
 
     def start(self) -> None:
-        """Begins to make the next step, unless that was begun already or the loop has ended."""
+        """Begins to make the next step. Does nothing if that step was begun already, or after the loop's end."""
         if self._next is None and not self._closed:
             stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
             self._next = self._thread.submit(self._make, stream)
@@ -104,7 +104,7 @@ class StepsAhead:
             return next(self._steps, None)
 
     def close(self) -> None:
-        """Ends the loop. A step that was begun is made to the end, as other ranks wait to compare it, and dropped."""
+        """Ends the loop. A begun step is still made, as other ranks wait to compare their plans, and then dropped."""
         self._closed, begun, self._next = True, self._next, None
         # Garbage collection may call this in the planning thread, which cannot wait for itself.
         if begun is not None and not _is_planning():
@@ -113,8 +113,8 @@ class StepsAhead:
     def _take(self) -> Step | None:
         if _is_planning():
             raise PlanError(
-                "The documents of a step ask for a planned step themselves: what was given to plan_ahead calls CAD, "
-                "in the one thread that plans. Plan that step before, or in the body of the loop."
+                "The documents of a step ask for a planned step themselves: the iterable that plan_ahead was given "
+                "calls CAD, in the thread that plans. Plan the other step before, or in the body of the loop."
             )
         self.start()
         assert self._next is not None
@@ -125,6 +125,6 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # The next step is begun once this one's work is queued on the device. Until then the planning thread would hold
-        # Python's lock while the training loop needs it.
+        # The next step is begun once the work of this step is queued on the device. Begun earlier, planning would slow
+        # down the queueing, as both need Python's global lock.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)

@@ -1,7 +1,4 @@
-"""Builds Megatron's AdamW and its learning-rate schedule, for the trainer of ``distca``.
-
-A script that calls ``CAD`` itself may build Megatron's optimizer in its own way.
-"""
+"""Builds Megatron's AdamW and its learning-rate schedule, for the trainer of ``distca``."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from megatron_patches.te.fp8_weights import has_fp8_weights
 
 
 class OptimizerSettings(Protocol):
-    """The settings that the optimizer reads; distca.train.config.schema.OptimizerConfig explains them."""
+    """The settings of the optimizer and its schedule, with the names that Megatron's optimizer gives them."""
 
     @property
     def lr(self) -> float: ...
@@ -63,7 +60,7 @@ class OptimizerAndSchedule:
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         done, grad_norm, _ = self.optimizer.step()
         assert done, "without a loss scale no update is ever skipped"
-        # Megatron's optimizer that is not distributed leaves `grad` set, and the next backward would add to it.
+        # Without the distributed optimizer `grad` would stay set, and the next backward would add to `grad`.
         self.optimizer.zero_grad()
         self.schedule.step(increment=1)
         return float(grad_norm), float(lr)
@@ -83,15 +80,14 @@ def build_optimizer(
     Args:
         model: from ``wrap_for_data_parallel``.
         settings: learning rates, weight decay, clipping and the like.
-        steps: number of steps of the whole run; the learning rate decays until then.
+        steps: number of steps of the whole run, at whose end the decay of the learning rate ends.
         warmup_steps: number of steps in which the learning rate rises linearly.
-        dtype: dtype of the model's weights. For bfloat16 the optimizer keeps float32 main weights.
+        dtype: dtype of the model's weights.
         decay_steps: number of steps of the decay at the run's end, for the schedule "wsd" (warm-up, stable, decay).
-        moments: dtype of Adam's moments. torch.bfloat16 needs Transformer Engine's Adam. Main weights then take 16
-            further bits beside each bfloat16 weight, in place of 32. This does not hold where weights are FP8 numbers.
+        moments: dtype of Adam's moments, torch.float32 or torch.bfloat16. The latter needs Transformer Engine's Adam.
 
     Raises:
-        SupportError: ``moments`` needs Transformer Engine's Adam, and that cannot be used here.
+        SupportError: ``moments`` needs Transformer Engine's Adam, which cannot be used here.
     """
     check_moments(moments, next(model.parameters()).device)
     # The schedule "constant" never reads min_lr, but Megatron refuses one above lr.
@@ -115,7 +111,7 @@ def build_optimizer(
             group["fused"] = True  # one kernel reads weights, moments and gradients once
     schedule = OptimizerParamScheduler(
         optimizer,
-        # Megatron's warm-up begins with init_lr at step 0. With its default of 0 the first step would change nothing.
+        # Megatron's warm-up takes init_lr for the first step, which would change nothing with the default of 0.
         init_lr=settings.lr / max(warmup_steps, 1),
         max_lr=settings.lr,
         min_lr=min_lr,
@@ -128,7 +124,7 @@ def build_optimizer(
         end_wd=settings.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
-        # A resumed run takes its own settings, which may have changed, and only the step number of the checkpoint.
+        # A resumed run takes only the step number from the checkpoint, and the schedule from its own settings.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -137,8 +133,8 @@ def build_optimizer(
 
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
     """Returns the fields of Megatron's optimizer configuration for bfloat16 moments and for FP8 weights."""
-    # For FP8 weights Megatron itself has to keep float32 main weights. With the recipe "delayed" it would leave them to
-    # Transformer Engine's Adam, which would keep 16 bits beside each weight, as if weights were bfloat16.
+    # The recipe "tensorwise" makes Megatron itself keep float32 main weights of FP8 weights. With "delayed" Transformer
+    # Engine's Adam would keep 16 bits beside each weight, which complete a bfloat16 weight but not an FP8 weight.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held
@@ -152,9 +148,9 @@ def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[s
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yields torch's Adam optimizers inside Megatron's.
+    """Yields torch's Adam optimizers inside Megatron's optimizer.
 
-    There are none where Transformer Engine or Apex is installed, as Megatron then takes their Adam."""
+    If Transformer Engine or Apex is installed, Megatron takes the Adam of that library, and there are none."""
     for adam in inner_adams(optimizer):
         if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
             yield adam

@@ -1,16 +1,16 @@
 """The pipeline schedule of models whose core attention is computed by all stages together.
 
-A tick is a forward phase of all stages at once, and then a backward phase of all. In a phase each stage runs one
-micro-batch, or it has none. Layer i runs on all stages at the same time, so ranks of all stages can share its core
-attention. A stage without a micro-batch only *serves*: it computes attention for the other stages.
+A tick is a forward phase of all stages, and then a backward phase of all stages. In a phase each stage runs one
+micro-batch or none. Layer i runs on all stages at the same time, so ranks of all stages can share the core attention of
+layer i. A stage without a micro-batch only *serves*: it computes attention for other stages.
 
-With p stages, stage s runs the forward of micro-batch m in tick m + s, and its backward in tick m + 2(p − 1) − s. M
-micro-batches take M + p − 1 forward phases and as many backward phases, as with 1F1B. Stage s holds activations of up
-to 2(p − 1 − s) + 1 micro-batches, where 1F1B holds p − s.
+With p stages, stage s runs the forward of micro-batch m in tick m + s, and the backward in tick m + 2(p − 1) − s. M
+micro-batches take M + p − 1 forward phases and as many backward phases. Stage s holds activations of up to
+2(p − 1 − s) + 1 micro-batches; with 1F1B these are p − s.
 
-Activations of a forward phase travel to the next stage while the backward phase computes. Gradients travel while the
-next forward phase computes. All ranks start attention's exchanges and these transfers in the same order, so that no
-rank waits for one that another rank starts only later.
+Activations travel to the next stage during the backward phase that follows. Gradients travel to the previous stage
+during the next forward phase. All ranks start attention's exchanges and these transfers in the same order, so that
+ranks cannot wait for each other forever.
 """
 
 from __future__ import annotations
@@ -60,24 +60,23 @@ def run_ticks(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Runs forward and backward of a global batch over all stages; ``CAD.forward_backward`` calls it on every rank.
+    """Runs forward and backward of a global batch over all stages; every rank calls it.
 
     Afterwards gradients are reduced over ranks and divided by the target tokens of the global batch.
 
     Args:
         model: this stage's part of the model, from ``wrap_for_data_parallel``.
-        batches: this rank's rows, by micro-batch. All stages have the same rows; those between the first and the last
-            stage use only the number of rows and the positions.
-        forward_step: runs the model on one micro-batch, as Megatron's schedules take it.
+        batches: this rank's tokens, by micro-batch; the same on all stages.
+        forward_step: runs the model on one micro-batch, with the arguments that Megatron's schedules give.
         plan: the plan, which says which micro-batch each stage runs in a phase.
-        routes: the rows of attention that this rank sends and receives in each phase.
-        pool: this rank's kernel, and its transport to the other ranks of the pool.
+        routes: the queries, keys and values that this rank sends and receives in each phase.
+        pool: this rank's attention kernel, and the transport to the ranks that share core attention.
         forward_only: True computes losses only.
 
     Returns:
         The loss function's reports, by micro-batch; empty on stages other than the last.
     """
-    model.set_is_first_microbatch()  # Transformer Engine's layers then quantise the weights anew
+    model.set_is_first_microbatch()  # makes Transformer Engine's layers quantise the weights anew
     stage = _Stage(model, batches, forward_step, routes, pool)
     with stage.running():
         for direction, number in plan.order():
@@ -123,7 +122,8 @@ class _Stage:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lets the model's block run inside the ``with`` block; at other times the model refuses to run."""
+        """Lets the model's transformer block run inside the ``with`` block. Elsewhere the transformer block refuses to
+        run."""
         block = self._gpt.decoder
         block.in_phases = True
         try:
@@ -134,7 +134,7 @@ class _Stage:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """While the timeline records, begins a span "head" when the last layer is done: output layer and loss."""
+        """Makes the timeline, if it records, begin a span "head" after the last layer: for output layer and loss."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
             yield
@@ -146,7 +146,7 @@ class _Stage:
             hook.remove()
 
     def forward_phase(self, number: int, plan: StepPlan, forward_only: bool) -> None:
-        """Runs forward phase ``number``, or only serves in it; then starts to send activations to the next stage."""
+        """Runs forward phase ``number``, in which this stage may only serve; then starts the activations' transfer."""
         running = plan.forward[number].micro_batches
         received, output = self._activations.wait(), None
         micro_batch = running[self._number]
@@ -164,7 +164,7 @@ class _Stage:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
 
     def backward_phase(self, number: int, plan: StepPlan) -> None:
-        """Runs backward phase ``number``, or only serves in it; then starts to send gradients to the stage before."""
+        """Runs backward phase ``number``, in which this stage may only serve; then starts the gradients' transfer."""
         running = plan.backward[number].micro_batches
         micro_batch = running[self._number]
         received, sent = self._gradients.wait(), None
@@ -186,7 +186,7 @@ class _Stage:
         self._pool.timeline.open("embed", 0, 0, "forward")
         with torch.set_grad_enabled(not forward_only):
             output, loss_function = self._forward_step(iter((batch,)), self._model)
-        self._gpt.set_input_tensor(None)  # else the model keeps it, and its gradient, until the next micro-batch
+        self._gpt.set_input_tensor(None)  # frees the input and its gradient before the next micro-batch
         if self._number == self._last:
             output, tokens, report = loss_function(output)
             self.tokens += tokens
@@ -218,7 +218,7 @@ class _Stage:
 
 
 def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) -> AnyEmptyLayer:
-    """Returns the stand-in for a layer while its stage has no micro-batch: it has no rows, and only serves."""
+    """Returns the stand-in for a layer in phases without a micro-batch; a stand-in has no tokens and only serves."""
     if hasattr(mixer, "recurrence"):
         given = mixer.core_parameters
         bias, skip = (each if each is None else each.detach() for each in (given.bias, given.skip))
@@ -230,7 +230,7 @@ def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Starts transfers of activations and gradients between this stage and the two beside it.
+    """Starts transfers of activations and gradients between this stage and the stages before and after.
 
     Attributes:
         group: Megatron's pipeline group: one rank of each stage, in the order of stages.
@@ -243,21 +243,20 @@ class Neighbours:
     device: torch.device
 
     def start(self, step: int, sent: torch.Tensor | None, received_shape: tuple[int, ...] | None) -> StageTransfer:
-        """Starts sending a tensor to stage + ``step`` and receiving one from stage - ``step``.
+        """Starts to send a tensor to stage + ``step``, and to receive a tensor from stage - ``step``.
 
-        All stages call it the same number of times, also stages that neither send nor receive. A stage starts the send
-        and the receive of one call together, so that stages cannot wait for each other in a circle.
+        The send and the receive start together, so that stages cannot wait for each other in a circle.
 
         Args:
             step: 1 for activations, -1 for gradients.
-            sent: the contiguous tensor that this stage sends; its memory is held until :meth:`StageTransfer.wait`. None
-                sends nothing.
+            sent: the contiguous tensor that this stage sends; None sends nothing. The memory is held until
+                :meth:`StageTransfer.wait`.
             received_shape: shape of the tensor that this stage receives; None receives nothing.
         """
         me = dist.get_rank(self.group)
         operations, received = [], None
         if sent is not None:
-            sent = sent.detach()  # this view keeps the memory when Megatron empties the tensor itself
+            sent = sent.detach()  # this view keeps the memory when Megatron empties the original tensor
             operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=me + step))
         if received_shape is not None:
             received = torch.empty(received_shape, dtype=self.dtype, device=self.device)
@@ -267,7 +266,7 @@ class Neighbours:
 
 @dataclass
 class StageTransfer:
-    """A transfer under way. It holds the sent tensor, so that its memory is not used again too early."""
+    """A transfer under way. The object holds the sent tensor until the transfer is done."""
 
     sent: torch.Tensor | None
     received: torch.Tensor | None

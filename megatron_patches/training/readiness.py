@@ -1,7 +1,8 @@
-"""Prepares a model for a step: checks that they go together, and sets gradients to zero.
+"""Prepares a model for a step: checks that model and step go together, and sets gradients to zero.
 
-``CAD.forward_backward`` calls :func:`made_ready` before every step and :func:`note_trained` after it. An exception may
-end a step between the two. The next step then finds Megatron's gradient reduction half done, and resets it.
+``distca.CAD``, the object that a training script makes, calls :func:`made_ready` before a step and :func:`note_trained`
+after the step. If an exception ended the previous step, :func:`made_ready` also resets Megatron's unfinished reduction
+of gradients.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _RUN_BY = {
     "layer_kinds": "configuration's windows",
     "align": "sequence parallelism or FP8",
 }
-"""The planner's options that must be the same for a step and for the model that runs it, with the user's words for
-each. They say how rows are laid out, and when each rank sends which rows."""
+"""The planner's options that must be the same in the step's plan and in the model's CAD. The values are the names of
+these options in messages."""
 
 
 def made_ready(
@@ -55,16 +56,16 @@ def made_ready(
     Args:
         model: from ``wrap_for_data_parallel``. With ``forward_only`` it may also be a model that is not wrapped.
         step: the step that is going to run.
-        forward_step: runs the model on one micro-batch, as Megatron's schedules take it.
-        pool: this CAD's kernel and transport; the model must have been attached by the same CAD.
-        options: this CAD's options of the planner.
+        forward_step: runs the model on one micro-batch, with the arguments that Megatron's schedules give.
+        pool: the CAD's kernel and transport. The same CAD must have attached the model.
+        options: the CAD's options of the planner.
         forward_only: True if no gradients are computed.
 
     Returns:
-        ``forward_step`` with checks of the values that it returns.
+        A function that calls ``forward_step`` and checks the returned values.
 
     Raises:
-        SupportError: model and step do not go together, or the model cannot be trained as it is.
+        SupportError: model and step do not go together, or the model cannot be trained in its present state.
     """
     if not forward_only:
         check_wrapped(model)
@@ -76,7 +77,7 @@ def made_ready(
         check_trained_weights(model)
         _check_replicas(model)
         _zero_gradients(model)
-    # The function is set before every step, as another model may share the configuration and have set its own.
+    # Several models may share the configuration, so the function of this model is set before every step.
     if isinstance(model, DistributedDataParallel):
         in_ticks = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
         model.config.no_sync_func = refuse_other_schedule if in_ticks else no_sync_of(model)
@@ -84,38 +85,38 @@ def made_ready(
 
 
 def _check_step(step: Step, options: PlanOptions, gpt: Any) -> None:
-    """Refuses a step that another CAD planned in another way, or whose token ids were not checked for this model."""
+    """Refuses a step that a CAD with other options planned, or whose token ids were not checked for this model."""
     for name, setting in _RUN_BY.items():
         if getattr(step.plan.options, name) != getattr(options, name):
             raise SupportError(
-                f"The step was planned by a CAD whose `{setting}` is not that of the model's: plan it with the CAD "
-                "that attached the model."
+                f"The step was planned by a CAD whose `{setting}` is not that of the model's CAD: plan the step with "
+                "the CAD that attached the model."
             )
     if step.vocabulary is None or step.vocabulary > known_ids(gpt):
         known = "before any model was attached" if step.vocabulary is None else f"for {step.vocabulary:,} token ids"
         raise SupportError(
-            f"The step was planned {known}, and the model has {known_ids(gpt):,}, for which its documents were not "
-            "checked: plan it after CAD.attach, with the CAD that attached the model."
+            f"The step was planned {known}, and the model has {known_ids(gpt):,}, for which the documents were not "
+            "checked: plan the step after CAD.attach, with the CAD that attached the model."
         )
 
 
 def known_ids(model: Any) -> int:
-    """Returns how many token ids a model has, without rows that only pad its embedding."""
+    """Returns how many token ids a model has, without padding of the embedding."""
     return int(getattr(model, "vocabulary", None) or model.vocab_size)
 
 
 def _zero_gradients(model: DistributedDataParallel) -> None:
-    """Sets all gradients to zero; ``unfinished`` is then True until the step's end."""
+    """Sets all gradients to zero, and marks the model as being in a step."""
     if getattr(model, "unfinished", False):
         _forget_step(model)
     model.unfinished = True
     model.zero_grad_buffer()
     for weight in model.param_to_bucket_group:
-        weight.grad = None  # Megatron's optimizer that is not distributed leaves it set; backward would add to it
+        weight.grad = None  # without the distributed optimizer `grad` may be set, and backward would add to `grad`
 
 
 def _forget_step(model: DistributedDataParallel) -> None:
-    """Resets Megatron's counts of gradients and ends reductions that it began, after a step that did not finish."""
+    """Ends Megatron's reductions of a step that did not finish, and resets the counts of gradients."""
     for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
@@ -132,13 +133,14 @@ def note_trained(model: DistributedDataParallel) -> None:
 def _check_replicas(model: Any) -> None:
     """Refuses a model whose weights have come to differ between data-parallel ranks.
 
-    For a distributed optimizer each rank reduces the gradients of its shard only. The optimizer then updates this shard
-    and gathers all shards. Any other optimizer updates all weights on each rank, most of them by unreduced gradients.
+    If the model was wrapped for a distributed optimizer, a rank reduces gradients of its own shard only. A distributed
+    optimizer updates this shard and gathers all shards. Any other optimizer updates all weights on each rank, most of
+    them by unreduced gradients.
 
     Raises:
-        SupportError: weights differ between data-parallel ranks; all of these ranks raise it.
+        SupportError: weights differ between data-parallel ranks; all ranks of the data-parallel group raise it.
     """
-    # Once weights were gathered, the optimizer is known to be a distributed one.
+    # Only a distributed optimizer gathers weights.
     if getattr(model, "weights_gathered", True):
         return
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -154,12 +156,12 @@ def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     if not weights or group.size() == 1:
         return
     sums = torch.stack([weight.detach().sum(dtype=torch.float64) for weight in weights])
-    most = torch.stack((sums, -sums))  # one reduction finds each sum's maximum, and minus its minimum
+    most = torch.stack((sums, -sums))  # reduced by MAX: the largest sums, and the smallest sums negated
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     differ = most[0] != -most[1]
     if (differ & most.isfinite().all(0)).any():  # weights that are not finite show in the loss
         raise SupportError(
-            "Weights differ between data-parallel ranks: the optimizer updates all of them, but each rank has reduced "
+            "Weights differ between data-parallel ranks: the optimizer updates all weights, but each rank has reduced "
             "gradients of its shard alone. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "
             "distributed_optimizer=False in CAD.data_parallel."
         )
@@ -169,7 +171,7 @@ def check_wrapped(model: Any) -> None:
     """Refuses a model that ``wrap_for_data_parallel`` did not return: its gradients would not be reduced.
 
     Raises:
-        SupportError: the model is another one; the message names its class.
+        SupportError: the model does not come from ``wrap_for_data_parallel``; the message names its class.
     """
     finalize = getattr(getattr(model, "config", None), "finalize_model_grads_func", None)
     if not isinstance(model, DistributedDataParallel) or finalize is None:

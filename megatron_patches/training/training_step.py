@@ -1,10 +1,7 @@
 """One training step by Megatron: the model's wrapper for data parallelism, forward, backward, and the step's loss.
 
-Losses are summed over tokens, so gradients are sums too. At the step's end they are divided once, by the number of
-target tokens in the global batch. So every target token has the same weight, whichever rank or micro-batch holds it.
-
-A disaggregated model runs a micro-batch as two nano-batches, ping and pong: transfers of one overlap with compute of
-the other. Each weight then gets two gradients for every micro-batch, where Megatron alone gives one.
+Losses are summed over tokens, so gradients are sums too. At the step's end gradients are divided once, by the number of
+target tokens in the global batch. So every target token counts alike, on every rank and in every micro-batch.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
 
 _BUCKET_PARAMETERS = 100_000_000
-"""The most weights whose gradients are reduced together, as one bucket. The distributed optimizer's shards are parts of
-buckets. The number does not depend on the number of ranks, so that checkpoints are cut alike for any number."""
+"""The size of a bucket: about how many weights have their gradients reduced together. It does not depend on the number
+of ranks, so checkpoints of the distributed optimizer have the same buckets for any number of ranks."""
 
 
 def wrap_for_data_parallel(
@@ -43,9 +40,9 @@ def wrap_for_data_parallel(
     """Wraps a model in Megatron's DistributedDataParallel, which reduces gradients over data-parallel ranks.
 
     Without pipeline stages gradients are reduced during backward of a step's last micro-batch, a bucket of weights at a
-    time. In the first step Megatron counts each weight's gradients in that micro-batch, and reduces after it. From then
-    on it reduces a bucket as soon as its weights have got as many gradients. So every micro-batch must give a weight
-    the same number of gradients, also on a rank without rows.
+    time. In the first step Megatron counts how many gradients each weight gets in the last micro-batch. In later steps
+    Megatron reduces a bucket once its weights have got as many gradients again. So the last micro-batch of every step
+    must give each weight the same number of gradients, also on a rank without tokens.
 
     Args:
         model: the model, which is cast to bfloat16 where its configuration says so.
@@ -74,19 +71,19 @@ def wrap_for_data_parallel(
 def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
     """Returns a function that calls the model's ``no_sync``, but does not keep the model alive.
 
-    It becomes a field of the configuration, which may live longer than the model."""
+    The function becomes a field of the configuration, which may live longer than the model."""
     here = weakref.ref(wrapped)
 
     def no_sync() -> Any:
         model = here()
-        assert model is not None, "a step runs on it"
+        assert model is not None, "a step holds its model"
         return model.no_sync()
 
     return no_sync
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Adds the attribute ``weights_gathered`` to the model: whether an optimizer ever gathered its weights' shards.
+    """Adds the attribute ``weights_gathered`` to the model: whether an optimizer has gathered shards of weights.
 
     Without a distributed optimizer there are no shards, and the attribute is True from the start."""
 
@@ -104,19 +101,19 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
 
 
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
-    """Finishes the reduction of a step's gradients and divides them by the target tokens of the global batch.
+    """Finishes the reduction of a step's gradients, and divides gradients by the target tokens of the global batch.
 
-    Megatron's schedules call it at a step's end, in place of Megatron's ``finalize_model_grads``. That function reads
-    the number of tokens on the host. The host would wait there for the GPU before it queues more work.
+    Schedules call it at a step's end in place of Megatron's ``finalize_model_grads``, which would make the host wait
+    for the number of tokens.
 
     Args:
         models: from :func:`wrap_for_data_parallel`.
-        tokens: int scalar on the device, the target tokens of this rank. Only the last pipeline stage's value counts;
-            it becomes the global number on all ranks.
-        options: further arguments of Megatron's function.
+        tokens: int scalar on the device, the target tokens of this rank; values of other stages than the last are
+            ignored. Afterwards it is the global number on all ranks.
+        options: further arguments of Megatron's ``finalize_model_grads``.
 
     Raises:
-        SupportError: weights were not used as often as in the first step.
+        SupportError: a weight got more or fewer gradients than in the first step.
     """
     for model in models:
         _check_uses(model)
@@ -130,12 +127,12 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 
 
 def _check_uses(model: DistributedDataParallel) -> None:
-    """Refuses a step in whose last micro-batch a weight got more or fewer gradients than in the first step.
+    """Refuses a step whose last micro-batch gave a weight more or fewer gradients than in the first step.
 
     A bucket is reduced once its weights have as many gradients as in the first step. Later gradients would be lost.
 
     Raises:
-        SupportError: a weight was used more or less often.
+        SupportError: a weight got more or fewer gradients.
     """
     groups = model.bucket_groups + model.expert_parallel_bucket_groups
     for group in groups if model.ddp_config.overlap_grad_reduce else ():
@@ -155,25 +152,25 @@ def _check_uses(model: DistributedDataParallel) -> None:
 
 
 def _overlaps_reduction() -> bool:
-    """Whether gradients are reduced during backward. They are not with pipeline stages: a reduction would begin in each
-    stage's last micro-batch, which stages reach at different times."""
+    """Whether gradients are reduced during backward: only without pipeline stages, which end backward at different
+    times."""
     return parallel_state.get_pipeline_model_parallel_world_size() == 1
 
 
 ForwardStep = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
-"""A function that runs the model on one micro-batch, as Megatron's schedules take it. It gets an iterator over batches
-and the model, and returns the model's output and a loss function. The loss function takes the output. It returns the
-summed loss, the number of target tokens as an int tensor, and anything to report."""
+"""A function that runs the model on one micro-batch, for Megatron's schedules. It gets an iterator over batches and the
+model, and returns the model's output and a loss function. The loss function gets the output, and returns the summed
+loss, the number of target tokens as an int tensor, and anything to report."""
 
 
 def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
-    """Returns a forward step that calls the given one and checks the values that it returns.
+    """Returns a function that calls ``forward_step`` and checks the returned values.
 
-    Megatron would also accept a loss without a number of tokens. It would then divide gradients by the number of
-    micro-batches, in place of the target tokens of all ranks.
+    Megatron would also accept a loss without a number of tokens, and divide gradients by the number of micro-batches.
 
     Raises:
-        SupportError: when it is called, if the step or its loss function does not return what :data:`ForwardStep` says.
+        SupportError: when the returned function is called, if ``forward_step`` or its loss function returns other
+            values than :data:`ForwardStep` says.
     """
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -191,8 +188,8 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
 
 class _OneBatch(Iterator[Batch]):
-    """The iterator that a forward step gets. It yields the step's own batch and refuses a second ``next``, which would
-    take the batch of the next micro-batch."""
+    """The iterator that a forward step gets. It yields one batch, and refuses a second ``next``, which would take
+    another micro-batch's batch."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches, self.taken = batches, False
@@ -205,7 +202,7 @@ class _OneBatch(Iterator[Batch]):
 
 
 def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor) -> Any:
-    """Calls the loss function and returns its three values; refuses other values."""
+    """Calls the loss function, and returns its three values after checks of their types."""
     returned = loss_function(output)
     if not (isinstance(returned, tuple | list) and len(returned) == 3):
         given = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
@@ -215,13 +212,13 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
         )
     total, tokens, report = returned
     if not (isinstance(total, torch.Tensor) and total.numel() == 1):
-        raise SupportError("The loss function's first value is no single number; sum the losses of its tokens.")
+        raise SupportError("The loss function's first value is no single number; sum the losses of all tokens.")
     if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or _is_no_count(tokens):
         raise SupportError(
-            "The loss function's second value is no integer tensor; return how many target tokens there are, as "
+            "The loss function's second value is no integer tensor; return the number of target tokens, for example "
             "(loss_mask > 0).sum().int()."
         )
-    # Sums are scalars and no views of a longer tensor; Megatron's 1F1B empties the tensor that a stage returned.
+    # Megatron's 1F1B empties the tensor that a stage returns. A sum is a new tensor, so emptying harms no other tensor.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
 
 
@@ -245,7 +242,7 @@ def run_schedule(
     Returns:
         The loss function's reports, by micro-batch; empty on pipeline stages without the loss.
     """
-    # With forward_only Megatron's schedules leave gradients enabled, so activations would be kept for a backward.
+    # With forward_only Megatron's schedules leave gradients enabled, and activations would be kept for backward.
     with torch.set_grad_enabled(not forward_only):
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -260,9 +257,9 @@ def run_schedule(
 
 
 def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """The forward step of language models, with output layer and loss as one operation.
+    """Runs a language model on one micro-batch, with output layer and loss as one operation.
 
-    It reports [2] float64: the summed loss and the number of target tokens."""
+    The loss function reports [2] float64: the summed loss and the number of target tokens."""
     batch = next(batches)
     loss = model(
         batch.tokens,
@@ -276,7 +273,9 @@ def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor
 
 
 def log_probabilities_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """A forward step that reports [1, rows], the logarithm of the probability of each row's label; without backward."""
+    """Runs a language model on one micro-batch, forward only.
+
+    The loss function reports [1, rows], the log-probability of each row's label."""
     batch = next(batches)
     output = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, log_probabilities=True)
     return output, lambda values: (values.sum(), batch.loss_mask.sum().int(), values.detach().clone())
@@ -287,20 +286,20 @@ def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch
 
     Args:
         loss_mask: [1, rows] bool, or float32 weights; rows above 0 are target tokens.
-        total: the model's output, which is the summed loss already.
+        total: the model's output, which is the summed loss.
 
     Returns:
         The summed loss, the int number of target tokens, and [2] float64 with both.
     """
     tokens = (loss_mask > 0).sum()
-    # The report has a copy of the loss, as Megatron may change the returned one in place.
+    # The report has a copy of the loss, as Megatron may change the returned loss in place.
     return total, tokens.int(), torch.stack((total.detach().double(), tokens.double()))
 
 
 def sum_over_ranks(reports: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the summed loss and the number of target tokens of the global batch, float64 scalars on the device.
 
-    ``reports`` come from :func:`summed_loss_step` on this rank. All ranks call it together."""
+    ``reports`` are this rank's reports of :func:`summed_loss_step`. All ranks call it together."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for report in reports:  # empty on stages without the loss
         total += report

@@ -1,9 +1,9 @@
 """Finds optimizers that train nothing because they read ``weight.grad``.
 
-Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. One of torch's optimizers skips
-weights without ``grad`` and changes nothing, without an error. So torch calls :func:`_look_at` after every step of
-every optimizer. It deals with an optimizer if its weights belong to a trained model and none of them has a ``grad``.
-Megatron's own optimizers never match: they set ``grad``, or hold copies of the weights.
+Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips weights
+without ``grad`` and raises no error. So a hook runs after every step of every optimizer. It looks for optimizers that
+hold weights of a trained model, all without ``grad``. Megatron's own optimizers set ``grad``, or hold copies of
+weights.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""The number of steps without a change of any weight after which another library's optimizer gets a warning."""
+"""The number of steps without a changed weight that causes a warning of an optimizer from another library than
+torch."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 """The models that have had a backward pass."""
 _still: WeakKeyDictionary[Optimizer, tuple[int, torch.Tensor]] = WeakKeyDictionary()
-"""For each optimizer the number of steps so far that changed no weight, and the sum of each weight. From ``STEPS`` on
-the optimizer is left alone: it was reported, or has changed a weight."""
+"""For each watched optimizer the number of steps so far that changed no weight, and the sum of each weight. A number
+above ``STEPS`` means that an optimizer has changed a weight."""
 _listening: list[Any] = []
-"""The handle by which torch calls :func:`_look_at`; empty until the first model is trained."""
+"""The handle of the hook; empty until the first model is trained."""
 
 
 def note_gradients(model: DistributedDataParallel) -> None:
@@ -42,7 +43,7 @@ def note_gradients(model: DistributedDataParallel) -> None:
 
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    """Refuses one of torch's optimizers that just trained nothing, and watches optimizers of other libraries.
+    """Refuses an optimizer of torch that just trained nothing, and watches optimizers from other libraries.
 
     Raises:
         SupportError: the optimizer is one of torch's and trained nothing.
@@ -63,7 +64,7 @@ def _look_at(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _watch(optimizer: Optimizer, weights: list[Any]) -> None:
-    """Warns of another library's optimizer after ``STEPS`` steps without a change of a weight.
+    """Warns of an optimizer from another library after ``STEPS`` steps without a changed weight.
 
     A single such step is no proof, as the optimizer may read ``main_grad``."""
     rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]

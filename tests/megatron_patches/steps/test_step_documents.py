@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "text": ([["text"]], "Document 0 of micro-batch 0 is a str; "),
     "an object": ([[{"input_ids": [1, 2]}]], "Document 0 of micro-batch 0 is a dict; "),
     "nothing beside a document": ([[IDS, None]], "Document 1 of micro-batch 0 is a NoneType; "),
-    "homes of one": (_step([IDS], [IDS], homes=[[0]]), "`homes` are those of 1 micro-batches, and the step has 2."),
+    "homes of one": (_step([IDS], [IDS], homes=[[0]]), "`homes` are for 1 micro-batches, and the step has 2."),
     "flat homes": (_step([IDS], homes=np.zeros(1, int)), "`homes` of micro-batch 0 are not one rank for each of "),
     "few homes": (_step([IDS, IDS], homes=[[0]]), "`homes` of micro-batch 0 are not one rank for each of "),
     "homes between ranks": (
