@@ -83,12 +83,14 @@ class Comer:
         number: the server's number.
         machine: host name.
         device: "cuda" or "cpu".
+        gpu: the name of its GPU, by which homes find its cost table; "cpu" without one.
         process: identity of the process. A server that is started again has its old number and a new identity.
     """
 
     number: int
     machine: str
     device: str
+    gpu: str
     process: Process
 
 
@@ -136,7 +138,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         bind_gloo(_host(store))
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     meeting = PoolStore(store, pool)
-    me = Comer(number, machine_name(), device.type, Process.here())
+    me = Comer(number, machine_name(), device.type, torch.cuda.get_device_name() if gpu else "cpu", Process.here())
     if not meeting.has("generation/0"):
         meeting.put(f"server/{number}", me)
     first: Generation = meeting.take(

@@ -137,6 +137,11 @@ class RemoteServers:
         """The names of the machines on which this rank's servers run, in the servers' order."""
         return [each.machine for each in self._servers[dist.get_rank() % self._tp :: self._tp]]
 
+    @property
+    def gpus(self) -> list[str]:
+        """The names of the GPUs of the first tensor-parallel rank's servers, in the servers' order."""
+        return [each.gpu for each in self._servers[:: self._tp]]
+
     def begin(self, terms: PoolTerms) -> None:
         """Forms the process group of the first generation, together with all homes and servers.
 

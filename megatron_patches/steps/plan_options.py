@@ -4,6 +4,8 @@ The planner divides attention into tasks and gives each task to a rank, its *ser
 Seconds come from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a shape of heads.
 Without such a table seconds are estimated.
 
+Where a pool has several kinds of GPUs, each server counts with the table of its own.
+
 A plan *levels* attention: all ranks get tasks of about equal seconds. With pipeline stages some ranks are at times
 without linear layers to compute. Then a plan may level the sum of attention and linear layers ("time").
 """
@@ -27,7 +29,7 @@ from distca.errors import PlanError
 from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
 from distca.plan.cost.analytic import cost_of_kind
 from distca.plan.cost.linear import LayerWork, NonAttention, between_attentions
-from distca.plan.cost.pool import at_speeds
+from distca.plan.cost.pool import PoolCost, at_speeds
 from distca.plan.cost.table_file import find_table, open_table
 from distca.sizes.fp8_shapes import rows_multiple
 from megatron_patches.arguments import CadArguments, How, Level
@@ -35,6 +37,7 @@ from megatron_patches.model.latent import is_latent, latent_dims
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.steps.layer_work import layer_works
+from megatron_patches.steps.unlike_gpus import costs_by_gpu, linear_factors, pool_gpus
 from megatron_patches.te.quantization import fp8_of
 
 logger = logging.getLogger(__name__)
@@ -69,22 +72,28 @@ def plan_options(
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     shares = tp if config.sequence_parallel else 1  # parts into which sequence parallelism splits the rows
     machines = [] if remote is None else remote.machines
+    homes = parallel_state.get_data_parallel_world_size() * stages
     cost = cost_model(config, kernel, device, given.cost_table)
-    costs = tuple(_cost_of(kind, cost, kernel, device) for kind in layer_kinds.kinds)
+    costs = tuple(_cost_of(kind, cost, kernel.name, _name(device)) for kind in layer_kinds.kinds)
     non_attention = None
     if given.disaggregate:
-        unlike = stages > 1 or bool(given.servers or given.speeds)
+        gpus = pool_gpus(tp, _name(device), [] if remote is None else remote.gpus)
+        find = partial(_costs_on, kinds=layer_kinds.kinds, cost=None if given.cost_table else cost, kernel=kernel)
+        costs = costs_by_gpu(costs, gpus, find, warns=dist.get_rank() == 0 and not given.speeds)
+        unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
         # "auto" is "attention" on CPUs, as ranks may share cores. With NVSHMEM it is "attention" too: an idle server
         # would get more rows at once than NVSHMEM's receive memory holds.
         usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         works = partial(layer_works, config, layer_kinds, given.hybrid_layer_pattern, tp, given.recompute == "all")
         non_attention = _non_attention(config, cost, given.level, usual, works)
+    if non_attention is not None and isinstance(costs[0], PoolCost):
+        non_attention = replace(non_attention, factors=linear_factors(costs[0], homes))
     if given.speeds:
-        homes = parallel_state.get_data_parallel_world_size() * stages
         check_speeds(given.speeds, homes + len(machines))
         costs = tuple(at_speeds(each, given.speeds) for each in costs)
         if non_attention is not None:
-            slower = tuple(1.0 / speed for speed in given.speeds[:homes])
+            by_table = non_attention.factors or (1.0,) * homes
+            slower = tuple(each / speed for each, speed in zip(by_table, given.speeds[:homes], strict=True))
             non_attention = replace(non_attention, factors=slower)
     return PlanOptions(
         ranks=parallel_state.get_data_parallel_world_size(),
@@ -179,7 +188,7 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
     return found[0]
 
 
-def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch.device) -> CostModel:
+def _cost_of(kind: AttentionKind, cost: CostModel, kernel: str, gpu: str) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
     For layers without a window it is ``cost``. For a window it is the package's table of that window, if there is one
@@ -187,11 +196,33 @@ def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch
     """
     if kind.window and isinstance(cost, TableCost):
         heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
-        table = _first_ranks(lambda: find_table(_name(device), kernel.name, *heads, window=kind.window))
+        table = _first_ranks(lambda: find_table(gpu, kernel, *heads, window=kind.window))
         if table is not None:
             table.linear = cost.linear
             return table
     return cost_of_kind(kind, cost)
+
+
+def _costs_on(
+    gpu: str, kinds: Sequence[AttentionKind], cost: CostModel | None, kernel: Kernel
+) -> tuple[CostModel, ...] | None:
+    """Returns, by kind of layer, the measured costs of another GPU; None if there is no table, or none of the first.
+
+    Args:
+        gpu: its name.
+        kinds: the kinds of layers.
+        cost: the costs of the first rank's GPU, which say which heads are wanted; None if the user named their table.
+        kernel: the kernel of this rank. A GPU on which it does not run takes torch's.
+    """
+    if not isinstance(cost, TableCost):
+        return None
+    shape = cost.shape
+    heads = (shape.heads, shape.kv_heads, shape.head_dim)
+    for name in dict.fromkeys((kernel.name, "torch")):
+        table = _first_ranks(partial(find_table, gpu, name, *heads, value_dim=shape.value_dim))
+        if table is not None:
+            return tuple(_cost_of(kind, table, name, gpu) for kind in kinds)
+    return None
 
 
 def _non_attention(

@@ -110,10 +110,14 @@ class PoolCost(CostModel):
 
 
 def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
-    """Costs of a pool in which server r is speeds[r] times as fast as ``cost`` says, in both directions."""
-    unlike = list(dict.fromkeys((1.0, *map(float, speeds))))
-    tables = tuple(scaled(cost, 1.0 / speed, 1.0 / speed) for speed in unlike)
-    return PoolCost(tables, tuple(unlike.index(float(speed)) for speed in speeds))
+    """Costs of a pool in which server r is speeds[r] times as fast as ``cost`` says of it, in both directions."""
+    tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * len(speeds))
+    each = [(number, float(speed)) for number, speed in zip(of_server, speeds, strict=True)]
+    unlike = list(dict.fromkeys([(0, 1.0), *each]))
+    return PoolCost(
+        tuple(scaled(tables[number], 1.0 / speed, 1.0 / speed) for number, speed in unlike),
+        tuple(map(unlike.index, each)),
+    )
 
 
 @dataclass(frozen=True)

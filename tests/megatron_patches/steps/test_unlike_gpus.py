@@ -1,0 +1,79 @@
+"""A pool of several kinds of GPUs is planned by the cost table of each."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from distca.plan import TableCost, analytic_cost
+from distca.plan.cost.linear import LinearRate
+from distca.plan.cost.pool import PoolCost, at_speeds
+from distca.plan.cost.table_file import find_table
+from distca.testing.ranks import run_ranks
+from megatron_patches.steps.unlike_gpus import costs_by_gpu, linear_factors
+from tests.megatron_patches import small_cases
+from tests.plan.cost.test_table_file import write
+
+COST = analytic_cost(8, 4, 8)
+GPUS = ("new", "new", "old", "new")
+
+
+def _planned(line: list[str], folder: str) -> tuple[Any, np.ndarray]:
+    """Of a step on ranks whose last one has an old GPU: its costs, and seconds of attention by server."""
+    small_cases.on_cpu()
+    from distca.train.config.cli import parse_run_config
+    from megatron_patches.steps import plan_options
+    from tests.train.small_runs import StepByStep
+
+    here: Any = SimpleNamespace(
+        find=lambda *key, **named: find_table(*key, folder=Path(folder), **named),
+        name=lambda _: "old" if dist.get_rank() == 2 else "new",
+    )
+    plan_options.find_table, plan_options._name = here.find, here.name
+    run = StepByStep(parse_run_config(line))
+    found = run.trainer.cad.options.cost, run.step().balance.seconds_after.sum(axis=0)
+    run.close()
+    return found
+
+
+def test_an_old_gpu_gets_less_attention(tmp_path: Path) -> None:
+    from tests.train.small_runs import arguments, write_texts
+
+    texts, own = write_texts(tmp_path / "texts"), {"kernel": "reference", "heads": 8, "kv_heads": 4, "head_dim": 8}
+    write(tmp_path, device="new", **own)
+    line = arguments(data__path=texts, output=tmp_path)
+    (alike, _), *_ = run_ranks(3, _planned, line, str(tmp_path))
+    assert isinstance(alike, TableCost)
+    write(tmp_path, factor=3.0, device="old", **own)
+    (cost, seconds), *others = run_ranks(3, _planned, line, str(tmp_path))
+    assert isinstance(cost, PoolCost) and cost.of_server == (0, 0, 1)
+    assert seconds.max() < 1.1 * seconds.mean()
+    for _, other in others:
+        np.testing.assert_array_equal(other, seconds)
+
+
+def test_a_missing_table_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert costs_by_gpu((COST,), ["new"] * 2, lambda _: None, True) == (COST,)
+        (found,) = costs_by_gpu((COST,), GPUS, {"old": (COST,)}.get, True)
+        assert isinstance(found, PoolCost) and found.of_server == (0, 0, 1, 0)
+        assert costs_by_gpu((COST,), GPUS, lambda _: None, False) == (COST,) and not caplog.text
+        assert costs_by_gpu((COST,), GPUS, lambda _: None, True) == (COST,)
+    assert "unlike GPUs (new, old), and no cost table of each" in caplog.text
+
+
+def test_linear_layers_and_speeds_go_with_the_table(tmp_path: Path) -> None:
+    new, old = (find_table("NVIDIA H200", "flash4", 32, 8, 128) for _ in range(2))
+    assert new is not None and old is not None and new.linear is not None
+    old.linear = LinearRate(2 * new.linear.forward, 2 * new.linear.backward)
+    pool = PoolCost((new, old), (0, 0, 1, 0))
+    assert linear_factors(pool, 3) == (1.0, 1.0, 2.0) and linear_factors(new, 3) == (1.0,) * 3
+    speeds, rows, servers = (1.0, 0.5, 0.5, 4.0), np.array([512] * 4), np.arange(4)
+    seconds = at_speeds(pool, speeds).on_servers("both", rows, 2 * rows, servers)
+    np.testing.assert_allclose(seconds * speeds, pool.on_servers("both", rows, 2 * rows, servers))
