@@ -182,9 +182,8 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
-        # "size" is the surplus of each share and "own" its rows. All shares of a rank are scaled by one factor: to the
-        # surplus that the rank lacks ("wanted"), but not beyond its tokens ("most"). "whole" is the sum of all shares
-        # of an item.
+        # "size" is the surplus of each share and "own" its rows. All shares of a rank grow by one factor, until the
+        # rank lacks no surplus ("wanted") or has no more tokens ("most"). "whole" is the sum of an item's shares.
         size, own = part * surplus, part * rows
         lacks = need - rate * space
         wanted = size * (1 + (lacks / np.maximum(np.bincount(at, size, len(space)), tiny))[at])

@@ -35,13 +35,14 @@ _SHORT_DOCUMENTS = 0.03
 """The shortest documents, with this part of all work together, are filler. With 0.01 the slowest server is 0.1 % slower
 (benchmarks/results/planner.md)."""
 _ENOUGH_OVER = 0.005
-"""A document is cut only if its surplus exceeds a rank's wanted surplus by more than this part. The
-search in :func:`_cut_long` ends when the mean work changes by less than this."""
+"""A document is cut only if its surplus exceeds a rank's wanted surplus by more than this part. The search in
+:func:`_cut_long` ends when the mean work changes by less than this."""
 _LEAST_PART = 0.05
 """No document is cut if ranks should have less surplus than this part of the mean work: filler gives them enough
 work."""
 _PASSES = 3
-"""The most times that documents are cut anew. Cuts add work, so the mean work rises, and the next pass cuts for it."""
+"""The most times that documents are cut. Cuts add work, so the mean work rises, and the next pass cuts for the higher
+mean."""
 _CORRECTIONS = 2
 """How often the place of a document's first cut is guessed; each guess uses the work of the guess before. With one
 guess plans move 1.8 % more bytes (benchmarks/results/planner.md)."""
@@ -134,7 +135,7 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
         surplus = work(low, middle) - short_rate * (middle - low)
         still = surplus > enough
         long, surplus, pairs_per_work = long[still], surplus[still], pairs_per_work[still]
-        corrections = 1  # the part cut before gives the next guess, and is much alike
+        corrections = 1  # # the part before gives a good guess
     some = stop > start
     rest = Stream(stream.document[some], start[some], stop[some])
     found = _joined(*cut)

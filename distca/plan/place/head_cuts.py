@@ -2,8 +2,8 @@
 
 *Ping* and *pong* are the two nano-batches of a micro-batch: the transfers of one run beside the computation of the
 other. A document's first rows, its *head*, are computed in ping, the other rows in pong. ``home_rows.py`` calls
-:func:`cut_whole` when documents already have their ranks. Documents that lie on several ranks, in *shares*, already
-have their cut. The function chooses the cuts of all documents that lie on one rank.
+:func:`cut_whole` when documents already have their ranks. Documents that lie on several ranks, in *shares*, have a
+given cut. :func:`cut_whole` chooses the cuts of documents that lie on one rank.
 
 The shortest documents are the *filler*: they fill the tokens that are left in each nano-batch, and bring work too.
 Other documents are compared by their *surplus*: their work minus the work of as many tokens of filler. Work is the time
@@ -48,8 +48,8 @@ Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the [S] begins and [S] ends of the shares [low, high) in a nano-batch: 0 is ping, 1 is pong.
 
-    A share counts from the ends of a document, at 0, to its middle, at 1. In pong a share becomes [1 - high, 1 - low),
-    because a rank with outer rows reads most keys: a rank with outer rows in ping gets inner rows in pong."""
+    A share is measured from the ends of a document, at 0, to its middle, at 1. In pong a share becomes [1 - high, 1 -
+    low), because a rank with outer rows reads most keys: a rank with outer rows in ping gets inner rows in pong."""
     return (1 - high, 1 - low) if nano else (low, high)
 
 
@@ -148,8 +148,8 @@ def cut_whole(
 
 
 def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarray, np.ndarray]:
-    """Returns [N] ``square`` and [N] ``slope``: the fraction p of a document's rows, its head, has the work square · p²
-    + slope · rows · p.
+    """Returns [N] ``square`` and [N] ``slope`` of documents. A head with the fraction p of the rows has the work square
+    · p² + slope · rows · p.
 
     The two are found from [N] ``whole``, the work of whole documents, and from the work of their first halves."""
     half = length // 2
@@ -181,8 +181,7 @@ class _OnRank(NamedTuple):
     pong: float
 
     def cuts(self, wanted: float) -> tuple[list[int], float]:
-        """Returns [W] rows in ping of each document, so that ping has ``wanted`` surplus, and by how much ping misses
-        it.
+        """Returns [W] rows of each document in ping, and how far ping is then from the ``wanted`` surplus.
 
         Each document goes to the nano-batch that lacks more surplus, if there is room. Then at most one document is
         cut. The second result is 0 within ``_CLOSE``, and infinite if a document fits nowhere."""
@@ -247,8 +246,8 @@ class _Documents(NamedTuple):
         """Returns [N] rows of every document's head, so that ranks have [R] ``wanted`` surplus in ping.
 
         At most ``ping`` and ``pong`` [R] rows fit into the nano-batches. First all heads on a rank end at the same
-        position. For their rows, such heads have the least work. If that is too little, heads are the same fraction of
-        each document instead."""
+        position. No other heads with as many rows have less work. If the work is too little, heads are the same
+        fraction of each document instead."""
         # Bisection on all ranks at once, for the last position at which ping has room. If ping has the wanted work
         # earlier, and pong has room for the rest, the earlier position is taken.
         at, own = self.rank, self.rows

@@ -68,9 +68,9 @@ def lay_out(
             documents to the nano-batches.
         align: rows per rank are multiples of this where documents may span ranks.
         dealing: how documents are dealt to two nano-batches of equal tokens. "in_order": the first documents go to
-            ping. "even": documents are dealt by length, so that both nano-batches have about equal attention work.
-            "lean": like "even", but with the placement "spread" ping may have less work, where that moves fewer bytes.
-            Ping may get up to 1/32 more tokens, so that a document's short tail is not cut off.
+            ping. "even": documents are dealt by length, for about equal attention work; with the placement "spread",
+            long documents leave ping less work. "lean": like "even", but with "spread" documents on several ranks may
+            be wholly in pong. Ping may get up to 1/32 more tokens, so that a document's short tail is not cut off.
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other; a document
             continues on the next rank where a rank is full. "spread": ranks get about equal attention work and equal
             tokens, ping and pong together. "spread_by_nano_batch": the same for each nano-batch by itself; it also
@@ -200,7 +200,7 @@ def _in_shares(
     """Places the documents of ping and pong together by work.
 
     Returns the shards and the [R] rows per rank of each nano-batch; None if documents in shares do not fit. With
-    ``lean``, ping may have less work than pong, if documents fit that way."""
+    ``lean``, documents on several ranks may be wholly in pong, if all fit that way."""
     if not len(length):
         return None
     total = int(length.sum())
@@ -267,8 +267,8 @@ def _sorted(shards: Shards) -> Shards:
 def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previous: Layout | None) -> Layout:
     """Returns the layout of one nano-batch.
 
-    Its k,v rows are its own rows, and *carried* rows: the rows of its documents in the ``previous`` nano-batch. Queries
-    of this nano-batch need carried rows too, which stay where they are."""
+    Its k,v rows are its own rows, and *carried* rows: the rows of its documents in the ``previous`` nano-batch. Carried
+    rows stay on their ranks."""
     q = _sorted(shards)
     first = np.zeros(documents, np.int64)
     last = np.zeros(documents, np.int64)

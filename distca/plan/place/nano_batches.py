@@ -2,7 +2,7 @@
 
 Both get about equally many tokens, so that the transfers of one can run beside the computation of the other. The
 documents are put in an order, the *stream*, and the stream is cut in two: the tokens before the cut are ping's.
-``lay_out.py`` calls these functions, except where it places ping and pong together.
+``lay_out.py`` deals documents in this way unless it places ping and pong together.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
 """How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even" and "lean": documents are
-dealt by length, so that ping and pong have about equal work. Where ping and pong are placed together, "lean" lets ping
-have less work."""
+dealt by length, so that ping and pong have about equal work. "even" and "lean" differ only where ping and pong are
+placed together."""
 _DEALT_ONE_BY_ONE = 64
 """The number of documents, the longest, that are dealt one by one by their work. Shorter documents are dealt in turns,
 which is faster. With 8 the slowest server is 0.1 % slower (benchmarks/results/planner.md)."""
@@ -105,7 +105,7 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
 
     Args:
         length: [D] tokens of all documents.
-        documents: the documents to order.
+        documents: indices of the documents to order.
         ping_first: whether ping gets the longest document.
     """
     # "ranking" has the longest documents first, and "in_ping" says whether each goes to ping. "ahead" is the work of
@@ -122,7 +122,7 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     def near_cut(nano: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shortest = nano[::-1]
         count = int(np.searchsorted(np.cumsum(length[shortest]), surplus)) + 1
-        return np.sort(shortest[count:]), shortest[:count]  # the cut may move over the second ones
+        return np.sort(shortest[count:]), shortest[:count]
 
     (ping, ping_short), (pong, pong_short) = near_cut(ping), near_cut(pong)
     return np.concatenate((ping, ping_short[::-1], pong_short, pong))

@@ -47,8 +47,8 @@ _PING = 0.25
 """Ping's part of the work if documents are in shares: the first half of a document's rows has a quarter of its work.
 With 0.15 plans move 1.1 % more bytes (benchmarks/results/planner.md)."""
 _LITTLE_PING = 0.06
-"""The least part of the work that ping may have. Attention in ping hides pong's transfers; with less, documents in
-shares are cut so that their first rows are in ping."""
+"""If ping would get less than this part of the work, documents in shares have rows in ping too. Otherwise ping would
+have too little attention to hide pong's transfers."""
 _FEW_SHARED = 0.01
 """If documents in shares have at most this part of all work, ping's part of the work does not depend on them."""
 _SPARE = 1.05
@@ -107,7 +107,7 @@ class NanoSplit:
             rows: part of all rows that documents in shares have.
             filler: work of a rank that is full of documents with little work per token.
             longest: rows of the longest document that stays whole, over a rank's budget.
-            lean: whether ping may have less work than pong, where that moves fewer bytes.
+            lean: whether documents in shares may be wholly in pong.
         """
         if shared <= _FEW_SHARED or not lean:
             # Work grows with the square of a head's rows, and ping has room for 0.5 of a rank's rows. So of a document
@@ -165,12 +165,12 @@ def deal(
     """Deals documents to ranks so that ranks have about equal work, forward and backward together.
 
     Args:
-        length: [D] tokens of each document; at least one document.
+        length: [D] tokens of each document, D ≥ 1.
         budgets: [R] tokens per rank; they add up to all tokens.
         work: the function that :func:`work_of` returns for these documents.
         node: [R] node of every rank, ascending.
         nano_batches: 1, or 2 for ping and pong.
-        lean: whether ping may have less work than pong, where that moves fewer bytes.
+        lean: whether documents in shares may be wholly in pong.
     """
     # "order" has documents longest first; from "count" on they are filler. "surplus" is the surplus of each document,
     # and "wanted" the surplus that a rank should have. A cut adds "added" work for each share of a document, and
@@ -209,7 +209,7 @@ def deal(
         filled, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits, few_keys)
         dealt = levelled(items, filled, filler[0])
     else:
-        # When nodes are compared, a document has the work that the cuts inside nodes will add, too.
+        # A node's part of a document includes the work that cuts inside the node will add.
         of_nodes = replace(items, work=whole + extra, added=np.zeros(count))
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
         (by_node, *_), left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)

@@ -85,8 +85,8 @@ class Balancer:
         Args:
             at_most: balancing ends early if a server is stuck at more than this above its fair share, as a part of the
                 mean load.
-            enough: how far a server may be above its fair share, as a part of the mean load, for many failed cuts to
-                end balancing early.
+            enough: many failed cuts end balancing early if no server is more than this above its fair share, as a part
+                of the mean load.
         """
         state = self.state
         self.stuck[:], self.failed = False, 0
@@ -110,8 +110,8 @@ class Balancer:
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        First come homes of ``document``, which moved last, because its receivers now have k,v rows of it. ``free`` [R]
-        is how far servers are below their limits, in parts of the mean load; negative above."""
+        Homes of the ``document`` that moved last come first, because some receivers now have k,v rows of the document.
+        ``free`` [R] is how far servers are below their limits, in parts of the mean load; negative above."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
@@ -145,7 +145,7 @@ class Balancer:
             return _NO_DOCUMENT
         for best in _cheapest(price):
             if (_CRUMB * pieces.seconds[:, best] < need).all():
-                # All crumbs together move as fast as one.
+                # Moving all crumbs takes as long as moving one.
                 crumbs = (_CRUMB * pieces.seconds < need[:, None]).all(axis=0)
                 if self._move_whole(sender, pieces, np.where(crumbs, price, np.inf), need, room, free, wanted):
                     return _NO_DOCUMENT
@@ -212,8 +212,8 @@ class Balancer:
     def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Gives one whole piece to the receiver with most room; returns whether it did.
 
-        If some pieces relieve the sender of all that it must lose, the piece with fewest rows of these goes. Otherwise
-        it is the piece with most rows that fits."""
+        If some pieces relieve the sender of all that it must lose, the shortest of these goes. Otherwise the longest
+        piece that fits goes."""
         receiver = self._one_receiver(free, np.inf)
         fits = (self.state.on(receiver, sender, pieces) <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)

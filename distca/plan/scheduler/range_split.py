@@ -2,16 +2,15 @@
 
 A *server* is a rank that computes attention. ``balancer.py`` calls :func:`split_range` for a server with too much work,
 the *sender*, and a *piece*: a range of query rows [start, stop) of one document that the sender computes. *Receivers*
-are servers with room for more work. The sender gives up one part of the piece, which is cut into consecutive ranges,
-one for each receiver. Example: the piece [0, 1000) gets the cuts 400, 500 and 700. Then one receiver gets the rows
-[400, 500) and another [500, 700). The sender keeps [0, 400) and [700, 1000).
+are servers with room for more work. The sender gives up one part of the piece. This part is cut into consecutive
+ranges, one for each receiver. Example: the piece [0, 1000) gets the cuts 400, 500 and 700. Then one receiver gets the
+rows [400, 500) and another [500, 700). The sender keeps [0, 400) and [700, 1000).
 
 Where the part lies decides how many bytes travel. A range of m query rows that ends at position d has about A = m (d -
 m/2) query-key pairs. The m query rows must travel, and up to d rows of k and v. With Q bytes for a query row and K
 bytes for a k,v row, that is Q m + K d bytes. For a given A this is least if the middle of the range is at sqrt(A (Q +
 K/2) / K). So the cheapest ranges lie in the middle of a long document, and one long range is cheaper than two short
-ranges. Consecutive ranges are sorted with the shortest first, because the sum of their ends, and so of their k,v rows,
-is then least.
+ranges. Of consecutive ranges the shortest comes first, because all ranges together then need fewest k,v rows.
 
 Array legend: K directions (forward, backward, or both), C receivers, N chosen receivers, G places that are tried for
 the part.
@@ -82,7 +81,7 @@ class Timer:
         return self.work.costs[0].block
 
     def block(self, per_row: list[float]) -> int:
-        """Returns the rows of a block, whose multiples cuts are: a kernel tile, or a fraction of it (``_FINEST``).
+        """Returns the rows of a block, a kernel tile or a fraction of it (``_FINEST``); cuts are whole blocks.
 
         ``per_row`` [K] is the seconds of a row."""
         block = self.tile
@@ -112,7 +111,7 @@ class Excess(NamedTuple):
         start: first query row of the piece.
         stop: one past its last query row.
         seconds: [K] seconds of the whole piece.
-        need: [K] seconds that the sender should lose; negative if the sender is below its limit.
+        need: [K] seconds that the sender should lose; negative in a direction where the sender is below its limit.
     """
 
     start: int
@@ -263,8 +262,8 @@ def _place(
     ends = np.minimum(stop_after(low[:, None], np.array(total)), excess.stop)
     price = receivers.price(low, ends, chosen)
     if excess.stop > _LONG_CONTEXT:
-        # The sender may keep rows before and behind the part, and then reads some keys twice. Prices grow by the time
-        # for this, as a part of the time of the work that leaves.
+        # The sender may keep rows before and behind the part, and then reads some keys twice. A price grows in the
+        # proportion in which this takes time, compared with the work that leaves.
         rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
         seconds = timer.work.on(timer.sender, rows, np.append(low, np.full(len(low), float(excess.stop))))
         kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)

@@ -5,8 +5,7 @@ query rows of one document on one server. ``phases.py`` calls :func:`schedule` f
 micro-batch or one of its two parts. At first every task is at home. Then work moves from servers above a limit to other
 servers, with fewest bytes per second of work (``balancer.py``).
 
-The scheduler is greedy, like the scheduler in arXiv 2510.18121, section 5.2. Unlike there, only a server above its
-limit gives work away.
+The scheduler is greedy, like the scheduler in arXiv 2510.18121, section 5.2.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ limits take very many moves."""
 
 
 def training_tolerance(servers: int) -> float:
-    """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing in proportion to 0.02 for 128 or
-    more.
+    """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing with their number to 0.02 for
+    128 or more.
 
     In small pools a finer plan costs a few milliseconds of planning and some percent more bytes
     (benchmarks/results/planner.md)."""
@@ -132,7 +131,7 @@ class _Search:
         home: the plan that computes everything at home.
         work: the work of ranges on every server.
         target: how much work each server should get.
-        moved_bytes: bytes that travel for a query row, and for a key/value row, that moves away from home.
+        moved_bytes: bytes that travel for each query row, and for each key/value row, that leaves its home.
         links: which ranks share a node, and prices of bytes between ranks.
         best: tasks of the fastest plan so far.
         lowest: the slowest server's seconds in ``best``, over the mean load.

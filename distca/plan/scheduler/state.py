@@ -20,10 +20,10 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _MOST_KEPT = 1.5
-"""The most k,v rows that a server should read, over the mean before any row moved. It limits the server's memory: a
-server above this gets work only if other servers do not suffice."""
+"""The most k,v rows that a server should read, over the mean before any row moved. This limits memory: a server above
+the limit gets work only if other servers do not suffice."""
 _FEW_KEPT = 6
-"""The least value of the same limit, over the mean query rows of a server."""
+"""The least value of this limit, over the mean query rows of a server."""
 
 
 class Pieces(NamedTuple):
@@ -78,7 +78,7 @@ class MovedRanges(NamedTuple):
 
 
 class HeldRows:
-    """Counts the k,v rows of a document that servers lack, if each rank holds only the rows whose home it is.
+    """Counts the k,v rows of a document that servers lack, if each rank holds only its own rows, as their home.
 
     Args:
         shards: ranges of documents with their home ranks; the ranges of a document cover its rows from 0 on.
@@ -340,7 +340,7 @@ def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
 
 
 def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:
-    """Returns for each document, and each rank that reads it, one past the last row read; only documents on several
+    """Returns one past the last row that each rank reads, by document and rank, for documents that lie on several
     ranks.
 
     ``last`` has the last task of each document on each rank."""

@@ -19,8 +19,8 @@ of its slowest server:
 
 The plan should have the least T_forward + T_backward. In given times, server r can do the fraction min_k max(T_k −
 other_kr, 0) / (f_kr A_k). The times are long enough if these fractions add up to 1 or more. First each direction gets
-the shortest time that it needs by itself. If these times are too short together, a golden-section search over T_forward
-finds the least sum. It finds the least because the shortest T_backward is a convex function of T_forward.
+the time that it needs by itself. If the fractions add up to less than 1 in these times, a golden-section search over
+T_forward finds the least sum. That works because the least T_backward is a convex function of T_forward.
 
 Array legend: K directions, R servers.
 """
@@ -146,9 +146,8 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
         other: [K, R] seconds of other work.
         slowness: [K, R] seconds of a server per second of work.
     """
-    # No direction ends before the longest other work. A direction with attention also gets the shortest time that it
-    # needs by itself. If these times are too short together, forward's time is searched. At most it is the time with
-    # which backward can have its shortest time.
+    # No direction ends before the longest other work, or before the time that its attention needs by itself. If these
+    # times are too short together, forward's time is searched, up to the time with which backward can have its least.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
     # For each direction with attention: when each server begins, and the fraction of all attention that it does per

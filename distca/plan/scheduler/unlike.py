@@ -2,7 +2,7 @@
 
 A *server* is a rank that computes attention. If servers differ in speed, much work moves from slow to fast servers.
 ``scheduler.py`` then calls :func:`schedule_unlike`. Every cut of a range of queries adds work, so under a tight limit
-some servers stay above their limit. Here the limit then rises, and moving goes on from where it ended. To begin again
+some servers stay above their limit. Here the limit then rises, and moving goes on from where it ended. Beginning again
 with a higher limit would take longer.
 
 Array legend: K directions (forward, backward, or both).
@@ -51,7 +51,7 @@ def schedule_unlike(
         work: the work of ranges on every server.
         target: how much work each server should get.
         tolerance: how far a server may be above its target, as a part of the mean load.
-        moved_bytes: bytes that travel for a query row, and for a key/value row, that moves away from home.
+        moved_bytes: bytes that travel for each query row, and for each key/value row, that leaves its home.
         links: which ranks share a node, and prices of bytes between ranks.
         growth: the growth of work in the plan before. Limits include it from the start; otherwise servers would count
             as full too early. The growth of this plan is written into it.
