@@ -1,2 +1,1 @@
-"""Cost models, by which the planner knows the seconds of attention and of linear layers: formulas and measured
-tables."""
+"""Cost models, which tell the planner the seconds of attention and of linear layers: formulas and measured tables."""

@@ -1,11 +1,11 @@
-"""Cost models by formula: one fitted to measured rates, and one that counts FLOPs only.
+"""Cost models by formula: a fit to measured rates, and a model that counts FLOPs only.
 
-A cost model tells the planner the seconds of attention tasks (model.py). A *task* is the query range
-[kv_rows - q_rows, kv_rows) of a document; each query sees all keys up to itself, or with a *window* the last few of
-them. A *pair* is a query with a key that it sees. A kernel computes *tiles* of ``block`` query rows.
+A cost model tells the planner the seconds of attention tasks. A *task* is the query range [kv_rows - q_rows, kv_rows)
+of a document. Each query sees all keys up to itself, or with a *window* only the last keys. A *pair* is a query and a
+key that the query sees. A kernel computes *tiles* of ``block`` query rows.
 
-The planner uses these models if there is no measured table for the GPU and heads, and for windows. Measured tables
-(table.py) interpolate between their points with them.
+The planner uses a formula, for example, if no measured table fits the GPU and heads. Measured tables (table.py)
+interpolate with a formula.
 
 Array legend: K directions (forward, backward), N tasks.
 """
@@ -25,28 +25,27 @@ from distca.plan.geometry import causal_pairs, keys_seen, pairs
 from distca.plan.kinds import AttentionKind
 
 _LONG = 32768
-"""Tokens of the document for which a scaled formula takes the same time as a measured table without a window. So long a
-document fills a GPU, and every table of a GPU has it."""
+"""The length in tokens of the document for which a formula is scaled to a measured table's seconds. A document of this
+length fills a GPU."""
 
 _WAYS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class AnalyticCost(CostModel):
-    """Seconds of a task = pairs x a + query rows x b + k,v rows x c, with other a, b, c in forward and backward.
+    """Seconds of a task are pairs x a + query rows x b + k,v rows x c.
 
-    The term of query rows is the overhead of each tile: its start, its end and its half-empty part at the diagonal. The
-    term of k,v rows is the time in which keys and values are loaded. It is small in forward. Backward also stores dK
-    and dV of each block of keys, however few queries read it.
+    The term of query rows is the overhead of tiles: start, end, and empty parts at the diagonal. The term of k,v rows
+    is the time of loading keys and values, and in backward also of storing dK and dV.
 
     Attributes:
         shape: heads of the attention layer.
         block: query rows of one kernel tile.
         forward_terms: a, b and c in forward, in seconds.
         backward_terms: a, b and c in backward, in seconds.
-        linear: seconds of matrix products on the same device; None if unknown.
-        window: the number of keys that a query sees; 0 for all. Kernels compute whole tiles at both ends of a window,
-            so the model counts ``block`` - 1 more keys.
+        linear: seconds of matrix products on this GPU; None if unknown.
+        window: the number of keys that a query sees; 0 without a limit. The model counts ``block`` - 1 more keys,
+            because kernels compute whole tiles at both ends of a window.
     """
 
     shape: AttentionShape
@@ -57,7 +56,7 @@ class AnalyticCost(CostModel):
     window: int = 0
 
     def times(self, forward: float, backward: float) -> AnalyticCost:
-        """The same model with all seconds multiplied by ``forward`` and ``backward`` in these directions."""
+        """Returns a copy with seconds in forward multiplied by ``forward``, and in backward by ``backward``."""
         a, b, c = self.forward_terms
         d, e, f = self.backward_terms
         return replace(
@@ -80,7 +79,7 @@ class AnalyticCost(CostModel):
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         terms, q = self._terms[direction], np.asarray(q_rows, np.float64)
-        # A task without queries costs nothing, so its keys are not counted.
+        # A task without queries takes 0 seconds, so its keys are not counted.
         kv = kv_rows * (q > 0)
         if self.window:
             seen = self.window + self.block - 1
@@ -99,28 +98,26 @@ class AnalyticCost(CostModel):
 def analytic_cost(
     heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128, value_dim: int = 0
 ) -> AnalyticCost:
-    """The cost model for GPUs without a measured table: a least-squares fit to flash-attn-4's times on one H200.
+    """Returns a least-squares fit to flash-attn-4's times on an H200, for GPUs without a measured table.
 
-    The fit is within 9 % of ten measured rates in forward, and within 6.5 % in backward (32 query heads, 8 k,v heads of
-    128, causal; benchmarks/results/planner.md). For other heads every term is scaled with heads x head_dim, since only
-    ratios of seconds matter to a plan.
+    The fit is to 32 query heads and 8 k,v heads of size 128; other heads scale all terms with heads x head_dim. It is
+    within 9 % of ten measured rates in forward, and within 6.5 % in backward (benchmarks/results/planner.md).
 
     Args:
         heads: query heads.
         kv_heads: key/value heads.
-        head_dim: numbers of a query or key head.
+        head_dim: size of a query or key head.
         value_bytes: bytes of one number.
         block: query rows of one kernel tile.
-        value_dim: numbers of a value head, if these are narrower; 0 for ``head_dim``. Forward has two matrix products
-            per pair, of which one has this width. Backward has five, of which two have it.
+        value_dim: size of a value head; 0 stands for ``head_dim``.
     """
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     values = value_dim or head_dim
     width, width_backward = heads * (head_dim + values) / 2, heads * (3 * head_dim + 2 * values) / 5
     share, share_backward = width / 4096, width_backward / 4096
-    # The figures of the fit. A pair has 4 FLOPs per column of all heads in forward and 10 in backward, at 677 and 594
-    # TFLOP/s. Rows take 0.2 to 18.6 ns at 4,096 columns, the 32 heads of 128 that were measured. A weight has 2 and 4
-    # FLOPs, at 718 and 686 TFLOP/s.
+    # One of forward's two matrix products per pair, and two of backward's five, have the width of values. The figures
+    # are the fit: a pair has 4 FLOPs per column of all heads in forward and 10 in backward, at 677 and 594 TFLOP/s.
+    # Rows take 0.2 to 18.6 ns at 4,096 columns. A weight has 2 FLOPs in forward and 4 in backward.
     return AnalyticCost(
         shape,
         block,
@@ -133,18 +130,25 @@ def analytic_cost(
 def area_cost(
     heads: int = 1, kv_heads: int = 1, head_dim: int = 1, *, value_bytes: int = 2, block: int = 1, value_dim: int = 0
 ) -> AnalyticCost:
-    """The cost model that only counts FLOPs: a pair takes 1 second in forward and 2.5 seconds in backward.
+    """Returns a cost model that counts pairs only: a pair takes 1 second in forward and 2.5 seconds in backward.
 
-    It is for tests, tiny models and CPU runs, whose kernels have no tiles. Arguments as in :func:`analytic_cost`."""
+    Args:
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: size of a query or key head.
+        value_bytes: bytes of one number.
+        block: query rows of one kernel tile.
+        value_dim: size of a value head; 0 stands for ``head_dim``.
+    """
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     return AnalyticCost(shape, block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))
 
 
 def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
-    """The cost model for a kind of attention layer, made from the ``cost`` of layers without a window.
+    """Returns the cost model for a kind of attention layer, made from the ``cost`` of layers without a window.
 
-    For a kind with a window this is the formula. If ``cost`` is a measured table, the formula is first scaled such that
-    both agree on a document of 32,768 tokens without a window."""
+    For a kind with a window the result is a formula. If ``cost`` is a measured table, the formula is scaled: for a
+    document of 32,768 tokens without a window, formula and table have equal seconds."""
     if not kind.window:
         return cost
     if isinstance(cost, PoolCost):

@@ -1,8 +1,7 @@
-"""Seconds of linear layers: per token and weight, and of all that a rank computes between two attention layers.
+"""Seconds of linear layers, which the planner may count beside attention to keep all ranks busy for equal times.
 
-The planner spreads attention over ranks such that all are busy for the same time. For that it may also count the time
-in which a *home*, a rank that holds rows, computes the linear layers of its rows: :func:`between_attentions`. The time
-of a matrix product grows with its weights and rows, so one measured rate serves all layers.
+The time of a matrix product is proportional to its weights and rows. So one :class:`LinearRate` is enough for all
+layers. The function :func:`between_attentions` adds up the layers between two attention layers.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from distca.plan.cost.recurrent import NO_CORE, CoreWeights
 
 @dataclass(frozen=True)
 class LinearRate:
-    """Seconds of matrix products per token and weight, measured on the same device as attention.
+    """Seconds of matrix products per token and weight on one GPU.
 
     Attributes:
         forward: seconds in forward, which has one product with each weight.
-        backward: seconds in backward, which has two: for the input's gradient and for the weight's.
-        fp8: by scaling ("current", "delayed", "blockwise"), the seconds of a product in FP8, quantising included, over
-            those in bfloat16. Scalings that were not measured are missing.
+        backward: seconds in backward, which has two products with each weight: for the gradients of input and weight.
+        fp8: for each scaling to FP8 ("current", "delayed", "blockwise") that was measured, the seconds of a product in
+            FP8, with quantising, over the seconds in bfloat16.
     """
 
     forward: float
@@ -32,13 +31,13 @@ class LinearRate:
     fp8: Mapping[str, float] = field(default_factory=dict)
 
     def in_fp8(self, scaling: str) -> LinearRate | None:
-        """The rate with a ``scaling`` to FP8; "none" is bfloat16. None if this scaling was not measured."""
+        """Returns the rate with a ``scaling`` to FP8, or in bfloat16 with "none"; None if it was not measured."""
         factor = 1.0 if scaling == "none" else self.fp8.get(scaling)
         return None if factor is None else LinearRate(factor * self.forward, factor * self.backward)
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> LinearRate | None:
-        """The rate in the content of a cost table's file; None if it has none.
+        """Returns the rate in the content of a cost table's file; None if the file has no rate.
 
         Raises:
             PlanError: the rate in the file is not usable.
@@ -65,8 +64,7 @@ class LinearRate:
 
 
 def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, gated: bool = True) -> int:
-    """Number of weights of a layer's four matrix products: q,k,v; attention's output; up, and if ``gated`` gate;
-    down."""
+    """Returns the number of weights in q, k, v and output projection, up and down projection, and gate if ``gated``."""
     return hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 + gated) * hidden * ffn
 
 
@@ -77,7 +75,7 @@ class NonAttention:
     Attributes:
         forward: seconds in forward.
         backward: seconds in backward.
-        factors: [H] by home rank, its seconds over these; empty if all GPUs are alike.
+        factors: for each rank that holds rows, a factor on these seconds for the rank's GPU; empty for equal GPUs.
     """
 
     forward: float
@@ -87,12 +85,12 @@ class NonAttention:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of a layer without its core attention, as a number of weights that each row is multiplied with.
+    """The work of a layer without core attention, as a number of weights that each row is multiplied with.
 
     Attributes:
         attends: whether the layer has core attention.
-        weights: weights of its matrix products.
-        recomputed: weights of the products that backward computes once more, because their outputs were not kept.
+        weights: weights of the layer's matrix products.
+        recomputed: weights of the products that backward computes once more.
         core: the work of a recurrent layer's core, as weights; zero for attention layers.
     """
 
@@ -103,21 +101,18 @@ class LayerWork:
 
 
 def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
-    """Returns a rank's seconds per row beside core attention, divided by the number of its stage's attention layers.
+    """Returns a rank's seconds per row between two attention layers, in the mean over the stage's attention layers.
 
-    A stage with n attention layers has n − 1 stretches between them, with linear layers and whole recurrent layers.
-    Their sum is divided by n. Work before the first and after the last attention layer does not count, because no
-    attention can be served then. Norms, rotation and activations do not count either. So the planner thinks homes less
-    busy than they are, and gives idle stages too little attention rather than too much.
+    A pipeline stage with n attention layers has n − 1 stretches between them, of linear layers and recurrent layers.
+    The result is the sum over stretches, divided by n. Norms, rotation and activations do not count.
 
     Args:
         rate: seconds of matrix products.
         layers: the stage's layers, in order; at least one has attention.
         tp: number of tensor-parallel ranks, which share the weights.
     """
-    # An attention layer has weights before its core (q,k,v) and after it (the others). A stretch between two cores has
-    # the second sort of the first layer and the first sort of the second: as many as one layer. So the last attention
-    # layer is left out.
+    # A stretch begins with the products behind one attention and ends with the products before the next attention:
+    # together as many as in one layer. So the sum runs from the first attention layer to the last, without the last.
     attending = [number for number, layer in enumerate(layers) if layer.attends]
     between = layers[attending[0] : attending[-1]]
     forward = sum(rate.forward * (each.weights + each.core.forward) for each in between)

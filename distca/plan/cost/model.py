@@ -1,13 +1,12 @@
 """The interface of cost models, which tell the planner how long core attention takes, and the shape of heads.
 
-A *CA-task* is a range of a document's queries with all keys up to them. With ``q_rows`` queries and ``kv_rows`` keys it
-is the causal query range [kv_rows - q_rows, kv_rows). A kernel runs many tasks as one fused batch. A task's seconds are
-the time that it adds to a batch which fills the GPU, so a batch takes the sum over its tasks.
+A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A kernel runs many
+tasks as one fused batch. A task's seconds are the time that the task adds to a batch which fills the GPU. So a batch
+takes the sum over its tasks.
 
-``analytic.py`` computes seconds by a formula, ``table.py`` from measurements. Other files wrap such a model:
-``scaled.py`` by factors, ``pool.py`` for unlike servers, ``travelling.py`` with the time in which rows travel.
+``analytic.py`` computes seconds by a formula, and ``table.py`` from measurements.
 
-Array legend: N tasks, K directions (forward, backward); rows are int64, seconds float64.
+Array legend: N tasks, K directions (forward, backward). Rows may be integers or floats; seconds are float64.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ Direction = Literal["forward", "backward", "both"]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of one attention layer on one rank, after tensor parallelism has split them, and the bytes of one number.
+    """Heads of one attention layer on one tensor-parallel rank, and the bytes of one number.
 
     Attributes:
         heads: query heads.
         kv_heads: key/value heads.
-        head_dim: numbers of a query or key head.
+        head_dim: size of a query or key head.
         value_bytes: bytes of one number.
-        value_dim: numbers of a value head, if these are narrower; 0 for ``head_dim``.
+        value_dim: size of a value head; 0 stands for ``head_dim``.
     """
 
     heads: int
@@ -68,22 +67,22 @@ class AttentionShape:
         return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim)) * self.value_bytes
 
     def moved_bytes(self, direction: Direction, resend: bool = False, sinks: bool = False) -> tuple[int, int]:
-        """Bytes that travel for one query row, and for one key/value row.
+        """Returns the bytes that travel for one query row, and for one key/value row.
 
-        A *server* computes attention with rows of another rank, their *home*. Such a row travels out and its results
-        travel back:
+        A *home* is a rank that holds rows; a *server* is a rank that computes attention for the home. These tensors
+        travel:
 
-        | | out | back |
+        | | home to server | server to home |
         |---|---|---|
         | forward | q, k, v | o; with resend or sinks also lse |
-        | backward, keep | dO; with sinks also lse | dQ, dK, dV |
-        | backward, resend | q, k, v, o, dO, lse | dQ, dK, dV |
+        | backward | dO; with sinks also lse | dQ, dK, dV |
+        | backward with resend | q, k, v, o, dO, lse | dQ, dK, dV |
 
         Args:
-            direction: the direction that is counted; "both" adds them.
-            resend: whether homes keep rows for backward and send them again; otherwise servers keep them.
-            sinks: whether heads have sinks, learned scores in the softmax. Homes apply them, and need lse, the
-                log-sum-exp of a row's scores, for that.
+            direction: the direction to count; "both" is the sum.
+            resend: True if homes send q, k and v again in backward; False if servers have kept q, k and v.
+            sinks: whether heads have sinks, learned scores in the softmax. Homes apply sinks with lse, the log-sum-exp
+                of a row's scores.
         """
         lse = 4 * self.heads if resend or sinks else 0
         both = self.q_bytes + self.o_bytes
@@ -95,12 +94,12 @@ class AttentionShape:
 
 
 class CostModel(ABC):
-    """Seconds of CA-tasks in a batch that fills the GPU.
+    """Seconds of tasks in a batch that fills the GPU.
 
     Attributes:
         shape: heads of the attention layer.
-        block: query rows of one kernel tile; the planner cuts documents at multiples of it.
-        linear: seconds of matrix products on the same device; None if they were not measured.
+        block: query rows of one kernel tile.
+        linear: seconds of matrix products on this GPU; None if unknown.
     """
 
     shape: AttentionShape
@@ -109,20 +108,20 @@ class CostModel(ABC):
 
     @abstractmethod
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[N] seconds of the forward kernel for tasks of [N] ``q_rows`` and [N] ``kv_rows``; 0 for 0 query rows."""
+        """Returns [N] seconds of the forward kernel for [N] ``q_rows`` and [N] ``kv_rows``; 0 for 0 query rows."""
 
     @abstractmethod
     def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[N] seconds of the backward kernel, as in :meth:`forward`."""
+        """Returns [N] seconds of the backward kernel for [N] ``q_rows`` and [N] ``kv_rows``; 0 for 0 query rows."""
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[K, N] seconds that each task takes at least, however it is cut into smaller ones.
+        """Returns [K, N] seconds that each task takes at least, if it is cut into smaller tasks or not.
 
         By default these are the seconds of the uncut task."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[K, N] seconds; K is 2 (forward, then backward) for "both", else 1."""
+        """Returns [K, N] seconds; K is 2 (forward, then backward) for "both", else 1."""
         if direction == "both":
             return np.stack((self.forward(q_rows, kv_rows), self.backward(q_rows, kv_rows)))
         return np.asarray(getattr(self, direction)(q_rows, kv_rows))[None]
@@ -130,13 +129,13 @@ class CostModel(ABC):
     def on_servers(
         self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray, server: np.ndarray
     ) -> np.ndarray:
-        """[K, N] seconds of each task on its ``server``, [N] ranks. By default all servers are alike."""
+        """Returns [K, N] seconds of task n on server[n]. By default servers do not differ."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
-        """[K][N] seconds of a few tasks, as lists. Most calls of the scheduler are of this kind.
+        """Returns [K][N] seconds of a few tasks, as lists.
 
-        Models may compute them in plain Python, which is faster than numpy for a few numbers."""
+        Models may compute in plain Python, which is faster than numpy for a few numbers."""
         q, kv = np.array(q_rows, np.float64), np.array(kv_rows, np.float64)
         seconds: list[list[float]] = self.per_direction(direction, q, kv).tolist()
         return seconds

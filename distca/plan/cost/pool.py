@@ -1,11 +1,9 @@
-"""Cost models for a pool of unlike servers: each server has the cost model (the *table*) of its GPU and kernel.
+"""Cost models for servers of unlike speed: each server has the cost model (the *table*) of its GPU and kernel.
 
-A *CA-task* is a range of a document's queries with all keys up to them; a *server* is a rank that computes such tasks.
-The planner levels servers by *work*. That is a task's seconds on a server of mean speed, so that fast and slow servers
-can be compared: :meth:`PoolCost.work` makes a :class:`ServerWork`.
+A *task* is a range of ``q_rows`` queries of a document, with all ``kv_rows`` keys up to the last query; a *server* is a
+rank that computes tasks. The planner balances *work* over servers: a task's seconds on a server of mean speed.
 
-Array legend: K directions (forward, backward), N tasks with ``q_rows`` queries and ``kv_rows`` keys, R servers, C
-tables.
+Array legend: K directions (forward, backward), N tasks, R servers, C tables.
 """
 
 from __future__ import annotations
@@ -23,13 +21,12 @@ from distca.plan.cost.scaled import scaled
 
 @dataclass(frozen=True)
 class PoolCost(CostModel):
-    """Seconds of CA-tasks by server. Methods without a server use the first table.
+    """Seconds of tasks by server. Methods without a server use the first table.
 
     Attributes:
-        tables: one table for each sort of server, all for the same heads. The first is that of homes, the ranks that
-            train; other servers may only compute attention.
+        tables: the different tables of the servers.
         of_server: [R] index of each server's table.
-        shape, block, linear: those of the first table.
+        shape, block, linear: fields of the first table.
 
     Raises:
         PlanError: there is no table, tables differ in heads or tiles, or a server has no table.
@@ -56,11 +53,11 @@ class PoolCost(CostModel):
 
     @property
     def window(self) -> int:
-        """The number of keys that a query sees; 0 for all."""
+        """The number of keys that a query sees; 0 without a limit."""
         return int(getattr(self.tables[0], "window", 0))
 
     def changed(self, change: Callable[[CostModel], CostModel]) -> PoolCost:
-        """The same pool with each table replaced by ``change(table)``."""
+        """Returns a copy with each table replaced by ``change(table)``."""
         return PoolCost(tuple(change(table) for table in self.tables), self.of_server)
 
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -88,18 +85,17 @@ class PoolCost(CostModel):
         return np.array(self.of_server, np.int64)
 
     def work(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """Returns cost models of work, in a unit that follows from these tasks: all that are to be computed.
+        """Returns cost models of work. ``q_rows`` and ``kv_rows`` must be all tasks that the servers are to compute.
 
-        A server's *slowness* is its seconds for all tasks, over those of a server of mean speed. The mean speed is
-        chosen such that 1 / slowness is 1 in the mean over servers. If servers then share all tasks in proportion to
-        their speed, each takes the same time: the whole work over the number of servers.
+        A server's *slowness* is the server's seconds for all tasks, over the seconds of a server of mean speed. The
+        mean speed is such that 1 / slowness is 1 in the mean over servers.
 
-        Example: of two servers, one takes 1 second for all tasks and the other 3. Their slowness is 2/3 and 2, and the
-        whole work is 1.5 seconds. Shared 3 to 1, each server takes 0.75 seconds.
+        Example: of two servers, one takes 1 second for all tasks and the other 3 seconds. Their slowness is 2/3 and 2,
+        and the work of all tasks is 1.5 seconds. If the servers share the tasks 3 to 1, each takes 0.75 seconds.
         """
-        # seconds [C, K]: of all tasks by each table; ratio [C, K]: these over the first table's; speeds [R, K]: a
-        # server's speed over the first table's; of_table [C, K]: the slowness of servers with each table. "both" [C, 2]
-        # has the factors that turn a table's seconds into work, for forward and for backward.
+        # seconds [C, K]: seconds of all tasks by each table. ratio [C, K]: seconds over the first table's seconds.
+        # speeds [R, K]: each server's speed, where the first table has 1. of_table [C, K]: the slowness of each table.
+        # both [C, 2]: the factors that turn a table's seconds into work, for forward and for backward.
         seconds = np.stack([table.per_direction(direction, q_rows, kv_rows).sum(axis=1) for table in self.tables])
         ratio = np.divide(seconds, seconds[:1], out=np.ones_like(seconds), where=seconds[:1] > 0)
         speeds = 1.0 / ratio[self._table]
@@ -110,7 +106,7 @@ class PoolCost(CostModel):
 
 
 def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
-    """Costs of a pool in which server r is speeds[r] times as fast as ``cost`` says of it, in both directions."""
+    """Returns ``cost`` with the seconds of server r divided by speeds[r], in both directions."""
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * len(speeds))
     each = [(number, float(speed)) for number, speed in zip(of_server, speeds, strict=True)]
     unlike = list(dict.fromkeys([(0, 1.0), *each]))
@@ -126,9 +122,9 @@ class ServerWork:
 
     Attributes:
         direction: the directions that are counted.
-        costs: by table, a cost model that gives work in place of seconds.
-        of_server: [R] index of each server's table; None if all servers are alike.
-        slowness: [K, R] a server's own seconds per second of work; None if all servers are alike.
+        costs: for each table, a cost model that gives work in place of seconds.
+        of_server: [R] index of each server's table; None if there is one table for all servers.
+        slowness: [K, R] seconds that a server takes for one second of work; None if there is one table for all servers.
     """
 
     direction: Direction
@@ -138,17 +134,17 @@ class ServerWork:
 
     @staticmethod
     def of(cost: CostModel, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """The work by ``cost``; these [N] tasks must be all that are to be computed."""
+        """Returns the work by ``cost``; the N tasks must be all tasks that the servers are to compute."""
         if isinstance(cost, PoolCost):
             return cost.work(direction, q_rows, kv_rows)
         return ServerWork(direction, (cost,))
 
     def same(self, server: int, other: int) -> bool:
-        """Whether two servers have the same table."""
+        """Whether two servers have one table."""
         return self.of_server is None or bool(self.of_server[server] == self.of_server[other])
 
     def on(self, server: int | np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[K, N] work of tasks, all on one ``server`` or each on its own of [N] servers."""
+        """Returns [K, N] work of tasks; ``server`` is one server for all tasks, or [N] with a server for each task."""
         if self.of_server is None:
             return self.costs[0].per_direction(self.direction, q_rows, kv_rows)
         if isinstance(server, np.ndarray):
@@ -156,7 +152,9 @@ class ServerWork:
         return self.costs[self.of_server[server]].per_direction(self.direction, q_rows, kv_rows)
 
     def of_few(self, start: Sequence[float], stop: Sequence[float], servers: int | Sequence[int]) -> list[list[float]]:
-        """[K][N] work of a few query ranges [start, stop), all on one server or each on its own, as lists."""
+        """Returns [K][N] work of a few query ranges [start, stop), as lists.
+
+        ``servers`` is one server for all ranges, or [N] with a server for each range."""
         rows = [b - a for a, b in zip(start, stop, strict=True)]
         if self.of_server is None:
             return self.costs[0].of_few(self.direction, rows, stop)
@@ -178,7 +176,7 @@ class ServerWork:
 def seconds_on(
     tables: Sequence[CostModel], number: np.ndarray, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray
 ) -> np.ndarray:
-    """[K, N] seconds of tasks; task n has the table with the index number[n]."""
+    """Returns [K, N] seconds of tasks; task n takes its seconds from tables[number[n]]."""
     found = np.zeros((2 if direction == "both" else 1, len(q_rows)))
     for each in np.unique(number).tolist():
         some = number == each

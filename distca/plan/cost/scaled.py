@@ -1,6 +1,6 @@
-"""A cost model whose seconds are another model's times a factor, the same at all lengths.
+"""A cost model that multiplies another model's seconds by constant factors.
 
-``at_speeds`` (pool.py) makes it for servers that are faster or slower than the measured GPU.
+It is, for example, the model of a GPU that is faster or slower than the measured GPU (``at_speeds`` in pool.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from distca.plan.cost.model import CostModel, Direction
 
 @dataclass(frozen=True)
 class ScaledCost(CostModel):
-    """Another model's seconds of attention, times one factor in forward and one in backward.
+    """The attention seconds of the model ``measured``, times a factor in forward and a factor in backward.
 
     Attributes:
-        measured: the other model.
+        measured: the model to scale.
         forward_factor, backward_factor: the factors, above 0.
-        shape, block, linear: those of the other model; the factors do not apply to linear layers.
+        shape, block, linear: fields of ``measured``. The factors do not apply to ``linear``, the seconds of linear
+            layers.
 
     Raises:
         PlanError: a factor is not above 0.
@@ -42,11 +43,11 @@ class ScaledCost(CostModel):
 
     @property
     def window(self) -> int:
-        """The number of keys that a query sees; 0 for all."""
+        """The number of keys that a query sees; 0 without a limit."""
         return int(getattr(self.measured, "window", 0))
 
     def factors(self, direction: Direction) -> list[float]:
-        """The factor of a direction in a list, or both, forward first."""
+        """Returns a list with the factor of the direction; for "both" with two factors, forward first."""
         both = [self.forward_factor, self.backward_factor]
         return {"both": both, "forward": both[:1], "backward": both[1:]}[direction]
 
@@ -69,12 +70,12 @@ class ScaledCost(CostModel):
         return [[factor * own for own in each] for factor, each in zip(self.factors(direction), seconds, strict=True)]
 
     def _column(self, direction: Direction, dimensions: int) -> np.ndarray:
-        """The factors along the first of several dimensions, to multiply an array of seconds with."""
+        """Returns the factors as an array with ``dimensions`` dimensions, all of size 1 but the first."""
         return np.array(self.factors(direction)).reshape(-1, *[1] * (dimensions - 1))
 
 
 def scaled(cost: CostModel, forward: float, backward: float) -> CostModel:
-    """``cost`` with its seconds multiplied by ``forward`` and ``backward``; ``cost`` itself if both are 1."""
+    """Returns ``cost`` with seconds multiplied by ``forward`` and ``backward``; ``cost`` itself if both are 1."""
     if forward == backward == 1.0:
         return cost
     if isinstance(cost, ScaledCost):
@@ -87,5 +88,5 @@ def scaled(cost: CostModel, forward: float, backward: float) -> CostModel:
 
 
 def slower_linears(rate: LinearRate | None, factor: float) -> LinearRate | None:
-    """The rate of linear layers that take ``factor`` times as long."""
+    """Returns the rate of linear layers that take ``factor`` times as long; None if ``rate`` is None."""
     return rate and LinearRate(rate.forward * factor, rate.backward * factor, rate.fp8)

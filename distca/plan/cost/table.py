@@ -1,14 +1,12 @@
 """A cost model that interpolates measured seconds of attention tasks; ``distca profile`` measures them.
 
-A *task* is a range of a document's queries with all keys up to them: ``q_rows`` queries and ``kv_rows`` keys. A table
-has the seconds of tasks on one GPU, kernel and shape of heads, at some values of both. The planner asks for the seconds
-of thousands of tasks many times. So :class:`TableCost` interpolates the table once, onto a finer grid. There the cell
-of a task follows from the bits of its row counts (:class:`_Lines`), without a search.
+A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A table has the
+seconds of tasks on one GPU, kernel and shape of heads, for some values of ``q_rows`` and ``kv_rows``. The planner asks
+for the seconds of thousands of tasks many times. So :class:`TableCost` interpolates the table once, onto a finer grid,
+and finds a task's cell in the grid without a search (:class:`_Lines`).
 
-All ranks that read the same file compute the same seconds, since their plans must be equal.
-
-Array legend: Q and V measured values of query rows and of k,v rows, K directions (forward, backward), N tasks, C grid
-cells.
+Array legend: Q measured values of ``q_rows``, V measured values of ``kv_rows``, K directions (forward, backward), N
+tasks, C grid cells.
 """
 
 from __future__ import annotations
@@ -27,30 +25,30 @@ from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.geometry import causal_pairs
 
 _STEPS = 8
-"""The number of equal steps of the fine grid between a power of two and the next. Measured points on grid lines keep
-their seconds; others are smoothed a little."""
+"""The number of equal steps of the fine grid between a power of two and the next power. Measured points on grid lines
+keep their seconds; measured points between grid lines are smoothed a little."""
 _FEW = 8
-"""The largest number of tasks that are computed in plain Python, which is faster for a few: 2 µs against numpy's 15 for
-one task, 12 against 19 for eight. Most calls of the scheduler have so few; with numpy alone a plan takes 10 to 20 %
-longer."""
+"""The largest number of tasks that are computed in plain Python. For one task Python takes 2 µs and numpy 15 µs; for
+eight tasks Python takes 12 µs and numpy 19 µs. With numpy alone a plan takes 10 to 20 % longer."""
 _PER_LINE = _STEPS / 2.0**52
-"""The bits of a float64, read as an integer, times this are the number of grid lines. The exponent begins at bit 52. So
-from a power of two to the next the integer grows by 2^52, and the number of lines by ``_STEPS``."""
+"""Grid lines per unit of a float64's bits, read as an integer. From a power of two to the next power this integer grows
+by 2^52, and the number of grid lines by ``_STEPS``."""
 
 
 @dataclass(frozen=True)
 class LoadFactors:
-    """Factors that correct a table, which was measured on batches of equal tasks, for mixed batches on a hot GPU.
+    """Factors on a table's seconds. The table was measured on batches of equal tasks; batches of mixed tasks differ.
 
-    Between lengths, factors are linear in log2 of k,v rows; beyond them they are constant. Array legend: L lengths.
+    Between two of the L lengths a factor is linear in log2 of k,v rows. Beyond the first and last length it is
+    constant.
 
     Attributes:
-        kv_rows: [L] increasing lengths.
-        forward: [L] positive factors.
-        backward: [L] positive factors.
+        kv_rows: [L] lengths in k,v rows, increasing.
+        forward: [L] factors above 0 on forward's seconds.
+        backward: [L] factors above 0 on backward's seconds.
 
     Raises:
-        PlanError: lengths do not increase, a factor is not positive, or there is not one for each length.
+        PlanError: lengths do not increase, a factor is not above 0, or the numbers of lengths and factors differ.
     """
 
     kv_rows: np.ndarray
@@ -69,25 +67,25 @@ class LoadFactors:
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> LoadFactors | None:
-        """The factors in the content of a table's file; None if it has none."""
+        """Returns the factors in the content of a table's file; None if the file has no factors."""
         found = content.get("load_factors")
         if found is None:
             return None
         return LoadFactors(*(np.asarray(found[key], np.float64) for key in ("kv_rows", "forward", "backward")))
 
     def at(self, kv_rows: np.ndarray) -> np.ndarray:
-        """[2, N] factors of forward and backward at [N] lengths."""
+        """Returns [2, N] factors of forward and backward at [N] lengths."""
         at, lengths = np.log2(kv_rows), np.log2(self.kv_rows)
         return np.stack([np.interp(at, lengths, factors) for factors in (self.forward, self.backward)])
 
 
 class TableCost(CostModel):
-    """Seconds of tasks, interpolated between measured ones.
+    """Seconds of tasks, interpolated between measured points.
 
-    Seconds are those of the formula of ``analytic.py`` times a *factor*: measured over analytic seconds. Between
-    measured points the factor is bilinear in (log2 q rows, log2 k,v rows); beyond them it is constant, so that seconds
-    follow the formula there. The factor is computed at the lines of the fine grid. Inside the grid's cells it is
-    bilinear in the rows themselves. So seconds are exact at measured points on grid lines, if ``load`` is None.
+    A task's seconds are the seconds by the formula of ``analytic.py`` times a *factor*. At a measured point the factor
+    is measured seconds over the formula's. Between measured points the factor is bilinear in log2 of q and k,v rows;
+    beyond the measured points it is constant. It is computed in this way at the crossings of the fine grid's lines, and
+    is bilinear in the rows inside a grid cell.
 
     Args:
         shape: heads of the attention layer that was measured.
@@ -95,23 +93,24 @@ class TableCost(CostModel):
         kv_rows: [V] k,v rows, increasing.
         forward_seconds: [Q, V] seconds that a task adds to a batch which fills the GPU; nan if q_rows > kv_rows, or if
             the point was not measured.
-        backward_seconds: [Q, V] the same for backward.
+        backward_seconds: [Q, V] seconds in backward, with nan as in forward.
         block: query rows of one kernel tile.
-        load: factors on all seconds, by k,v rows; None for none.
-        linear: seconds of matrix products on the same device; None if they were not measured.
-        window: the number of keys that a query sees in the measured layers; 0 for all.
+        load: factors on all seconds; None for no factors.
+        linear: seconds of matrix products on this GPU; None if they were not measured.
+        window: the number of keys that a query sees in the measured layers; 0 without a limit.
 
     Raises:
-        PlanError: an axis does not increase, or some column has no measured point.
+        PlanError: an axis does not increase, seconds are not above 0, shapes do not fit, or for some ``kv_rows`` no
+            point was measured.
 
     Attributes:
-        measured: the arrays from which it was made, by the names in :attr:`COLUMNS`.
+        measured: the four arrays of arguments, under the names in :attr:`COLUMNS`.
         load: the argument.
         window: the argument.
     """
 
     COLUMNS = ("q_rows", "kv_rows", "forward_seconds", "backward_seconds")
-    """The names of the measured arrays, as the files of tables have them."""
+    """The names of the measured arrays in a table's file."""
 
     def __init__(
         self,
@@ -144,14 +143,14 @@ class TableCost(CostModel):
                 _factors("backward", backward_seconds, self._base.backward(*grid)),
             )
         )
-        # "nodes" [K, q lines, kv lines]: the factor at each crossing of grid lines; "_best" [K]: the smallest of them.
+        # "nodes" [K, q lines, kv lines]: the factor at each crossing of grid lines; "_best" [K]: the smallest factor.
         self._q, self._kv = _Lines.over(q_axis), _Lines.over(kv_axis)
         nodes = _interpolated(factors, q_axis, kv_axis, self._q.rows, self._kv.rows)
         if load is not None:
             nodes = nodes * load.at(self._kv.rows)[:, None]
         self._best = nodes.min(axis=(1, 2))
-        # [2, 1] each, for q and k,v rows. The bits of rows, in lines, less "_zero" count from the first line.
-        # "_most" is the largest such count, and "_last" the index of the last cell.
+        # [2, 1] each, for q and k,v rows. A float64's bits times _PER_LINE, less "_zero", are its place in lines from
+        # the grid's first line. "_most" is the place of the last line, and "_last" the index of the last cell.
         lines = (self._q, self._kv)
         self._zero = np.array([[_STEPS * 1023.0 + x.first] for x in lines])
         self._most = np.array([[float(x.cells)] for x in lines])
@@ -172,9 +171,9 @@ class TableCost(CostModel):
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         if q_rows.ndim == 1 and len(q_rows) <= _FEW and not self.window:
             return np.array(self.of_few(direction, q_rows.tolist(), kv_rows.tolist()))
-        # "at" [2, N]: place of each task's q and k,v rows on the grid, in lines from the first one, limited to the
-        # grid. Its whole part is the "cell", the rest are dq and dkv, from 0 to 1. In a cell the factor is
-        # constant + by_q · dq + by_kv · dkv + by_both · dq · dkv. It is computed in place, without further arrays.
+        # "at" [2, N]: the place of each task's q and k,v rows on the grid, in lines from the first line. The whole part
+        # of a place is the "cell", and the fraction is dq or dkv. In a cell the factor is
+        # constant + by_q · dq + by_kv · dkv + by_both · dq · dkv, which is computed without further arrays.
         seconds = self._base.per_direction(direction, q_rows, kv_rows)
         at = np.array((q_rows, kv_rows), np.float64).reshape(2, -1)
         at = np.multiply(at.view(np.int64), _PER_LINE)
@@ -212,19 +211,19 @@ class TableCost(CostModel):
         return seconds
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """[K, N] seconds by the formula, times the table's smallest factor.
+        """Returns [K, N] seconds by the formula, times the table's smallest factor.
 
-        By the formula, cutting a task never makes it cheaper."""
+        By the formula, the parts of a task together take at least as long as the whole task."""
         best = {"forward": self._best[:1], "backward": self._best[1:]}.get(direction, self._best)
         return self._base.per_direction(direction, q_rows, kv_rows) * best[:, None]
 
 
 class _Lines:
-    """The lines of the fine grid along one axis, at (1 + i / _STEPS) times each power of two, i from 0 to _STEPS - 1.
+    """The lines of the fine grid along one axis.
 
-    Line number _STEPS · e + i is at 2^e · (1 + i / _STEPS) rows. These are the exponent of a float64 and the first bits
-    of its fraction, so the number of a line is read off the bits of its rows. Example with 8 steps: line 24 is at 8
-    rows and line 25 at 9 rows; 8.5 rows are at 24.5.
+    Line number _STEPS · e + i, with i from 0 to _STEPS - 1, is at 2^e · (1 + i / _STEPS) rows. A float64 has e in its
+    exponent and i in the first bits of its fraction. Example with 8 steps: line 24 is at 8 rows and line 25 at 9 rows;
+    8.5 rows are at 24.5.
 
     Attributes:
         first: number of the first line.
@@ -236,19 +235,19 @@ class _Lines:
 
     @staticmethod
     def over(axis: np.ndarray) -> _Lines:
-        """The lines from the one at or below the axis' first value to the one at or above its last; at least two."""
+        """Returns at least two lines, which enclose all values of ``axis``."""
         low, high = (_number(axis[[0, -1]])).tolist()
         first = int(np.floor(low))
         return _Lines(first, max(int(np.ceil(high)) - first, 1))
 
     @property
     def rows(self) -> np.ndarray:
-        """[cells + 1] rows of every line."""
+        """[cells + 1] float64, the rows at which each line lies."""
         line = self.first + np.arange(self.cells + 1)
         return np.exp2(line // _STEPS) * (1 + line % _STEPS / _STEPS)
 
     def place(self, rows: float) -> tuple[int, float]:
-        """Returns the cell that holds ``rows``, or the nearest one, and the place in the cell, from 0 to 1."""
+        """Returns the index of the cell nearest to ``rows``, and the place of ``rows`` in it, from 0 to 1."""
         # frexp gives rows = fraction · 2^exponent with a fraction of at least 1/2, so e is exponent - 1.
         fraction, exponent = math.frexp(rows)
         at = (exponent - 2 + 2 * fraction) * _STEPS - self.first
@@ -264,18 +263,18 @@ def _check_axis(name: str, axis: np.ndarray) -> None:
 
 
 def _number(rows: np.ndarray) -> np.ndarray:
-    """[N] line number of each value, with a fraction between lines.
+    """Returns [N] line numbers of ``rows``, with a fraction between lines.
 
-    The exponent in a float64's bits is e + 1023, so ``_STEPS`` · 1023 is subtracted."""
+    A float64 has e + 1023 in its exponent, so ``_STEPS`` · 1023 is subtracted."""
     return rows.view(np.int64) * _PER_LINE - _STEPS * 1023.0
 
 
 def _interpolated(
     factors: np.ndarray, q_axis: np.ndarray, kv_axis: np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray
 ) -> np.ndarray:
-    """[K, q_rows, kv_rows] factors at the given rows, from the [K, Q, V] factors at the axes' values.
+    """Returns [K, q_rows, kv_rows] factors at the given rows, from [K, Q, V] factors at the axes' values.
 
-    They are bilinear in the logarithms of rows, and constant outside the axes."""
+    Factors are bilinear in the logarithms of rows, and constant outside the axes."""
     q, dq = _cell(np.log2(q_axis), q_rows)
     kv, dkv = _cell(np.log2(kv_axis), kv_rows)
     q1, kv1 = np.minimum(q + 1, len(q_axis) - 1), np.minimum(kv + 1, len(kv_axis) - 1)
@@ -284,9 +283,9 @@ def _interpolated(
 
 
 def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[N] index of the interval of the ``axis`` that holds log2 of each value, and [N] the place in it, from 0 to 1.
+    """Returns for each of N ``rows`` the interval of ``axis`` that holds log2 of it, and the place there, from 0 to 1.
 
-    Values outside the axis are at its ends."""
+    Rows outside the axis are moved to the nearest end."""
     at = np.clip(np.log2(rows), axis[0], axis[-1])
     low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, max(len(axis) - 2, 0))
     width = axis[np.minimum(low + 1, len(axis) - 1)] - axis[low]
@@ -294,17 +293,18 @@ def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells(nodes: np.ndarray) -> np.ndarray:
-    """[4, K, C] terms of each cell's factor, from the [K, q lines, kv lines] factors at crossings of grid lines.
+    """Returns [4, K, C] terms of each cell's factor, from [K, q lines, kv lines] factors at crossings of grid lines.
 
-    They are the factor at the cell's first corner, and its rises along q, along k,v, and along both."""
+    Terms are the factor at the cell's first corner, and its rises along q, along k,v, and along both."""
     low, right = nodes[:, :-1, :-1], nodes[:, :-1, 1:]
     above, corner = nodes[:, 1:, :-1], nodes[:, 1:, 1:]
     return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(nodes), -1)
 
 
 def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """[Q, V] measured over analytic seconds. A point that was not measured takes the factor of the nearest one in its
-    column, which has the same k,v rows."""
+    """Returns [Q, V] measured ``seconds`` over the formula's seconds ``base``.
+
+    A point that was not measured takes the factor of the nearest measured point with equal k,v rows."""
     table = np.asarray(seconds, np.float64)
     if table.shape != base.shape:
         raise PlanError(f"The cost table's {name} seconds have shape {table.shape}; its axes ask for {base.shape}.")

@@ -1,8 +1,8 @@
 """Cost tables as JSON files: written, found by GPU, kernel and heads, and read.
 
-A *cost table* has the measured seconds of attention tasks, from which the planner interpolates (table.py). Tables that
-come with the package lie in the folder ``tables`` beside this file, and :func:`find_table` finds them there. Users can
-measure another one with `distca profile`. They put its file into that folder, or name it (:func:`open_table`).
+A *cost table* has measured seconds of attention tasks, from which the planner interpolates (table.py). The package has
+tables in the folder ``tables`` beside this file, where :func:`find_table` looks. `distca profile` measures other
+tables. Users can add such a file to the folder, or name the file in the settings (:func:`open_table`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
 """Keys that every file must have."""
 _SIZES = ("heads", "kv_heads", "head_dim", "value_dim", "value_bytes", "block", "window")
-"""Keys whose value must be a whole number of 1 to ``_LARGEST``; the last four keys may be left out."""
+"""Keys whose value must be a whole number of 1 to ``_LARGEST``; the last four keys may be missing."""
 _LARGEST = 1 << 20
-"""The largest value of a key in ``_SIZES``; a larger one is refused as a mistake, since models have far smaller
-ones."""
+"""The largest value of a key in ``_SIZES``. Larger values are refused as mistakes."""
 _SIDES = ("forward", "backward")
 
 
 def table_name(
     device: str, kernel: str, heads: int, kv_heads: int, head_dim: int, window: int = 0, value_dim: int = 0
 ) -> str:
-    """The file name of a table: ``h200_flash4_32x8x128.json``; for a window ``h200_flash4_32x8x128_w1024.json``; for
-    values narrower than keys ``h200_flash4_16x16x192-128.json``."""
+    """Returns the file name of a table, such as ``h200_flash4_32x8x128.json``.
+
+    With a window of 1,024 keys the name ends with ``_w1024.json``. Heads of 192 for keys and 128 for values become
+    ``192-128``."""
     short = re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia")).strip("-")
     dims = f"{head_dim}-{value_dim}" if value_dim else head_dim
     return f"{short}_{kernel}_{heads}x{kv_heads}x{dims}{f'_w{window}' if window else ''}.json"
 
 
 def write_table(path: Path, content: dict[str, Any]) -> None:
-    """Writes a table as JSON, with null for nan and each list of numbers in one line."""
+    """Writes a table as JSON. A nan becomes null, and each list of numbers is one line."""
     text = json.dumps(_plain(content), indent=1, allow_nan=False)
     flat = re.sub(r"\[\s+[^\[\]{}]*?\s+\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,20 +66,20 @@ def find_table(
     value_dim: int = 0,
     folder: Path = TABLES,
 ) -> TableCost | None:
-    """The measured costs of a device and kernel, or None if no table fits.
+    """Returns the measured costs of a device and kernel, or None if no table fits.
 
-    A table fits if it has the same device, kernel, window and head sizes, and as many query heads per key/value head.
-    It may have another number of heads: attention's time grows with it, so seconds are scaled. Of several fitting
-    tables the one with the nearest number of heads is taken.
+    A table fits if its device, kernel, window, head sizes and number of query heads per key/value head are equal to the
+    arguments. Its number of heads may differ: seconds are scaled. Of several fitting tables, the table with the nearest
+    number of heads is taken.
 
     Args:
-        device: the device's name, as torch.cuda.get_device_name() returns it: "NVIDIA H200".
+        device: the device's name from torch.cuda.get_device_name(), such as "NVIDIA H200".
         kernel: name of the kernel, such as "flash4".
         heads: query heads on one rank.
         kv_heads: key/value heads on one rank.
-        head_dim: size of a head.
-        window: the number of keys that a query sees; 0 for all.
-        value_dim: size of a head of values, if it is smaller; 0 for ``head_dim``.
+        head_dim: size of a query or key head.
+        window: the number of keys that a query sees; 0 without a limit.
+        value_dim: size of a value head; 0 stands for ``head_dim``.
         folder: the folder with the tables.
 
     Raises:
@@ -101,18 +102,17 @@ def find_table(
 
 
 def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value_dim: int = 0) -> TableCost:
-    """The measured costs in a file that the user names, scaled to the given number of heads.
-
-    The file must have the same head sizes, as many query heads per key/value head, and no window.
+    """Returns the measured costs in a file that the user names, scaled to the given number of heads.
 
     Raises:
-        PlanError: the file is not a usable table, or was measured for other heads or with a window.
+        PlanError: the file is not a usable table, has a window, or differs in head sizes or in the number of query
+            heads per key/value head.
     """
     content = _read(Path(path))
     if window := content.get("window", 0):
         raise PlanError(
-            f"The cost table {path} was measured for layers with a window of {window:,}, and one for layers without is "
-            "asked for; put it into the folder of tables, where layers with windows find theirs."
+            f"The cost table {path} was measured for layers with a window of {window:,}, but this setting names the "
+            f"table of layers without a window; put the file into {TABLES}, where tables of windows are looked for."
         )
     own = (content["heads"], content["kv_heads"], content["head_dim"], content.get("value_dim", 0))
     if own[2:] != (head_dim, value_dim) or own[0] * kv_heads != own[1] * heads:
@@ -125,20 +125,19 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value
 
 
 def _size(head_dim: int, value_dim: int) -> str:
-    """The sizes of heads in words, for messages."""
+    """Returns the sizes of heads in words, for messages."""
     return f"{head_dim} with values of {value_dim}" if value_dim else str(head_dim)
 
 
 def load_table(path: str | Path) -> TableCost:
-    """Reads a cost table with the heads that it was measured for. `distca profile` writes such a JSON file:
+    """Reads a cost table, a JSON file that `distca profile` writes, without scaling it to other heads.
 
-    - heads, kv_heads, head_dim, q_rows [Q] and kv_rows [V] must be there; block is 128 by default.
-    - forward_seconds and backward_seconds [Q][V] are the seconds that a task adds to a batch which fills the GPU. They
-      are null if q_rows > kv_rows.
-    - load_factors, if there, has [L] kv_rows and [L] factors forward and backward for mixed batches.
-    - linear, if there, has hidden, ffn, forward_s_per_token and backward_s_per_token of a layer's matrix products. Its
-      fp8, if there, has the factor of each scaling to FP8.
-    - Other keys describe the machine.
+    - heads, kv_heads, head_dim, q_rows [Q] and kv_rows [V] are required; block is 128 by default.
+    - forward_seconds and backward_seconds [Q][V] are required: the seconds that a task adds to a batch which fills the
+      GPU. An entry is null if q_rows > kv_rows.
+    - load_factors is optional: [L] kv_rows and [L] factors forward and backward for batches of mixed tasks.
+    - linear is optional: hidden, ffn, forward_s_per_token and backward_s_per_token of a layer's matrix products, and
+      under fp8 a factor for each scaling to FP8.
 
     Raises:
         PlanError: there is no such file, it lacks a key, or its table is not usable.
@@ -149,7 +148,7 @@ def load_table(path: str | Path) -> TableCost:
 
 @cache
 def _read_once(path: Path) -> dict[str, Any]:
-    """Reads a table of the package's folder, once per process."""
+    """Reads a file of the package's folder, once per process."""
     return _read(path)
 
 
@@ -174,7 +173,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> TableCost:
-    """The table, with seconds scaled to the given number of heads: they grow with it, as heads are independent."""
+    """Returns the table, with attention seconds scaled in proportion to the number of heads."""
     try:
         q_rows, kv_rows = (np.asarray(content[key], np.float64) for key in ("q_rows", "kv_rows"))
         scale = heads / content["heads"]
@@ -182,7 +181,7 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
         sizes = content["head_dim"], content.get("value_bytes", 2), content.get("value_dim", 0)
         shape = AttentionShape(heads, kv_heads, *sizes)
         block, load = content.get("block", 128), LoadFactors.of(content)
-        # The rate of matrix products is per weight, so it is not scaled.
+        # The rate of matrix products does not depend on the number of heads.
         return TableCost(
             shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content), content.get("window", 0)
         )
@@ -196,7 +195,7 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
 
 
 def _plain(value: Any) -> Any:
-    """The same value for JSON: arrays become lists, nan becomes None, floats are rounded to six digits."""
+    """Returns ``value`` for JSON: arrays become lists, nan becomes None, floats are rounded to six digits."""
     if isinstance(value, np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
 """Cost models that also count the time in which a task's rows travel, for servers without rows of their own.
 
-A *CA-task* is a range of a document's queries with all keys up to them, computed by a *server*: a rank that gets the
-rows from their *home*, the rank that holds them. Most servers are homes, too, and compute linear layers while rows
-travel. A server without rows waits instead. All ranks take part in all exchanges in one order, so the next rows do not
-leave before its last results are home. So the planner counts a part of the travel time as work of this server.
+A *task* is a range of a document's queries with all keys that the queries see. A *home* is a rank that holds rows of
+documents; a *server* is a rank that computes tasks on rows that homes send. Most servers are homes, too, and compute
+linear layers while rows travel. A server without rows of its own waits meanwhile. So the planner counts a part of the
+travel time as work of such a server.
 
 Array legend: R servers, K directions (forward, backward), N tasks.
 """
@@ -19,23 +19,19 @@ from distca.plan.cost.model import CostModel, Direction
 from distca.plan.cost.pool import PoolCost
 
 WAITED_FOR = 0.4
-"""The part of its rows' travel time, there and back, that counts as work of a server without rows.
-
-A layer has two plans, since its rows are computed in two parts, ping and pong, which travel beside each other's
-compute. A server waits about once a layer, so in each plan it waits for about half of the travel time. The part is
-smaller, because a plan counts the keys of each task, though a server may have them from another task. It was chosen by
-simulated speeds (benchmarks/results/simulated.md)."""
+"""The part of the rows' travel time, there and back, that counts as work of a server without rows of its own. It was
+chosen by simulated speeds (benchmarks/results/simulated.md)."""
 
 
 @dataclass(frozen=True)
 class TravellingCost(CostModel):
-    """Another model's seconds, plus seconds for each query row and each key/value row of the task.
+    """The seconds of the model ``kernel``, plus seconds for each query row and each key/value row of a task.
 
     Attributes:
-        kernel: the other model.
-        forward_rows: seconds for one query row and for one key/value row, in forward.
-        backward_rows: the same in backward.
-        shape, block, linear: those of the other model.
+        kernel: the model without travel time.
+        forward_rows: seconds to add in forward for one query row, and for one key/value row.
+        backward_rows: seconds to add in backward for one query row, and for one key/value row.
+        shape, block, linear: fields of ``kernel``.
     """
 
     kernel: CostModel
@@ -69,23 +65,24 @@ class TravellingCost(CostModel):
 
 
 def _travel(seconds: tuple[float, float], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-    """[N] seconds for the rows of tasks; 0 for tasks without queries."""
+    """Returns [N] seconds for the rows of tasks; 0 for tasks without queries."""
     return np.where(np.asarray(q_rows) > 0, seconds[0] * np.asarray(q_rows) + seconds[1] * np.asarray(kv_rows), 0.0)
 
 
 def with_travel(
     cost: PoolCost, has_rows: np.ndarray, bytes_per_s: np.ndarray, *, resend: bool, sinks: bool
 ) -> PoolCost:
-    """Returns ``cost`` with another table for each server without rows, which counts a part of the rows' travel time.
+    """Returns ``cost`` with travel time added for servers without rows of their own.
 
     Args:
-        cost: the seconds of the pool's kernels.
+        cost: the seconds of the servers' kernels.
         has_rows: [R] bool, whether a server has rows of its own.
-        bytes_per_s: [R] bytes per second that a server can receive, and send at the same time.
-        resend, sinks: as in :meth:`distca.plan.cost.model.AttentionShape.moved_bytes`.
+        bytes_per_s: [R] bytes per second that a server can receive while it sends as many.
+        resend: True if homes send q, k and v again in backward; False if servers have kept q, k and v.
+        sinks: whether heads have sinks, learned scores in the softmax, for which one more number per head travels.
     """
-    # "ways" has the bytes of a query row and of a key/value row, in forward and in backward. Servers with the same
-    # kernel and link share a table: "made" has its index.
+    # "ways" has the bytes of a query row and of a key/value row, in forward and in backward. "made" has the index of
+    # the new table for each old table and link speed.
     ways = [cost.shape.moved_bytes(direction, resend, sinks) for direction in ("forward", "backward")]
     tables, of_server = list(cost.tables), list(cost.of_server)
     made: dict[tuple[int, float], int] = {}

@@ -1,1 +1,1 @@
-"""Plans of recurrent layers (linear attention, SSM): the rows and states that travel between a document's pieces."""
+"""Plans of recurrent layers (linear attention, SSM): the rows and states that travel between ranks."""

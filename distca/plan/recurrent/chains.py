@@ -1,17 +1,16 @@
-"""The states of recurrent layers that travel between ranks, and the *chain* in which each rank puts them together.
+"""The states of recurrent layers (linear attention, SSM) that travel between ranks.
 
-A *piece* is a run of a document's rows on one rank in one *nano-batch*, ping or pong (pieces.py). It turns the state S
-before it into A·S + B. Its *transition* A and its *own state* B are its *summary*, which it can send before it knows S.
-A rank with a piece gets the summaries of all earlier pieces of the document. It applies them in order, and so finds the
-state before its piece. In backward the gradients of states go from a document's last piece to its first. So backward is
-planned in the same way, with the pieces in reverse order.
+A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
+nano-batch. A piece turns the state S before the piece into A·S + B. The *transition* A and the *own state* B are the
+piece's *summary*. A rank with a piece gets the summaries of all earlier pieces of the document. With them it computes
+the state before its own piece. In backward, gradients of states take the place of B, and pieces are in reverse order.
 
-The first piece of a document sends no transition, since there is no state before it. The last one sends no summary.
+The first piece of a document sends no transition, since there is no state before it. The last piece sends no summary.
 Example: a document has pieces on ranks 0, 1 and 2. Rank 0 sends B0 to ranks 1 and 2, and rank 1 sends A1 and B1 to rank
 2. The state before piece 1 is B0, and the state before piece 2 is A1·B0 + B1.
 
-An *exchange* is one transfer between all ranks. Array legend: P pieces in the direction's order, Q pairs of a piece and
-a rank that reads its summary, R ranks.
+An *exchange* is one transfer between all ranks. Array legend: P pieces in the direction's order; Q pairs of a piece and
+a rank that reads the piece's summary.
 """
 
 from __future__ import annotations
@@ -27,17 +26,14 @@ from distca.plan.sorting import expand
 
 @dataclass(frozen=True)
 class Link:
-    """One piece of a document in the chain of a rank.
-
-    The rank goes over the links in order. At a piece of its own it notes the state reached so far, which is the state
-    before that piece. Then it applies the piece's summary.
+    """One piece of a document, in the list of pieces over which a rank computes states.
 
     Attributes:
-        piece: the piece's number among the rank's pieces of the nano-batch; -1 if it is on another rank. It is also -1
-            for the document's first piece, which needs no state.
-        state: row of B among the own states that arrived here; -1 if the rank needs no state behind this piece.
-        transition: row of A among the transitions that arrived here; -1 for the document's first piece, and if the rank
-            needs no state behind this piece.
+        piece: the piece's number among this rank's pieces of the nano-batch, if this rank needs the state before the
+            piece. It is -1 for pieces of other ranks and for the first piece of a document.
+        state: row of B among the own states that arrived on this rank; -1 if the rank does not read the summary.
+        transition: row of A among the transitions that arrived on this rank. It is -1 if the rank does not read the
+            summary, and for the first piece of a document.
     """
 
     piece: int
@@ -51,11 +47,12 @@ class ChainRoute:
 
     Attributes:
         sends_state: numbers of this rank's pieces whose own state is sent, in the order of the exchange's source rows.
-        sends_transition: the same for transitions.
-        states: the exchange of own states, one row each.
-        transitions: the exchange of transitions, one row each.
-        chains: for each document whose summaries this rank reads, its number and its links in this nano-batch. Links of
-            the second nano-batch of the direction go on with the state that the first one reached.
+        sends_transition: numbers of this rank's pieces whose transition is sent, in the order of the exchange's source
+            rows.
+        states: the exchange of own states; each is one row.
+        transitions: the exchange of transitions; each is one row.
+        chains: for each document whose states this rank computes, the document's number and its links in this
+            nano-batch.
     """
 
     sends_state: np.ndarray
@@ -72,13 +69,13 @@ class ChainReads:
     In backward all pieces are in reverse order, and a document's last piece counts as its first.
 
     Attributes:
-        order: [P] index of each piece among the pieces by document and start.
+        order: [P] index of each piece in ``DocumentPieces``.
         document: [P] document of each piece.
         home: [P] rank of each piece.
         first: [P] bool, whether the piece is the first of its document.
         last: [P] bool, whether the piece is the last of its document.
-        piece: [Q] a piece whose summary is read; once for each rank that reads it.
-        reader: [Q] the rank that reads it, which may be the piece's own.
+        piece: [Q] a piece whose summary is read.
+        reader: [Q] the rank that reads the summary; it may be the piece's rank.
     """
 
     order: np.ndarray
@@ -91,7 +88,7 @@ class ChainReads:
 
     @staticmethod
     def of(pieces: DocumentPieces, backward: bool) -> ChainReads:
-        """All reads of a micro-batch, of summaries or in ``backward`` of gradients."""
+        """Returns all reads of a micro-batch."""
         order = np.arange(len(pieces))[:: -1 if backward else 1]
         first = (pieces.closes if backward else pieces.opens)[order]
         last = (pieces.opens if backward else pieces.closes)[order]
@@ -99,22 +96,21 @@ class ChainReads:
         return ChainReads(order, pieces.shards.document[order], home, first, last, *_readers(first, home, pieces.ranks))
 
     def sent(self, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the pieces among ``some`` [P] bool that send their own state, and those that also send their
-        transition, as indices."""
+        """Returns the indices of pieces in ``some`` [P] bool that send their own state, and that send a transition."""
         return np.flatnonzero(some & ~self.last), np.flatnonzero(some & ~self.last & ~self.first)
 
 
 def chain_routes(pieces: DocumentPieces, nano_batches: int, rank: int, backward: bool) -> tuple[ChainRoute, ...]:
-    """The routes of ``rank``, one for each nano-batch.
+    """Returns the parts of ``rank``, one for each nano-batch.
 
     Args:
         pieces: the pieces of the micro-batch.
-        nano_batches: number of its nano-batches.
+        nano_batches: number of nano-batches.
         rank: the rank whose part is returned.
         backward: whether gradients of states travel, from a document's last piece to its first.
     """
-    # Per nano-batch: "own" are this rank's pieces that need a state; "state_at" and "transition_at" tell, by piece, the
-    # row in which its summary arrives here. A piece in any of them gets a link, in the order of pieces.
+    # In each nano-batch, "own" are this rank's pieces that need a state. "state_at" and "transition_at" have for each
+    # piece the rows in which its B and A arrive on this rank. Pieces in "own" or "state_at" get links.
     reads = ChainReads.of(pieces, backward)
     order, document, home, first = reads.order, reads.document, reads.home, reads.first
     nano, number = pieces.nano[order], pieces.number[order]
@@ -141,12 +137,13 @@ def chain_routes(pieces: DocumentPieces, nano_batches: int, rank: int, backward:
 
 
 def _readers(first: np.ndarray, home: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs of a piece and a rank that reads its summary: [Q] pieces and [Q] ranks, by document and rank.
+    """Returns [Q] pieces and [Q] ranks that read the pieces' summaries.
 
-    A rank reads all pieces of a document before the last piece that it has itself. Example: a document's pieces lie on
-    ranks 0, 1, 0 and 2. Rank 0 reads the first two, rank 1 the first one, and rank 2 the first three."""
-    # Each pair of a document ("which") and a rank is one number, its "key". Pieces are sorted by key, and keep their
-    # order. So the last one of a key is the rank's last piece of the document ("ends"), and it reads [begin, ends).
+    A rank reads the summaries of all pieces that come before the rank's last piece of the document. Example: a
+    document's pieces 0, 1, 2 and 3 lie on ranks 0, 1, 0 and 2. Rank 0 reads pieces 0 and 1, rank 1 reads piece 0, and
+    rank 2 reads pieces 0, 1 and 2."""
+    # Each pair of a document ("which") and a rank has one number, the "key". "ends" has for each key the rank's last
+    # piece of the document. The rank reads pieces [begin, ends).
     begins = np.flatnonzero(first)
     which = np.cumsum(first) - 1
     key = which * ranks + home
@@ -163,17 +160,17 @@ def _exchange(
 
     Args:
         sent: indices of pieces that send a row.
-        piece: [Q] as in :class:`ChainReads`.
-        reader: [Q] as in :class:`ChainReads`.
+        piece: [Q] a piece whose row is read.
+        reader: [Q] the rank that reads the row.
         home: [P] rank of each piece.
         ranks: number of ranks.
         rank: the rank whose part is returned.
 
     Returns:
-        The rank's part; and by piece the row in which its summary arrives on the rank.
+        The rank's part of the exchange; and a dict with the row in which each piece's row arrives on the rank.
     """
-    # "source" [P]: row of each sent piece in its home's tensor, in the order of pieces; -1 for other pieces. Each
-    # reader gets its rows in the order of pieces, too.
+    # "source" [P]: the row of each sent piece in the tensor that its rank sends; -1 for other pieces. Rows are sent and
+    # received in the order of pieces.
     source = np.full(len(home), -1)
     source[sent] = numbered(home[sent])
     pairs = np.flatnonzero(source[piece] >= 0)

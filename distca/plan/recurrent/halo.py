@@ -1,15 +1,15 @@
-"""The halo of pieces: the rows before a piece that its causal convolution reads, and the ways on which they travel.
+"""The halo rows of recurrent layers (linear attention, SSM): which rows they are, and how they travel between ranks.
 
-A *piece* is a run of a document's rows on one rank in one *nano-batch*, ping or pong (pieces.py). Before the recurrence
-of a layer comes a convolution, which reads for each row the ``width`` rows before it. For a piece's first rows some of
-these belong to earlier pieces: the piece's *halo*. With a width of three the halo may lie on one rank. If pieces are
-short it may lie on three, and in both nano-batches.
+A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
+nano-batch. A recurrent layer begins with a causal convolution, which reads for each row the ``width`` rows before. So
+the piece's first rows need up to ``width`` rows of the document before the piece: the piece's *halo* rows. They may lie
+on several ranks and in both nano-batches.
 
-Each nano-batch has one *exchange*, a transfer between all ranks. It brings the nano-batch's rows to pieces that read
-them; ping's rows also go to pieces of pong. A rank gets each row once, even if several of its pieces read it. The rows
-that arrive lie one after the other, ping's before pong's, and each piece picks its halo from them.
+Each nano-batch has one *exchange*, a transfer between all ranks, which brings rows of this nano-batch to the pieces
+that read them. Ping's rows also go to pieces of pong. A rank gets each row once, even if several pieces read the row.
+Each piece picks its halo rows from all rows that have arrived; ping's rows come before pong's.
 
-Array legend: P pieces, H halo rows of all pieces, once for each piece. All arrays are int64.
+Array legend: P pieces; H pairs of a piece and one of its halo rows. Arrays are int64.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from distca.plan.sorting import expand
 
 @dataclass(frozen=True)
 class HaloRoute:
-    """One rank's part of the halo of one nano-batch.
+    """One rank's part of the halo rows of one nano-batch.
 
     Attributes:
-        given: [G] rows of this rank and nano-batch that some piece, on any rank, has in its halo; ascending. They are
-            the exchange's source tensor.
-        exchange: moves of given rows to the ranks whose pieces read them.
-        picked: [pieces that continue a document, width]. For each such piece of this rank and nano-batch, in the order
-            of rows, and each of the ``width`` positions before it: the number of that row among the rows that arrived
-            here. -1 stands for a position before the document's start.
+        given: [G] rows of this rank and nano-batch that are halo rows of some piece on any rank; ascending.
+        exchange: moves of the given rows to the ranks whose pieces read them.
+        picked: [pieces, width] for this rank's pieces in this nano-batch that are not the first of their document, in
+            the order of rows. An entry is the place of one of the ``width`` rows before the piece, among the rows that
+            arrived on this rank. It is -1 before the document's start.
     """
 
     given: np.ndarray
@@ -43,16 +42,16 @@ class HaloRoute:
 
 
 def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int) -> tuple[HaloRoute, ...]:
-    """The routes of ``rank``, one for each nano-batch.
+    """Returns the parts of ``rank``, one for each nano-batch.
 
     Args:
         pieces: the pieces of the micro-batch.
-        nano_batches: number of its nano-batches.
-        width: number of rows that the convolution reads before a row; its kernel's size less one.
+        nano_batches: number of nano-batches.
+        width: number of rows that the convolution reads before each row, which is its kernel's size less one.
         rank: the rank whose part is returned.
     """
-    # For each halo row of each piece, [H] each: the rank that sends it and its row there, the nano-batch in which it is
-    # sent, and the rank that reads it. (rank, row) is one number for np.unique, rank · span + row.
+    # [H] each: "sender" and "row" say where the halo row lies, "nano" in which nano-batch it travels, and "server"
+    # which rank reads it. For np.unique, sender and row become one number: sender · span + row.
     reader, source, position, slot = _reads(pieces, width)
     shards, ranks = pieces.shards, pieces.ranks
     sender, nano, server = shards.rank[source], pieces.nano[source], shards.rank[reader]
@@ -62,7 +61,7 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
     picked = [np.full((int((~pieces.opens[pieces.of_rank(rank, n)]).sum()), width), -1) for n in range(nano_batches)]
     for number in range(nano_batches):
         now = np.flatnonzero(nano == number)
-        # "given": the different (sender, row) of this nano-batch; "at": the number of each halo row among them. Each
+        # "given": the different (sender, row) of this nano-batch; "at": the place of each halo row in "given". Each
         # pair of a server and a given row travels once ("travels"), and rows arrive on a server in this order.
         given, at = np.unique(sender[now] * span + row[now], return_inverse=True)
         place = numbered(given // span)
@@ -76,7 +75,7 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
         )
         arriving = int((to == rank).sum())
         routes.append((given[given // span == rank] % span, exchange.of(rank, arriving, *[Segments.none()] * 2)))
-        # The rank's own pieces, of this nano-batch and of the next, note where each of their halo rows has arrived.
+        # Fills in "picked" of the rank's pieces in this nano-batch and the next.
         mine = np.flatnonzero(server[now] == rank)
         for later in range(number, nano_batches):
             some = mine[pieces.nano[reader[now[mine]]] == later]
@@ -87,9 +86,9 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
 
 
 def halo_rows(pieces: DocumentPieces, nano_batches: int, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Returns by nano-batch the home rank and the reading rank of each row that is sent in it, [N] each.
+    """Returns for each nano-batch the rank that holds and the rank that reads each halo row, [N] each.
 
-    A row counts once for each rank that reads it, even if the reader is its home. ``traffic.py`` counts with it."""
+    A row counts once for each rank that reads it, even if the reader holds the row."""
     reader, source, position, _ = _reads(pieces, width)
     shards, ranks = pieces.shards, pieces.ranks
     row = shards.row[source] + position - shards.start[source]
@@ -102,11 +101,11 @@ def halo_rows(pieces: DocumentPieces, nano_batches: int, width: int) -> tuple[tu
 def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns four arrays over the halo rows of all pieces, [H] each.
 
-    They are the piece that reads the row, the piece that has it, its position in the document, and its place among the
-    ``width`` rows before the reader. Example: the width is 3 and a piece starts at position 5. It reads the positions
-    2, 3 and 4, with the places 0, 1 and 2."""
-    # "readers" are the pieces that continue a document, and [first, start) the range of their halo. Each overlap of
-    # such a range with a piece is then written out row by row.
+    They are the piece that reads the row, the piece that has the row, the row's position in the document, and the row's
+    place among the ``width`` rows before the reading piece. Example: the width is 3 and a piece starts at position 5.
+    The piece reads positions 2, 3 and 4, which have places 0, 1 and 2."""
+    # "readers" are the pieces that are not the first of their document; [first, start) are the positions of their halo
+    # rows. Each overlap of such a range with a piece is then written out row by row.
     shards = pieces.shards
     readers = np.flatnonzero(~pieces.opens)
     start = shards.start[readers]
@@ -119,8 +118,6 @@ def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _among_continuing(pieces: DocumentPieces, rank: int, nano: int) -> np.ndarray:
-    """[N] for each piece of a rank and nano-batch, the number of pieces before it that continue a document.
-
-    So a piece that continues a document has its number among such pieces."""
+    """Returns for each piece of a rank and nano-batch the number of earlier pieces there that continue a document."""
     continues = ~pieces.opens[pieces.of_rank(rank, nano)]
     return np.cumsum(continues) - continues

@@ -1,11 +1,8 @@
-"""The pieces of documents over which a recurrent layer (linear attention, SSM) goes from one state to another.
+"""The pieces into which ranks and nano-batches cut the documents of a recurrent layer (linear attention, SSM).
 
-A recurrent layer reads a document from its first row to its last. A *home* is a rank that holds rows of documents. A
-micro-batch is processed as two *nano-batches*, ping and pong, with other rows each. A document may be cut over homes
-and over both. Each run of its rows that lies together, in one tensor, is a *piece*. Ping has the first rows of every
-document, so in each document all pieces of ping come before those of pong.
-
-The other files of this folder plan what travels between pieces: ``halo.py`` rows, ``chains.py`` states.
+A micro-batch runs in two *nano-batches*, ping and then pong. A document may be cut over ranks, and over ping and pong;
+all pieces in ping come before all pieces in pong. A *piece* is a run of a document's rows on one rank in one
+nano-batch. ``halo.py`` and ``chains.py`` plan the rows and states that travel between pieces.
 
 Array legend: P pieces. All arrays are int64 unless they say otherwise.
 """
@@ -27,9 +24,10 @@ class DocumentPieces:
     """The pieces of all documents of a micro-batch, sorted by (document, start).
 
     Attributes:
-        ranks: number of home ranks.
+        ranks: number of ranks that hold rows.
         nano: [P] nano-batch of each piece: 0 for ping, 1 for pong.
-        shards: [P] document of each piece, first position and one past the last, home rank, and first row there.
+        shards: [P] pieces, with their document, first position and one past the last position in the document, rank,
+            and first row in the rank's tensor.
     """
 
     ranks: int
@@ -38,12 +36,13 @@ class DocumentPieces:
 
     @staticmethod
     def of(layouts: Sequence[Layout]) -> DocumentPieces:
-        """The pieces of a micro-batch; ``layouts`` has the shards (cuts of documents) of its one or two nano-batches.
+        """Returns the pieces of a micro-batch.
 
-        Shards whose rows follow each other in the document and in the home's tensor are joined to one piece."""
-        # All shards are sorted by document and position. "joins" [S - 1] says whether a shard continues the one before
-        # it, in the same nano-batch, on the same rank, in the next row. "heads" are the first shards of pieces, "tails"
-        # the last ones.
+        ``layouts`` has for each nano-batch the shards of documents: their ranks and rows. Shards whose rows follow each
+        other in the document and in the rank's tensor become one piece."""
+        # Shards are sorted by document and position. "joins" says for each shard but the first whether it follows the
+        # shard before in the document, and in one nano-batch and tensor. "heads" are the first shards of pieces,
+        # "tails" the last shards.
         nano = np.concatenate([np.full(len(each.q), number) for number, each in enumerate(layouts)])
         columns = [np.concatenate(parts) for parts in zip(*(each.q.columns() for each in layouts), strict=True)]
         order = order_by(columns[0], columns[1])
@@ -66,13 +65,13 @@ class DocumentPieces:
 
     @cached_property
     def opens(self) -> np.ndarray:
-        """[P] bool: whether the piece is the first of its document; it begins without a state."""
+        """[P] bool, whether the piece is the first of its document."""
         document = self.shards.document
         return np.append(True, document[1:] != document[:-1])[: len(self)]
 
     @cached_property
     def closes(self) -> np.ndarray:
-        """[P] bool: whether the piece is the last of its document; its last state is not needed."""
+        """[P] bool, whether the piece is the last of its document."""
         document = self.shards.document
         return np.append(document[1:] != document[:-1], True)[: len(self)]
 
@@ -82,22 +81,21 @@ class DocumentPieces:
         return numbered(self.shards.rank * 2 + self.nano, self.shards.row)
 
     def of_rank(self, rank: int, nano: int) -> np.ndarray:
-        """Indices of the pieces of a rank and nano-batch, in the order of rows."""
+        """Returns the indices of the pieces of a rank and nano-batch, in the order of rows."""
         mine = np.flatnonzero((self.shards.rank == rank) & (self.nano == nano))
         return mine[np.argsort(self.shards.row[mine], kind="stable")]
 
 
 def numbered(group: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """[N] number of each element within its group, counted in the order of the keys.
+    """Returns [N], the number of each element within its group, counted in the order of the keys.
 
-    Elements with equal keys, and all elements without keys, keep their order. Example: the groups 7, 4, 7, 4 and 7 give
-    0, 0, 1, 1 and 2.
+    Elements with equal keys keep their order. Example: without keys, the groups 7, 4, 7, 4 and 7 give 0, 0, 1, 1 and 2.
 
     Args:
         group: [N] group of each element.
-        keys: [N] each, sort keys within a group.
+        keys: sort keys within a group, [N] each.
     """
-    # Elements are sorted by group and keys. An element's number is its place there less the place of its group.
+    # Elements are sorted by group and keys. An element's number is its place there less the place of its group's first.
     order = order_by(group, *keys)
     ordered = group[order]
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])

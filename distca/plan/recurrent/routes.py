@@ -1,9 +1,12 @@
-"""One rank's part of a micro-batch in a recurrent layer (linear attention, SSM): its pieces, their halo and states.
+"""The rows and states that a rank computes, sends and receives in a recurrent layer (linear attention, SSM).
 
-A *piece* is a run of a document's rows on one rank in one *nano-batch*, ping or pong. Its convolution reads a few rows
-before it, the *halo*. Its recurrence begins with the state that the pieces before it reach. Halo rows and states travel
-between ranks. Nothing is scheduled, since each piece is computed where it lies; so all of it follows from the layouts.
-``runtime/recurrent_routes.py`` brings these routes to the device.
+A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
+nano-batch, and is computed on this rank. Two things travel between ranks:
+
+- *halo* rows: the convolution of a piece's first rows reads a few rows of the document before the piece.
+- *summaries*: a piece turns the state S before the piece into A·S + B. A summary is A and B.
+
+All of this follows from the layouts, which say where documents lie.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ class PieceRoute:
         end: [P] int64 one past the last row of each piece.
         opens: [P] bool, whether the piece is the first of its document.
         closes: [P] bool, whether the piece is the last of its document.
-        halo: moves of halo rows that this nano-batch sends, and the halo of its pieces.
-        forward: moves of summaries, which give the states before these pieces.
-        backward: the same for the gradients of the states behind these pieces.
+        halo: moves of halo rows in this nano-batch, and the halo rows of its pieces.
+        forward: moves of summaries.
+        backward: moves of gradients of states, and of A.
     """
 
     ranks: int
@@ -48,17 +51,17 @@ class PieceRoute:
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """(First row, one past the last) of each piece."""
+        """The first row of each piece, and one past its last row."""
         return list(zip(self.begin.tolist(), self.end.tolist(), strict=True))
 
 
 def piece_routes(layouts: Sequence[Layout], rank: int, halo_rows: int) -> tuple[PieceRoute, ...]:
-    """The parts of ``rank`` in a micro-batch, one for each nano-batch.
+    """Returns the parts of ``rank`` in a micro-batch, one for each nano-batch.
 
     Args:
         layouts: for each nano-batch, the ranks and rows on which documents lie.
         rank: the rank whose part is returned.
-        halo_rows: number of rows that a layer's convolution reads before a row; its kernel's size less one.
+        halo_rows: number of rows that the convolution reads before each row, which is its kernel's size less one.
     """
     pieces = DocumentPieces.of(layouts)
     nano_batches = len(layouts)

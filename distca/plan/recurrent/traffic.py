@@ -1,11 +1,13 @@
-"""Counts of the rows and summaries that recurrent layers (linear attention, SSM) compute and move, for all ranks.
+"""Counts of the rows and states that recurrent layers (linear attention, SSM) compute and move, for all ranks.
 
-A *piece* is a run of a document's rows on one rank in one *nano-batch*, ping or pong (pieces.py). A document's pieces
-depend on each other: a convolution reads a few rows before a piece, its *halo*. A recurrence turns the state S before a
-piece into A·S + B, with the *transition* A and the *own state* B, its *summary*. The simulator and the records of steps
-ask for these counts, which follow from the layouts of documents alone.
+A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
+nano-batch. Two things travel between ranks:
 
-Array legend: R ranks.
+- *halo* rows: the convolution of a piece's first rows reads a few rows of the document before the piece.
+- *summaries*: a piece turns the state S before the piece into A·S + B, where A is the *transition* and B the *own
+  state*. A summary is A and B.
+
+The simulator and the records of steps, for example, use these counts. Array legend: R ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from distca.plan.recurrent.pieces import DocumentPieces
 
 @dataclass(frozen=True)
 class Summaries:
-    """The summaries of one nano-batch, forward; or in backward, the gradients of states with the transitions.
+    """The summaries of one nano-batch in one direction. In backward, gradients of states stand for own states.
 
     Attributes:
-        states: own states that travel between ranks, by pair of ranks, one row each.
-        transitions: transitions that travel between ranks, by pair of ranks, one row each.
-        read: [R] int64 number of own states that each rank applies to find its states, also those of its own pieces.
+        states: number of own states that travel between each pair of ranks.
+        transitions: number of transitions that travel between each pair of ranks.
+        read: [R] int64 number of own states that each rank applies, of its own pieces or of other ranks'.
         read_transitions: [R] int64 number of transitions that each rank applies.
     """
 
@@ -40,11 +42,11 @@ class Summaries:
     read_transitions: np.ndarray
 
     def travelling_bytes(self, what: Recurrence) -> int:
-        """Bytes that travel between ranks in one layer."""
+        """Returns the bytes that travel between ranks in one layer with recurrence ``what``."""
         return self.states.total * what.state_bytes + self.transitions.total * what.transition_bytes
 
     def read_bytes(self, what: Recurrence) -> np.ndarray:
-        """[R] bytes of all summaries that each rank applies in one layer."""
+        """Returns [R] bytes of all summaries that each rank applies in one layer with recurrence ``what``."""
         return np.asarray(self.read * what.state_bytes + self.read_transitions * what.transition_bytes)
 
 
@@ -59,9 +61,9 @@ class RecurrentNano:
         last: [R] int64 rows in last pieces of documents with several pieces.
         continuing: [R] int64 number of pieces that are not the first of their document.
         between: [R] int64 number of pieces that are neither first nor last.
-        halo: halo rows that travel between ranks, by pair of ranks.
-        forward: the summaries.
-        backward: the gradients of states, with transitions.
+        halo: number of halo rows that travel between each pair of ranks.
+        forward: summaries in forward.
+        backward: summaries in backward.
     """
 
     only: np.ndarray
@@ -75,17 +77,19 @@ class RecurrentNano:
     backward: Summaries
 
     def travelling_bytes(self, what: Recurrence, value_bytes: int = 2) -> int:
-        """Bytes that travel between ranks in one layer, forward and backward; ``value_bytes`` are those of a number."""
+        """Returns the bytes that travel between ranks in one layer, forward and backward together.
+
+        ``value_bytes`` are the bytes of one number of a halo row."""
         states = self.forward.travelling_bytes(what) + self.backward.travelling_bytes(what)
         return states + 2 * self.halo.total * what.channels * value_bytes
 
 
 def recurrent_nanos(layouts: Sequence[Layout], width: int) -> tuple[RecurrentNano, ...]:
-    """The rows and summaries of a micro-batch, one entry for each nano-batch.
+    """Returns the counts of a micro-batch, one entry for each nano-batch.
 
     Args:
         layouts: for each nano-batch, the ranks and rows on which documents lie.
-        width: number of rows that the convolution reads before a row.
+        width: number of rows that the convolution reads before each row.
     """
     pieces, nano_batches = DocumentPieces.of(layouts), len(layouts)
     ranks, shards = pieces.ranks, pieces.shards
@@ -121,7 +125,7 @@ def recurrent_nanos(layouts: Sequence[Layout], width: int) -> tuple[RecurrentNan
 
 
 def _summaries(pieces: DocumentPieces, nano_batches: int, backward: bool) -> list[Summaries]:
-    """The summaries of each nano-batch in one direction."""
+    """Returns the summaries of each nano-batch in one direction."""
     reads = ChainReads.of(pieces, backward)
     nano, ranks = pieces.nano[reads.order], pieces.ranks
     home, reader = reads.home[reads.piece], reads.reader
