@@ -29,14 +29,14 @@ row that both nano-batches read is rounded twice."""
 
 
 class Scheduler(Protocol):
-    """A function that plans one nano-batch of a phase: it chooses the server of each query row."""
+    """A function that plans one nano-batch: it chooses the server of each query row."""
 
     def __call__(self, layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         """Returns the plan of ``layout``, over all ranks.
 
         Args:
             layout: the homes of the nano-batch's rows.
-            direction: the directions that the plan levels.
+            direction: forward, backward or both, whichever the plan should level.
             beside: [R] seconds of other work that servers do at the same time.
         """
         ...
@@ -57,11 +57,11 @@ class Price:
     bytes: int
 
     def beats(self, other: Price) -> bool:
-        """Returns whether to place both nano-batches together, if this is the price of it and ``other`` is the price of
-        each nano-batch by itself.
+        """Compares this price of placing both nano-batches together with the ``other``, of placing each by itself.
 
-        They are placed together in two cases. In the first, no row then travels and attention takes no longer. In the
-        second, ranks otherwise wait for transfers, and placing together saves time without more bytes."""
+        Returns True in two cases. In the first, placing together lets no row travel, and attention takes no longer. In
+        the second, ranks would wait for transfers with the other placement, and placing together saves time without
+        more bytes."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
@@ -102,8 +102,8 @@ def cheaper(
         together: places both nano-batches together.
         planned: returns the forward and the backward plan of a layout.
         price: returns the price of all nano-batches' plans.
-        whole: whether no document has clearly more work than a rank should. Then no row may have to travel if both are
-            placed together.
+        whole: whether no document has clearly more work than a rank should. Placing both together may then let no row
+            travel.
     """
     apart = by_nano_batch()
     before = price([planned(layout) for layout in apart])

@@ -1,8 +1,8 @@
 """The geometry of causal masks: which keys a query range sees, and how many query-key pairs it has.
 
 A query range is the rows [start, stop) of one document, also written [kv_rows - q_rows, kv_rows). The query at position
-p sees the keys [0, p], or with a window w the last w of these. A *pair* is a query and a key that it sees. Example: the
-range [2, 4) has 3 + 4 = 7 pairs.
+p sees the keys [0, p], or with a window w the last w of these. A *pair* is a query and a key that this query sees.
+Example: the range [2, 4) has 3 + 4 = 7 pairs.
 
 Functions over ``Rows`` take a number or an array; for a few ranges plain numbers are faster. Array legend: N ranges.
 """
@@ -41,6 +41,8 @@ def pairs(q_rows: np.ndarray, kv_rows: np.ndarray, window: int = 0) -> np.ndarra
     full = causal_pairs(q, kv_rows)
     if not window:
         return full
+    # The window hides T(kv - w) pairs from the queries [0, kv), where T(n) = 1 + 2 + ... + n. Of these pairs,
+    # T(kv - q - w) belong to queries before the range.
     beyond = np.maximum(np.asarray(kv_rows, np.float64) - window, 0)
     in_front = np.maximum(kv_rows - q - window, 0)
     return full - 0.5 * (beyond * (beyond + 1) - in_front * (in_front + 1))

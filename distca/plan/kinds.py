@@ -22,7 +22,7 @@ class AttentionKind:
 
     Attributes:
         scale: factor on the products of queries and keys.
-        window: most keys that a query sees, with its own key; 0 if it sees all keys up to its own position.
+        window: most keys that a query sees, with its own key; 0 for all keys up to its own position.
         softcap: limit of the scores; 0 for none.
         sink: whether each head has a learned extra score in the softmax, which has no value and so adds nothing to o.
 
@@ -59,7 +59,7 @@ def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[in
     """Returns, for each layer, the number of keys that a query sees; 0 for all keys up to its own position.
 
     Args:
-        layer_types: "full" or "window" for each layer; it is repeated if there are more layers.
+        layer_types: "full" or "window" for each layer; the list is repeated if there are more layers.
         window: keys that a query sees in layers of type window.
         layers: number of the model's layers.
     """

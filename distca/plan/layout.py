@@ -8,8 +8,8 @@ A document may have its first rows in ping and its last rows in pong. The querie
 of the first rows too. In pong's layout these rows are *carried*: they stay on the ranks that have them since ping.
 
 Example: a document of 6 rows on two ranks, cut at row 4. In ping, rank 0 has rows 0 and 1, and rank 1 has rows 2 and 3.
-In pong, rank 0 has row 4 and rank 1 has row 5. Then the k,v rows of pong are 0, 1, 4 on rank 0, and 2, 3,
-5 on rank 1. Of these, rows 0 to 3 are carried.
+In pong, rank 0 has row 4 and rank 1 has row 5. Then the k,v rows of pong are 0, 1, 4 on rank 0, and 2, 3, 5 on rank 1.
+Rows 0 to 3 are carried.
 
 Array legend: D documents of the micro-batch, S shards, R ranks, N ranges. All arrays are int64.
 """
@@ -71,8 +71,8 @@ def overlaps(
     Returns:
         Three arrays with an element for each pair: index of the range, index of the shard, rows in common.
     """
-    # The shards of a range follow each other: "count" shards, from index "low" on. If a document has one shard, this is
-    # it. Otherwise the ends of the range are searched, where (document, position) is one number: document * span +
+    # The shards of a range follow each other: "count" shards, from index "low" on. If a document has several shards,
+    # the ends of the range are searched. For the search, (document, position) is one number, document * span +
     # position.
     shards_of = np.bincount(shards.document, minlength=int(document.max(initial=-1)) + 1)
     low = (np.cumsum(shards_of) - shards_of)[document]
@@ -95,8 +95,7 @@ def overlaps(
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The rows that are computed in one nano-batch, and their homes; also the k,v rows that they need, and the homes of
-    these.
+    """The rows that one nano-batch computes, the k,v rows that it needs for these, and the homes of all.
 
     A layout is equal only to itself, so that it can be a key of a dictionary.
 

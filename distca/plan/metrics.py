@@ -93,10 +93,10 @@ class Traffic:
         return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
     def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
-        """Returns [R] int64 bytes that every rank sends, or receives if that is more, until results are back home.
+        """Returns [R] int64 bytes that every rank sends or receives, whichever is more.
 
-        A query row takes ``q_out`` bytes to the server and ``q_back`` bytes home. A key/value row takes ``kv_out``
-        bytes to the server."""
+        A query row takes ``q_out`` bytes to the server, and its result ``q_back`` bytes home. A key/value row takes
+        ``kv_out`` bytes to the server."""
         kv_sent, kv_received = self.kv.sent + self.relay.sent, self.kv.received + self.relay.received
         sent = self.q.sent * q_out + self.q.received * q_back + kv_sent * kv_out
         received = self.q.received * q_out + self.q.sent * q_back + kv_received * kv_out
@@ -175,17 +175,18 @@ def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
     """Returns the least seconds that the slowest server can need, whatever the plan.
 
-    It is the larger of two bounds. The first is the time of all work, if servers share it by their speed. The second is
-    the time of the longest document's last query row, which one server computes. "both" adds the bounds of forward and
-    backward.
+    The result is the larger of two bounds. The first is the time of all work, if servers share it by their speed. The
+    second is the time of the longest document's last query row, which one server computes. "both" adds the bounds of
+    forward and backward.
 
     Args:
         layout: the nano-batch.
         cost: seconds per task.
         direction: forward, backward or both.
     """
-    # For each cost table and direction, "work" is the seconds of all documents on one server, and "row" of the dearest
-    # last row. A server does the fraction 1 / work of everything in a second; "speed" is the sum over all servers.
+    # For each cost table and direction, "work" is the seconds of all documents on one server, and "row" the seconds of
+    # the dearest last row. A server does the fraction 1 / work of everything in a second; "speed" is the sum over all
+    # servers.
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * layout.ranks)

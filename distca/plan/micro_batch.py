@@ -54,8 +54,7 @@ class Bytes:
 
     Attributes:
         q: query rows to servers, in forward.
-        o: output rows back home, in forward. If backward resends rows, the log-sum-exp of their scores is counted here
-            too.
+        o: output rows back home, in forward; also the log-sum-exp of each row's scores, if homes need it.
         kv: key and value rows to servers, in forward.
         backward: all rows and gradients of backward.
     """
@@ -207,7 +206,7 @@ def plan_micro_batch(
         lengths: [D] tokens per document.
         ranks: number of ranks, which are both homes and servers.
         cost: seconds per task.
-        rank_of: [D] home rank of every document, if documents must stay whole; None lets them span ranks.
+        rank_of: [D] home rank of every document, if documents must stay whole; None lets documents span ranks.
         tolerance: how far the slowest server may be above the mean, as a part of the mean.
         options: other options of :class:`distca.plan.options.PlanOptions`.
 

@@ -4,13 +4,13 @@ A *server* is a rank that computes attention; the *home* of a row is the rank th
 straight from home. A row of keys and values may take two hops: it crosses the network once to each node, to one server
 called the *gateway*, which hands the row on to other servers of the node.
 
-A home rank holds *shards*, ranges of documents. A server that reads a shard reads its first rows, up to some row. So
-the server of a node that reads most of a shard has the rows of all others, and becomes the gateway. Example: home 0 on
-node A has rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8 gets 10
-rows from home 0, and server 9 gets 6 rows from server 8.
+A home rank holds *shards*, ranges of documents. A server that reads a shard reads the shard's first rows, up to some
+row. So the server of a node that reads most of a shard has the rows of all others, and becomes the gateway. Example:
+home 0 on node A has rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8
+gets 10 rows from home 0, and server 9 gets 6 rows from server 8.
 
-Of several servers that read most, the gateway is the one with the home rank's number inside its node, or the next after
-that. So gateways are spread over ranks as homes are.
+If several servers read most, the gateway is the server whose number inside its node equals the home rank's, or the next
+one. So gateways are spread over ranks as homes are.
 """
 
 from __future__ import annotations

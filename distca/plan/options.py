@@ -39,7 +39,8 @@ class PlanOptions:
         align: rows of a nano-batch on a rank are a multiple of this, on all ranks but the last; itself a multiple of
             ``shares``.
         shares: tensor-parallel ranks that split the rows of a home; 1 without sequence parallelism.
-        resend: whether homes send rows again for backward, which then has a plan of its own. True with several stages.
+        resend: whether homes send rows again for backward, which then has a plan of its own; must be True with several
+            stages.
         disaggregate: False computes the attention of every row at its home.
         tolerance: how far the slowest server may be above the mean, as a part of the mean; None takes a value for the
             number of servers.
@@ -52,10 +53,9 @@ class PlanOptions:
         server_gb_s: GB/s over the network of a server without a model; 0 takes the rate of ``links``.
         scheduler: plans one nano-batch, for tests; None takes the default scheduler.
 
-    Raises:
-        PlanError: a size is below 1; there are servers without a model, but attention stays at home; their rate is
-        negative. Cost tables do not match the servers, factors the homes, or costs the kinds. Several stages keep rows
-        for backward, or have unequal numbers of layers. A layer's kind is unknown.
+    Raises: PlanError: a size is below 1; ``servers`` is negative, or not 0 while attention stays at home;
+    ``server_gb_s`` is negative. Several stages keep rows for backward, or have unequal numbers of layers. There are too
+    few or too many cost tables, factors or costs. A layer's kind is unknown.
     """
 
     ranks: int

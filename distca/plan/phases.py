@@ -162,7 +162,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
-    growth: Growth = {}  # how much cuts made all work grow, from each plan of the step to the next
+    growth: Growth = {}  # # passed from each plan of the step to the next
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)

@@ -1,4 +1,4 @@
-"""Plans: the rank that computes the attention of each query row of a nano-batch, and the k,v rows that travel for it.
+"""Plans: the rank that computes the attention of each query row of a nano-batch, and the k,v rows that ranks need.
 
 A *nano-batch* is a whole micro-batch, or one of its two parts. A *layout* says which rank, its *home*, holds each row
 of a nano-batch. A *server* is a rank that computes attention; a *task* is a range of query rows of one document on one
@@ -119,8 +119,8 @@ class Plan:
             before: the tasks of the previous nano-batch.
             last: the last task of each context.
 
-        Returns:
-            [L] number of a document's first rows that the server has; and [L] row of its buffer at which they begin.
+        Returns: [L] number of a document's first rows that the server has; and [L] where these rows begin in the
+        server's buffer.
         """
         assert not any(self.windows), "kinds with a window keep no rows of the nano-batch before"
         # "kept" has the last task of each document on each server. For the server and document of each context, "stop"

@@ -1,4 +1,4 @@
-"""The formula of a recurrent layer, of which known layers are cases.
+"""The formula of a recurrent layer; known layers are cases of this formula.
 
 A recurrent layer takes the place of attention. Each row reads and changes a *state*, instead of looking at all rows
 before. For each head, with the state S of shape [K, V] and for one row after the other:
@@ -34,7 +34,7 @@ class Recurrence:
             state.
         normalise: whether heads of q and k are divided by their norm.
         decay_by_channel: whether g is a number for each channel of k, or for each head.
-        kernel: width of the convolution: a row and the rows before it.
+        kernel: rows that the convolution reads for one row: this row and the ``kernel`` - 1 rows before.
         columns: the order of q, k and v among the convolution's channels.
     """
 
@@ -51,7 +51,7 @@ class Recurrence:
 
     @staticmethod
     def gated_delta_net(key_heads: int, heads: int, key_dim: int, value_dim: int, kernel: int = 4) -> Recurrence:
-        """Returns the core of a gated delta net (arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it."""
+        """Returns the formula of a gated delta net (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5."""
         return Recurrence(key_heads, heads, key_dim, value_dim, key_dim**-0.5, kernel=kernel)
 
     @staticmethod
@@ -103,8 +103,8 @@ class Recurrence:
     def transition_shape(self) -> tuple[int, int, int]:
         """Returns the shape of a piece's transition.
 
-        With the delta rule, which mixes the channels of k, it is a matrix for each head. Otherwise it is the fraction
-        of the state that remains, for each channel of k or for each head."""
+        The delta rule mixes the channels of k, so the transition is a matrix for each head. Otherwise the transition is
+        the fraction of the state that remains, for each channel of k or for each head."""
         if self.delta:
             return self.heads, self.key_dim, self.key_dim
         return self.heads, self.key_dim if self.decay_by_channel else 1, 1

@@ -39,9 +39,9 @@ class Route:
         ranks: number of ranks in the plan.
         q: exchange of query rows; o takes the way back.
         kv: exchange of key and value rows that come straight from home.
-        relay: exchange of the rows that gateways hand on, after ``kv`` in forward and before it in backward. Here
-            gateways are the homes, and their server buffers are the home tensors. None if all rows of the plan come
-            straight from home.
+        relay: exchange of the rows that gateways hand on; it follows ``kv``, and comes before ``kv`` on the way back.
+            Here gateways are the homes, and their server buffers are the home tensors. None if all rows of the plan
+            come straight from home.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' k,v regions.
         kind: [T] int64 number of every task's kind of layer; tasks of one kind need not be together.

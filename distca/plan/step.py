@@ -8,8 +8,8 @@ stages. Without pipeline stages a phase is the forward or the backward of one mi
 Stage s runs the forward of micro-batch m in forward phase m + s. With p stages it runs the backward of m in backward
 phase m + (p − 1) − s. Backward phase k runs right after forward phase k + p − 1.
 
-Ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model
-follow. Every training process plans by itself, and gets the same plan from the same lengths.
+Ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model come last. Every
+training process plans by itself, and gets the same plan from the same lengths.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WHOLE = 1.05
 (:func:`distca.plan.choice.cheaper`)."""
 _LONGER = 1.02
 """If documents are dealt over micro-batches anew, a micro-batch may have this many times the tokens of the longest
-before. Without the few more tokens, two documents as long as the context would not fit together."""
+micro-batch before. Otherwise two documents as long as the context would not fit together."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def plan_step(
 
     Raises:
         PlanError: there is no micro-batch; lengths cannot be laid out; ``room`` has another number of micro-batches; or
-        both ``room`` and ``homes`` are given.
+            both ``room`` and ``homes`` are given.
     """
     if not len(lengths):
         raise PlanError("A step has at least one micro-batch, and this one has none.")

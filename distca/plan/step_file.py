@@ -1,8 +1,8 @@
 """A file with the inputs of a step's plan: document lengths and all options.
 
 If planning fails in a training, the step's inputs are written to such a file, and ``distca plan`` can plan the step
-again elsewhere. Servers without a model plan steps from the same inputs, :class:`StepInputs`. The file is
-JSON with plain numbers, and has no token ids. A scheduler that replaces the default one is not written.
+again elsewhere. Servers without a model plan steps from the same inputs, :class:`StepInputs`. The file is JSON with
+plain numbers, and has no token ids. A scheduler in place of the default one is not written.
 """
 
 from __future__ import annotations

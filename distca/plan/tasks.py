@@ -21,9 +21,9 @@ class Tasks:
 
     Attributes:
         document: [T] index of the document in the micro-batch.
-        stop: [T] one past the last query position. The task reads the k,v rows before it, [0, stop); a window leaves
-            out the first of these.
-            leaves out the first.
+        start: [T] first query position.
+        stop: [T] one past the last query position. The task reads the k,v rows before this position; a window leaves
+            out the first of them.
         server: [T] rank that computes the task.
     """
 
@@ -45,8 +45,8 @@ class Tasks:
 
     @property
     def last_on_server(self) -> np.ndarray:
-        """Returns [T] bool: whether a task is the last task of its document on its server. Without windows, it reads
-        all k,v rows that the document's other tasks on this server read."""
+        """Returns [T] bool: whether a task is the last task of its document on its server. Without a window, such a
+        task reads all k,v rows that the document's other tasks on this server read."""
         differs = (self.document[1:] != self.document[:-1]) | (self.server[1:] != self.server[:-1])
         return np.append(differs, True)[: len(self)]
 
