@@ -1,8 +1,8 @@
-"""Writes a model that is spread over many ranks as one Hugging Face folder, at the end of a run.
+"""Writes a model that is spread over many ranks as one Hugging Face folder.
 
-Each pipeline stage writes files of its own layers. For each parameter the ranks of a stage send their shares to each
-other. The stage's first rank joins the shares to the folder's tensors by the parameter's *slot* (``slots.py``) and
-writes them. So no rank holds the whole model.
+Each pipeline stage writes files with its own layers. A rank has a *share* of each parameter: the tensor-parallel part,
+or a weight of one of its own experts. For one parameter after the other, the ranks of a stage exchange their shares.
+One rank of the stage makes the folder's tensors from the shares (``slots.py``), and writes the tensors.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ def export_weights(
     folder: Path,
     values: Values = torch.Tensor.detach,
 ) -> None:
-    """Writes the model's folder; all ranks call it together.
+    """Writes the model's folder; all ranks call this function together.
 
-    A rank that writes holds one file at a time in host memory. It also holds all experts of a layer if the folder has
-    them in one tensor.
+    A rank that writes has one file at a time in host memory. If the folder stacks all experts of a layer in one tensor,
+    that tensor is in host memory too.
 
     Args:
         model: this rank's part of the model, on its device.
         exported: the description of the folder.
-        folder: an empty folder that all ranks see; it is made if it is missing.
-        values: function from a weight to the values to write. Data-parallel ranks call it together for every weight.
+        folder: an empty folder that all ranks see; a missing folder is made.
+        values: function from a weight to the values to write. Data-parallel ranks call the function together for every
+            weight.
 
     Raises:
-        CheckpointError: a rank cannot write; all ranks raise it.
+        CheckpointError: on all ranks, if any rank cannot write.
     """
     file_of: dict[str, str] = {}
     problem = _on_first_rank(lambda: begin(folder))
@@ -54,7 +55,7 @@ def export_weights(
         raise CheckpointError(f"{folder} could not be written ({problem}).")
     if _has_shares(by_expert=False) or _has_shares(by_expert=True):
         problem, file_of = _write_stage(unwrap_model(model), exported, folder, values)
-    else:  # this rank's weights are copies, but ``values`` may be a collective of all data-parallel ranks
+    else:  # other ranks write these weights, but ``values`` may be a collective of all data-parallel ranks
         for weight, _ in _own_slots(unwrap_model(model), exported.model):
             values(weight)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -70,7 +71,11 @@ def export_weights(
 
 
 def _on_first_rank(work: Callable[[], None]) -> str | None:
-    """Runs a function on rank 0 while the others wait; returns on all ranks the error's text, or None."""
+    """Runs a function on rank 0 while all other ranks wait.
+
+    Returns:
+        On all ranks the text of an OSError in the function, or None.
+    """
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -87,13 +92,13 @@ def _write_stage(
     """Takes part in writing this stage's files.
 
     Returns:
-        The error's text on the rank that writes, or None; and the file of each tensor that this rank wrote.
+        None, or the text of an error on the rank that writes; and the file of each tensor that this rank wrote.
     """
     own = _own_slots(gpt, exported.model)
     biases = list(biases_of_choice(gpt, exported.model))
     group = parallel_state.get_pipeline_model_parallel_group()
     counts: list[Any] = [None] * group.size()
-    # A folder may hold parts that are not trained here, such as an image encoder. The first stage copies their tensors.
+    # A folder may have tensors that are not trained here, such as an image encoder's. The first stage copies these.
     first = parallel_state.is_pipeline_first_stage()
     mine = count_shards(exported, [name for _, slot in own + biases for name in slot.names], others=first)
     dist.all_gather_object(counts, mine, group=group)
@@ -108,7 +113,7 @@ def _write_stage(
             try:
                 for name, tensor in zip(slot.names, tensors, strict=True):
                     writer.add(name, tensor)
-            except Exception as error:  # the loop goes on, as other ranks wait for this one in its collectives
+            except Exception as error:  # the loop goes on, because other ranks wait for this rank in collectives
                 problem = f"rank {dist.get_rank()}: {error}"
     if problem is None:
         try:
@@ -121,10 +126,10 @@ def _write_stage(
 
 
 def _has_shares(by_expert: bool) -> bool:
-    """Whether this rank's shares are needed by the rank that writes. Other data-parallel ranks hold copies.
+    """Whether the rank that writes needs this rank's shares. The shares of other data-parallel ranks are copies.
 
     Args:
-        by_expert: whether the question is about weights of experts, whose copies are on other ranks.
+        by_expert: True for weights of experts, False for all other weights.
     """
     if by_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
@@ -134,7 +139,8 @@ def _has_shares(by_expert: bool) -> bool:
 def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.Tensor, Slot]]:
     """Returns this stage's parameters with their slots.
 
-    A last stage may hold a copy of the embedding as its output layer. That is left out, as the first stage writes it.
+    If the output layer of the last stage is a copy of the embedding, the copy is left out: the first stage writes the
+    embedding.
     """
     copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
     copy = gpt.output_layer.weight if copied and gpt.post_process else None
@@ -144,13 +150,13 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """Gathers one parameter after the other, and yields its slot and its whole tensors.
+    """Gathers one parameter after the other, and yields the parameter's slot and the folder's tensors.
 
     Args:
         own: this stage's parameters with their slots.
         values: function from a weight to the values to write.
-        exported: the description of the folder, which gives the tensors' types.
-        writes: whether this rank writes. Other ranks get no tensors.
+        exported: the description of the folder, with the dtypes of tensors.
+        writes: whether this rank writes. If not, it gets no tensors.
     """
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
@@ -166,5 +172,5 @@ def _whole_tensors(
 
 
 def _as_is(buffer: torch.Tensor) -> torch.Tensor:
-    """The function ``values`` of buffers, which are never in FP8."""
+    """Returns the buffer: buffers are never in FP8, so their values need no conversion."""
     return buffer

@@ -1,7 +1,4 @@
-"""Converts a Hugging Face folder to a Megatron checkpoint of weights alone, in one process on a CPU.
-
-``distca checkpoint`` calls it. A model is built in memory, filled from the folder, and saved.
-"""
+"""Converts a Hugging Face folder to a Megatron checkpoint of weights alone, in one process on a CPU."""
 
 from __future__ import annotations
 
@@ -29,15 +26,15 @@ def import_folder(
     target: Path,
     advance: Callable[[int], object],
 ) -> None:
-    """Writes a folder's weights as a checkpoint of Megatron-Core. This process holds all weights in memory.
+    """Writes a folder's weights as a checkpoint of Megatron-Core. All weights are in this process's memory.
 
     Args:
         files: the folder's tensors, whose ``check`` has passed.
         described: the description of the folder's model.
-        shape: sizes and settings of that model.
+        shape: sizes and settings of the folder's model.
         dtype: type of the checkpoint's weights.
         target: an existing empty folder.
-        advance: function that is called with the bytes of each parameter, for progress.
+        advance: function that is called after each parameter, with the number of bytes read.
     """
     with one_process():
         config = transformer_config(shape, dtype, cpu_initialization=True)

@@ -1,8 +1,8 @@
-"""How each sort of Megatron parameter is made of tensors of a Hugging Face folder, and the way back.
+"""Converts tensors of a Hugging Face folder to parameters of Megatron, and parameters to tensors.
 
-A *slot* links one parameter to its tensors. A rank holds a *share* of a parameter: its tensor-parallel part, or the
-part of its own experts. A slot's ``share`` reads the share of one rank from the folder. Its ``tensors`` makes the
-folder's tensors from the shares of all ranks. ``weights.py`` chooses the slot of each parameter by its name.
+A *slot* links one parameter to tensors of the folder; each class here is a slot for one sort of parameter. A rank has a
+*share* of a parameter: the tensor-parallel part, or a weight of one of its own experts. A slot's method ``share`` reads
+the share of one rank from the folder. The method ``tensors`` makes the folder's tensors from the shares of all ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from distca.models.tensors import TensorFiles
 
 
 class Slot(Protocol):
-    """The link between a parameter and the tensors of a folder of which it is made.
+    """The link between a parameter and tensors of a folder.
 
     Attributes:
         names: names of the folder's tensors.
-        by_expert: whether expert-parallel ranks have the shares; otherwise tensor-parallel ranks do.
+        by_expert: True if the shares are those of expert-parallel ranks, False if of tensor-parallel ranks.
     """
 
     @property
@@ -42,11 +42,7 @@ class Slot(Protocol):
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter of which every rank has a copy.
-
-    It is a norm's weight, a projection to the narrow rows of latent attention, or a bias that is added to a sum over
-    ranks.
-    """
+    """A parameter of which every rank has a copy, for example a norm's weight."""
 
     names: tuple[str, ...]
     by_expert = False
@@ -60,9 +56,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The embedding or the output layer, with a row for each token id and each rank with equally many rows.
+    """The embedding or the output layer, with a row for each token id.
 
-    The last ranks' rows are padded with zeros.
+    All ranks have equally many rows. Rows of the last ranks that belong to no token id are zero.
 
     Attributes:
         vocabulary: number of token ids.
@@ -84,13 +80,14 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Rows:
-    """A parameter of several parts, one below the other, such as gate and up. Each rank has some rows of every part.
+    """A parameter whose rows are divided into parts, such as gate and up projection. Each rank has rows of every part.
 
-    Example: gate and up have 4 rows each and lie in one tensor of the folder, so ``parts`` is ((4, 4),). On the first
-    of two ranks the share is rows 0, 1, 4 and 5. In two tensors of the folder ``parts`` would be ((4,), (4,)).
+    Example: gate and up projection have 4 rows each and are one tensor of the folder, so ``parts`` is ((4, 4),). On the
+    first of two ranks the share is rows 0, 1, 4 and 5. If gate and up projection were two tensors of the folder,
+    ``parts`` would be ((4,), (4,)).
 
     Attributes:
-        parts: for each tensor of the folder, the number of rows of each part that it holds.
+        parts: for each tensor of the folder, the number of rows of each part in the tensor.
     """
 
     names: tuple[str, ...]
@@ -113,12 +110,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """A parameter like :class:`Rows`, whose rows a folder sorts by head, and Megatron by part.
+    """A parameter whose rows are divided into parts and heads. The folder sorts rows by head, and Megatron by part.
 
     Example: with two heads and parts a and b, the folder's rows are a0 b0 a1 b1 and Megatron's are a0 a1 b0 b1.
 
     Attributes:
-        parts: for each tensor of the folder, the number of rows of each part that it holds, over all heads.
+        parts: for each tensor of the folder, the number of rows of each part in the tensor, over all heads.
         heads: number of heads on all ranks together.
     """
 
@@ -148,7 +145,7 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class Columns:
-    """The weight of a projection whose inputs, its columns, are divided over ranks.
+    """The weight of a projection whose columns are divided over ranks.
 
     Attributes:
         columns: number of columns on all ranks together.
@@ -167,14 +164,14 @@ class Columns:
 
 
 def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: int, rows: slice) -> torch.Tensor:
-    """Returns some rows of a part. There is one tensor for each part, or a single one with all parts after each other.
+    """Returns some rows of a part.
 
     Args:
         files: the folder's tensors.
-        names: names of the tensors.
+        names: names of the tensors, one for each part; or the name of a single tensor with the rows of all parts.
         sizes: number of rows of each part.
         part: number of the part.
-        rows: the rows, counted from the part's first one.
+        rows: the rows, counted from the first row of the part.
     """
     if len(names) == len(sizes):
         return files.read(names[part], rows)
@@ -183,7 +180,7 @@ def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: 
 
 
 def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Returns one tensor for each part, or a single one with all parts, whichever ``names`` asks for."""
+    """Returns the parts if there is a name for each part. If there is a single name, concatenates the parts."""
     return tuple(parts) if len(names) == len(parts) else (torch.cat(list(parts)),)
 
 
@@ -198,8 +195,8 @@ class QueryKeyValue:
         queries: number of query heads in a group.
         groups: number of groups on all ranks together.
         head_dim: number of rows of a head.
-        gated: whether each query head has an output gate. In a folder a gate follows its query head. In Megatron the
-            gates of a group follow the group's query heads.
+        gated: whether each query head has an output gate. In a folder each query head is followed by its gate. In
+            Megatron a group has all query heads, then all gates.
     """
 
     names: tuple[str, ...]
@@ -226,26 +223,27 @@ class QueryKeyValue:
         return _stored(self.names, [part.flatten(0, 1) for part in (q, k, v)])
 
     def _regrouped(self, rows: torch.Tensor, order: tuple[int, int]) -> torch.Tensor:
-        """Returns [groups, rows, ...] with the rows of query heads and gates in the other order.
+        """Changes the order of rows of query heads and gates from the folder's to Megatron's, or back.
 
         Args:
-            rows: [groups, rows, ...], of which a group's rows are [*order, head_dim] flattened.
-            order: (query heads, 2) for a folder's order, (2, query heads) for Megatron's; 1 for 2 without gates.
+            rows: [groups, rows of a group, ...]. The rows of a group are [*order, head_dim], flattened.
+            order: the order of ``rows``: (query heads, 2) in a folder, (2, query heads) in Megatron. Without gates the
+                number is 1 in place of 2.
         """
         return rows.unflatten(1, (*order, self.head_dim)).transpose(1, 2).flatten(1, 3)
 
     def _widths(self) -> list[int]:
-        """Returns the number of a group's rows in q (with gates), k and v."""
+        """Returns the numbers of rows that a group has in q (with gates), in k and in v."""
         return [heads * self.head_dim for heads in (self.queries * (1 + self.gated), 1, 1)]
 
 
 @dataclass(frozen=True)
 class InputFirst:
-    """A projection of an expert that a folder holds transposed, as [inputs, outputs], or the projection's bias.
+    """A projection of an expert that is transposed in the folder, as [inputs, outputs]; or the projection's bias.
 
     Attributes:
-        in_turn: whether the folder's outputs alternate between gate and up projection. Megatron's are all of the gate,
-            then all of the up projection.
+        in_turn: whether outputs alternate between gate and up projection in the folder. In Megatron all outputs of the
+            gate come first.
     """
 
     names: tuple[str, ...]
@@ -265,13 +263,13 @@ class InputFirst:
 
 @dataclass(frozen=True)
 class InPlace:
-    """The weight of the n-th expert of each expert-parallel rank. Every rank numbers its own experts from 0.
+    """The weights of one expert of each expert-parallel rank. Every rank numbers its own experts from 0.
 
-    Example: a layer has 4 experts on 2 ranks. A parameter of expert 1 of each rank is expert 1's of the layer on the
-    first rank, and expert 3's on the second.
+    Example: a layer has 4 experts on 2 ranks. Number 1 is expert 1 of the layer on the first rank, and expert 3 on the
+    second rank.
 
     Attributes:
-        each: for each expert-parallel rank, the slot of its expert's weight.
+        each: for each expert-parallel rank, the slot of the weight of its expert.
     """
 
     each: tuple[Slot, ...]

@@ -1,8 +1,8 @@
-"""Links every parameter of a GPTModel or HybridModel to its tensors in a Hugging Face folder, and loads a folder.
+"""Links every parameter of a GPTModel or HybridModel to tensors in a Hugging Face folder, and loads a folder.
 
-A *slot* (``slots.py``) is such a link. It reads a rank's share of the parameter from the folder's tensors, and makes
-the tensors from all ranks' shares. Here the function ``slot_of`` chooses the slot by the parameter's name, and
-``load_weights`` fills a built model. Each rank reads its own shares alone. ``export.py`` goes the other way.
+A *slot* (``slots.py``) links a parameter to the folder's tensors. With a slot, a rank's share of the parameter is read
+from the tensors, and the tensors are made from all ranks' shares. ``slot_of`` chooses the slot for the name of a
+parameter, and ``load_weights`` fills a built model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megatron_patches.hugging_face.slots import (
 from megatron_patches.te.fp8_weights import set_values
 
 _CHOICE_BIAS = "mlp.router.expert_bias"
-"""The end of the name of a router's bias on scores, by which experts are chosen. It is a buffer of the model, not a
-parameter, as no optimizer updates it. All other tensors of a folder belong to parameters."""
+"""The end of the name of a router's bias, which is added to scores before experts are chosen. The bias is a buffer of
+the model, not a parameter."""
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: int = 1) -> Slot:
@@ -46,7 +46,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         parameter: the parameter's name in a GPTModel or HybridModel, on this rank.
         layer: number of the parameter's layer in the whole model, from 0; not read for parameters outside of layers.
         model: the description of the folder's model.
-        expert_ranks: number of expert-parallel ranks. Each numbers its own experts from 0.
+        expert_ranks: number of expert-parallel ranks. Each rank numbers its own experts from 0.
     """
     if parameter == "embedding.word_embeddings.weight":
         return Vocabulary((model.weights.embedding,), model.vocabulary)
@@ -102,7 +102,7 @@ def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
 
     Args:
         name: the parameter's name in its layer.
-        place: how names of the folder's layer begin.
+        place: the prefix of the folder's names for this layer.
         model: the description of the folder's model.
     """
     names, latent = model.weights.latent, model.latent
@@ -127,7 +127,14 @@ def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
 
 
 def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> Slot:
-    """Returns the slot of a weight or bias of expert ``number``; other arguments as in :func:`_latent_slot`."""
+    """Returns the slot of a weight or bias of an expert.
+
+    Args:
+        name: the parameter's name in its layer.
+        place: the prefix of the folder's names for this layer.
+        number: number of the expert in the whole layer.
+        model: the description of the folder's model.
+    """
     stored, ffn = model.weights.experts, model.experts.ffn
     linear, kind = name.split(".")[-2:]
     parts = stored.gate_up if linear == "linear_fc1" else (stored.down,)
@@ -139,11 +146,11 @@ def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> S
 
 
 def _gate_up(names: tuple[str, ...], rows: int, gated: bool) -> Slot:
-    """Returns the slot of an MLP's first linear layer: gate, if it has one, and up projection.
+    """Returns the slot of an MLP's first linear layer, which is the up projection, or gate and up projection.
 
     Args:
-        names: one name for each part, or a single name of a tensor with both.
-        rows: number of rows of a part.
+        names: names of the tensors of gate and up projection, or of a single tensor with both.
+        rows: number of rows of the up projection; the gate has equally many.
         gated: whether there is a gate.
     """
     parts = (rows,) * (1 + gated)
@@ -155,7 +162,7 @@ def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) ->
 
     Args:
         name: the parameter's name in the mixer.
-        place: how names of the folder's layer begin.
+        place: the prefix of the folder's names for this layer.
         mixer: symbol of the mixer, a gated delta net or Mamba.
         model: the description of the folder's model.
     """
@@ -182,7 +189,7 @@ def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) ->
 
 
 def _norms(stored: WeightMap) -> dict[str, str]:
-    """Returns a folder's name of each norm, by the norm's name in Megatron's layers."""
+    """Returns a mapping from the name of a norm's weight in Megatron's layers to the norm's name in the folder."""
     return {
         "norm.weight": stored.attention_norm,
         "input_layernorm.weight": stored.attention_norm,
@@ -195,7 +202,7 @@ def _norms(stored: WeightMap) -> dict[str, str]:
 
 
 def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-    """Yields every parameter of this rank's part of a model, and its slot."""
+    """Yields every parameter of this rank's part of a model, and the parameter's slot."""
     for name, parameter in gpt.named_parameters():
         found = re.match(r"decoder\.layers\.(\d+)\.", name)
         layer = gpt.decoder.layers[int(found[1])].layer_number - 1 if found else -1
@@ -203,9 +210,9 @@ def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Paramete
 
 
 def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.Tensor, Slot]]:
-    """Yields the biases that this rank's routers add to scores before they choose experts, with their slots.
+    """Yields each bias that a router of this rank adds to scores before experts are chosen, and the bias's slot.
 
-    They are buffers, so :func:`slots` does not yield them.
+    These biases are buffers, so :func:`slots` does not yield them.
     """
     for name, buffer in gpt.named_buffers():
         if name.endswith(_CHOICE_BIAS):
@@ -214,7 +221,7 @@ def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.
 
 
 def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
-    """Returns the group of ranks among which a parameter is divided."""
+    """Returns the group of ranks over which a parameter is divided."""
     if slot.by_expert:
         return parallel_state.get_expert_model_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -229,7 +236,7 @@ def load_weights(
         gpt: this rank's part of a GPTModel or a HybridModel, not yet inside DistributedDataParallel.
         model: the description of the folder's model.
         files: the folder's tensors, whose ``check`` has passed.
-        advance: function that is called with the bytes of each parameter, for progress.
+        advance: function that is called after each parameter, with the number of bytes read.
 
     Raises:
         ModelError: a file can no longer be read.

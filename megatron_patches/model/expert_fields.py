@@ -1,7 +1,4 @@
-"""The fields of Megatron's TransformerConfig for layers with experts, from this project's description of a model.
-
-``model/gpt.py`` joins them with the other fields.
-"""
+"""The fields of Megatron's TransformerConfig for layers with experts, from this project's description of a model."""
 
 from __future__ import annotations
 
@@ -50,9 +47,9 @@ def expert_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def _clamped(limit: float) -> dict[str, Any]:
-    """Returns the fields of gpt-oss's activation, whose gate and up projection are clamped to ``limit``.
+    """Returns the fields of gpt-oss's activation, which clamps gate and up projection to ``limit``.
 
-    Megatron's fused activation adds the biases after clamping, and gpt-oss before, so fusion is off.
+    Fusion is off, because Megatron's fused activation adds biases after clamping, and gpt-oss adds biases before.
     """
     return {
         "activation_func": sigmoid_gelu,

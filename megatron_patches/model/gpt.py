@@ -1,7 +1,7 @@
 """Makes Megatron's TransformerConfig, GPTModel and HybridModel from this project's description of a model.
 
-The description is a :class:`distca.models.shape.ModelShape`: sizes, and differences from LLaMA. The trainer and the
-parity commands build their models here. A user's own script may build its model in any other way.
+The description is a :class:`distca.models.shape.ModelShape`: sizes, and differences from LLaMA. The trainer, for
+example, builds models with these functions. A user's own script may build a model in any other way.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def transformer_config(
     """Returns Megatron's configuration of a model.
 
     Args:
-        shape: sizes and settings of the model. Some settings have no field in the configuration;
-            :func:`~megatron_patches.model.model_variant.model_options` returns them for ``CAD``.
+        shape: sizes and settings of the model. The function ``model_options`` (``model_variant.py``) returns the
+            settings that have no field in the configuration.
         dtype: type of parameters and activations.
-        sequence_parallel: whether tensor-parallel ranks divide the rows outside of attention and MLPs among them. It is
-            off with one rank.
-        recompute_mlp: whether backward computes every layer's MLP or experts again, in Megatron's own blocks too.
-        cpu_initialization: whether weights are drawn on the CPU. Then all tensor-parallel sizes draw the same model.
+        sequence_parallel: whether rows outside of attention and MLPs are divided over tensor-parallel ranks. With one
+            tensor-parallel rank the setting is off.
+        recompute_mlp: whether backward computes every layer's MLP or experts again.
+        cpu_initialization: whether weights are drawn on the CPU, equal for all tensor-parallel sizes.
         fp8: how Transformer Engine's linear layers scale tensors to FP8, or "none".
-        fp8_weights: whether weights of these layers are held as FP8 numbers alone.
+        fp8_weights: whether Transformer Engine's linear layers store weights in FP8 alone.
         init_std: standard deviation of the initial weights.
     """
     tp, latent = parallel_state.get_tensor_model_parallel_world_size(), latent_fields(shape)
@@ -71,9 +71,9 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # The loss is summed over tokens, and divided once by the tokens of the whole global batch.
+        # Losses are summed over tokens. The sum is divided once by the number of tokens in the global batch.
         calculate_per_token_loss=True,
-        # Megatron's own core attention needs it with a mask of documents. This project's does not read it.
+        # Read by Megatron's own core attention, but not by this project's.
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -84,7 +84,7 @@ def transformer_config(
         sequence_parallel=sequence_parallel and tp > 1,
         use_cpu_initialization=cpu_initialization,
         recompute_granularity="selective" if recompute_mlp else None,
-        # Norms are not listed: without Transformer Engine, Megatron-Core 0.16.1 cannot compute them again.
+        # Norms are missing: without Transformer Engine, Megatron-Core 0.16.1 cannot compute norms again.
         recompute_modules=(["mlp", "moe"] if shape.experts.count else ["mlp"]) if recompute_mlp else None,
         **{"add_bias_linear": False, "qk_layernorm": shape.qk_norm, **fields},
         **config_fields(fp8, fp8_weights),
@@ -102,20 +102,20 @@ def build_gpt(
 
     Args:
         shape: sizes and settings of the model.
-        vocabulary: number of token ids. The embedding and the output layer are padded to a multiple of the
+        vocabulary: number of token ids. The embedding and the output layer get rows of padding, up to a multiple of the
             tensor-parallel size. The loss leaves the padding out.
         config: from :func:`transformer_config`.
         spec: the spec of the layers, such as ``CAD.block_spec`` returns.
         rotary_percent: the part of each head's dimensions that RoPE rotates, from 0 to 1.
 
     Raises:
-        SupportError: ``rotary_percent`` is below 1, and the shape's RoPE scaling has an attention factor. That factor
-            is part of ``softmax_scale``, which applies to whole heads.
+        SupportError: ``rotary_percent`` is below 1, and the shape's RoPE scaling has an attention factor. The factor
+            would multiply the scores of whole heads, instead of the rotated dimensions alone.
     """
     if rotary_percent < 1.0 and shape.rope_scaling.resolved_attention_factor != 1.0:
         raise SupportError(
-            f"rotary_percent is {rotary_percent} and rope_scaling has an attention factor, which is on scores of whole "
-            "heads: give CAD ModelOptions with `rotations` for all layers in place of both."
+            f"rotary_percent is {rotary_percent} and rope_scaling has an attention factor, which would multiply scores "
+            "of whole heads: give CAD ModelOptions with `rotations` for all layers in place of both settings."
         )
     tp, alike = parallel_state.get_tensor_model_parallel_world_size(), shape.variant.turns_alike
     rows = -(-vocabulary // tp) * tp
@@ -128,7 +128,7 @@ def build_gpt(
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_percent=rotary_percent,
-        # Layers with different bases take them from ModelOptions, and do not read this one.
+        # If layers differ in RoPE, ModelOptions has the base of each layer, and this number is not read.
         rotary_base=shape.rope_base if alike else 10000,  # type: ignore[arg-type]
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
@@ -148,9 +148,8 @@ def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
 
     Args:
         shape: sizes and settings of the model.
-        vocabulary: number of token ids, padded as in :func:`build_gpt`.
-        cad: :class:`megatron_patches.api.CAD`, made with
-            :func:`~megatron_patches.model.model_variant.cad_keywords` of the shape.
+        vocabulary: number of token ids, without padding.
+        cad: the ``distca.CAD`` that was made with the keywords of ``cad_keywords(shape)`` (``model_variant.py``).
     """
     if shape.hybrid.pattern:
         return build_hybrid_of(shape, vocabulary, cad.config, cad.hybrid_stack_spec())
@@ -158,7 +157,14 @@ def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
 
 
 def build_hybrid_of(shape: ModelShape, vocabulary: int, config: TransformerConfig, spec: ModuleSpec) -> Any:
-    """Builds Megatron's HybridModel of a shape; the other arguments are as in :func:`build_hybrid`."""
+    """Builds this pipeline stage's part of Megatron's HybridModel, on the current device.
+
+    Args:
+        shape: sizes and settings of the model, with a pattern of layers.
+        vocabulary: number of token ids, without padding.
+        config: from :func:`transformer_config`.
+        spec: the spec of the stack of layers, such as ``CAD.hybrid_stack_spec`` returns.
+    """
     model = build_hybrid(
         vocabulary,
         config,
@@ -187,14 +193,15 @@ def build_hybrid(
     """Builds this pipeline stage's part of Megatron's HybridModel, on the current device.
 
     Args:
-        vocabulary: number of token ids, padded as in :func:`build_gpt`.
+        vocabulary: number of token ids. The embedding and the output layer get rows of padding, up to a multiple of the
+            tensor-parallel size. The loss leaves the padding out.
         config: from :func:`transformer_config`.
         spec: the spec of the stack of layers, such as ``CAD.hybrid_stack_spec`` returns.
         pattern: Megatron's ``hybrid_layer_pattern``, one symbol for each layer.
         rotary_base: base of RoPE's frequencies.
         rotary_percent: the part of each head's dimensions that RoPE rotates, from 0 to 1.
         positions: "rope", or "none" for attention without positions.
-        tied: whether the output layer's weights are the embedding's.
+        tied: whether the embedding and the output layer share their weights.
     """
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -222,7 +229,7 @@ def build_hybrid(
 def _windows(shape: ModelShape) -> dict[str, Any]:
     """Returns Megatron's fields for layers with windows; all windows of a model have one size.
 
-    Megatron's ``window_size`` counts the keys before a query's own, and this project's windows count its own too.
+    Megatron's ``window_size`` does not count the query's own key. ``shape.windows`` counts that key too.
     """
     sizes = {window for window in shape.windows if window}
     if not sizes:

@@ -1,7 +1,5 @@
-"""The fields of Megatron's TransformerConfig for recurrent layers, from this project's description of a model.
-
-Recurrent layers are gated delta nets and Mamba-2. ``model/gpt.py`` joins the fields with all others.
-"""
+"""The fields of Megatron's TransformerConfig for gated delta nets and Mamba-2, from this project's description of a
+model."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
     """Returns the fields; empty for a model without a pattern of layers.
 
     Raises:
-        SupportError: the installed Megatron-Core has no recurrent layers.
+        SupportError: the installed Megatron-Core has no gated delta nets.
     """
     hybrid = shape.hybrid
     if not hybrid.pattern:
@@ -27,8 +25,8 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
             f"model.hybrid.pattern is {hybrid.pattern!r}, which needs megatron-core 0.19, but {installed_version()} is "
             "installed: install 0.19 on Python 3.12, or leave the pattern out."
         )
-    # The description has one name for the sizes of both kinds. In Mamba-2, B and C are keys and queries, their groups
-    # are key heads, and x are values.
+    # The description has the same names for gated delta nets and Mamba-2. In Mamba-2, B and C are keys and queries, x
+    # are values, and a group of heads is a key head.
     fields: dict[str, Any] = {"attention_output_gate": hybrid.output_gate}
     if DELTA_NET in hybrid.pattern:
         fields |= {

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2) in Megatron's configuration: what its fields say, and how they are made.
+"""Reads and makes the fields of Megatron's configuration for multi-head latent attention (DeepSeek-V2).
 
 In latent attention the keys and values of all heads are made from one narrow row for each token. Keys may be wider than
-values. Megatron's class for such configurations is MLATransformerConfig.
+values.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def is_latent(config: TransformerConfig) -> bool:
 
 
 def latent_dims(config: Any) -> tuple[int, int]:
-    """Returns the width of a head of queries and keys, and that of a head of values."""
+    """Returns the width of a head of queries and keys, and the width of a head of values."""
     return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
 
 
 def latent_scale(config: Any) -> float:
-    """Returns the factor on attention scores, as Megatron's MultiLatentAttention computes it with and without YaRN."""
+    """Returns the factor on attention scores in Megatron's MultiLatentAttention."""
     factor = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
     return float(factor * factor / math.sqrt(latent_dims(config)[0]))
 
@@ -45,10 +45,7 @@ def latent_of(config: Any) -> Latent:
 
 
 def latent_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields of a model's latent attention, from this project's description of the model.
-
-    They are empty for a model without latent attention.
-    """
+    """Returns the fields of a model's latent attention; empty for a model without latent attention."""
     latent, scaling = shape.latent, shape.rope_scaling
     if not latent.kv_rank:
         return {}
@@ -60,7 +57,7 @@ def latent_fields(shape: ModelShape) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
         "qk_layernorm": True,
-        "softmax_scale": None,  # Megatron's latent attention computes the factor itself, as latent_scale does
+        "softmax_scale": None,  # not read by Megatron's latent attention
         "rotary_base": shape.rope_base,
         "rope_type": "yarn" if scaling.kind == "yarn" else "rope",
         "rotary_scaling_factor": scaling.factor if scaling.kind == "yarn" else 1.0,
@@ -72,12 +69,12 @@ def latent_fields(shape: ModelShape) -> dict[str, Any]:
 def _yarn(scaling: RopeScaling, score_magnitude: float) -> dict[str, Any]:
     """Returns the fields of YaRN, a scaling of RoPE for long contexts.
 
-    YaRN multiplies cosines and sines by a factor. In Megatron that factor is m(mscale) / m(mscale_all_dim), where
-    m(w) = 1 + 0.1 w ln(scaling factor). So ``mscale`` is the w whose m(w) is the wanted factor times m(mscale_all_dim).
+    YaRN multiplies cosines and sines by a factor. Megatron computes the factor as m(mscale) / m(mscale_all_dim), where
+    m(w) = 1 + 0.1 w ln(scaling factor). This function solves the equation for ``mscale``.
 
     Args:
         scaling: YaRN's settings.
-        score_magnitude: Megatron's ``mscale_all_dim``, which is also in the factor on scores.
+        score_magnitude: Megatron's ``mscale_all_dim``.
     """
     magnitude = scaling.resolved_attention_factor * yarn_magnitude(scaling.factor, score_magnitude)
     return {

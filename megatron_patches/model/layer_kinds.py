@@ -1,12 +1,11 @@
-"""Finds the *kind* of each layer's core in Megatron's configuration.
+"""Reads from Megatron's configuration what each layer's attention or recurrence computes.
 
-The core of a layer is its softmax attention or its recurrence, without projections. A kind of attention says how many
-keys a query sees, how scores are scaled and limited, and whether heads have sinks. Planning makes one plan for each
-kind. A sink is a learned score in a head's softmax that has no value.
+A *kind* of attention says how many keys a query sees, how scores are scaled and limited, and whether heads have sinks.
+A sink is a learned score that joins a head's softmax without a value.
 
-In Megatron's configuration ``window_size`` (w - 1, 0) is a window of w keys, as a query's own key is not counted. With
-``window_attn_skip_freq`` N every N-th layer has no window; a list has a 1 for each layer with one. ``softmax_type``
-"learnable" adds a sink to each head.
+In Megatron's configuration ``window_size`` (w - 1, 0) is a window of w keys: the query's own key and w - 1 keys before.
+If ``window_attn_skip_freq`` is a number N, every N-th layer has no window. If it is a list, layers with a 1 have a
+window. ``softmax_type`` "learnable" adds a sink to each head.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ _RECURRENCES = {DELTA_NET: recurrence_of, MAMBA: mamba_recurrence}
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The kinds of the units of a whole model.
+    """The kinds of attention and the recurrences of a whole model.
 
-    A unit is a layer of a GPTModel. In a HybridModel it is a layer with attention or a recurrence, together with the
-    MLPs behind it.
+    In a GPTModel each layer is a *unit*. In a HybridModel a unit is a layer with attention or a recurrence, together
+    with the MLPs behind that layer.
 
     Attributes:
-        kinds: the different kinds of attention; kinds whose queries see most keys come first.
+        kinds: the distinct kinds of attention, beginning with the kinds whose queries see most keys.
         of_layer: for each unit with attention, the index of its kind in ``kinds``.
-        recurrences: for each unit its recurrence, or None for a unit with attention. Empty if all have attention.
+        recurrences: for each unit its recurrence, or None for a unit with attention. Empty if all units have attention.
     """
 
     kinds: tuple[AttentionKind, ...]
@@ -48,11 +47,11 @@ class LayerKinds:
 
         Args:
             config: Megatron's configuration.
-            softcap: limit of the scores in all layers, for which Megatron has no field; 0 for none.
+            softcap: limit of attention scores in all layers; 0 for no limit.
             pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
 
         Raises:
-            SupportError: ``window_size`` or ``window_attn_skip_freq`` has no meaning.
+            SupportError: ``window_size`` or ``window_attn_skip_freq`` has a wrong form.
         """
         units = units_of(config, pattern)
         kinds = [kind_of_layer(config, unit.layer_number, softcap) for unit in units if unit.symbol == ATTENTION]
@@ -65,10 +64,15 @@ class LayerKinds:
 
 
 def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float = 0.0) -> AttentionKind:
-    """Returns the kind of one layer; Megatron's layer numbers begin with 1.
+    """Returns the kind of attention of one layer.
+
+    Args:
+        config: Megatron's configuration.
+        layer_number: number of the layer, from 1.
+        softcap: limit of attention scores; 0 for no limit.
 
     Raises:
-        SupportError: ``window_size`` or ``window_attn_skip_freq`` has no meaning.
+        SupportError: ``window_size`` or ``window_attn_skip_freq`` has a wrong form.
     """
     scale = config.softmax_scale
     if is_latent(config):
@@ -81,21 +85,21 @@ def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float =
 
 
 def _window(config: TransformerConfig) -> int:
-    """Returns the number of keys that a query sees, its own included; 0 for all."""
+    """Returns the number of keys that a query sees, the query's own key included; 0 for all keys."""
     size = config.window_size
     if size is None:
         return 0
     pair = tuple(size) if isinstance(size, tuple | list) else ()
     if len(pair) != 2 or pair[1] not in (0, -1) or not all(isinstance(each, int) for each in pair) or pair[0] < -1:
         raise SupportError(
-            f"window_size is {size!r}, but a query sees its own key and some before it: set it to (w - 1, 0) for "
-            "windows of w keys, or to None."
+            f"window_size is {size!r}, but a window must end with the query's own key: set window_size to (w - 1, 0) "
+            "for windows of w keys, or to None."
         )
     return pair[0] + 1
 
 
 def _has_window(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether ``window_attn_skip_freq`` gives a layer a window; Megatron's layer numbers begin with 1."""
+    """Whether layer ``layer_number`` (from 1) has a window."""
     every = config.window_attn_skip_freq
     if config.window_size is None:
         return False
@@ -107,5 +111,5 @@ def _has_window(config: TransformerConfig, layer_number: int) -> bool:
         return bool(every[layer_number - 1])
     raise SupportError(
         f"window_attn_skip_freq is {every!r}, but the model has {config.num_layers} layers: set it to a number N, so "
-        "that every N-th layer has no window, or to a list with a 1 for each layer with a window and a 0 for others."
+        "that every N-th layer has no window, or to a list with a 1 for each layer with a window, else 0."
     )

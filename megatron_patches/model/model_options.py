@@ -1,7 +1,7 @@
 """Settings of a model for which Megatron-Core's configuration has no field, such as a limit of attention scores.
 
-Users give them to ``CAD`` beside the configuration, as ``CAD(model_options=ModelOptions(...))``. For models from
-Hugging Face folders, ``model_variant.py`` makes them.
+A training script passes these settings to the object that it makes, as ``distca.CAD(...,
+model_options=ModelOptions(...))``. For models from Hugging Face folders, ``model_variant.py`` makes the settings.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Rotary:
 
     Attributes:
         base: base of the frequencies.
-        scaling: scaling for contexts longer than those of the first training. Its attention factor multiplies cosines
-            and sines here. In models whose layers all rotate alike it is part of ``softmax_scale``.
-        percent: the part of each head's dimensions that is rotated, from the first one on; 1 for all.
+        scaling: scaling for contexts longer than those of the first training. The scaling's attention factor multiplies
+            cosines and sines.
+        percent: the part of each head's dimensions that is rotated, beginning with the first; 1 for all dimensions.
     """
 
     base: float
@@ -33,9 +33,7 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScaling:
-    """A factor on each query by its position p in the document: 1 + beta ln(1 + floor(p / original_length)).
-
-    Ministral 3 has it.
+    """A factor on a query at position p of its document: 1 + beta ln(1 + floor(p / original_length)) (Ministral 3).
 
     Attributes:
         beta: how fast the factor grows.
@@ -50,34 +48,35 @@ class QueryScaling:
 class ModelOptions:
     """Settings of a model for which Megatron-Core's configuration has no field. The defaults are what Megatron does.
 
-    Parentheses name models that have a setting.
+    Names in parentheses are examples of models that differ from the default.
 
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: RoPE of each layer of the whole model. None stands for the model's own rotary embedding, or for no
-            positions if Megatron's ``no_rope_freq`` says so. Empty if all layers have the model's own.
-        query_scaling: a factor on queries that grows with their position; None for none.
-        norms: the places of a layer's norms. "pre": before attention and before the MLP. "post": behind each, before
-            the residual is added (OLMo 2). "both": before and behind (Gemma 2).
-        query_key_norm: the elements that a norm of ``qk_layernorm`` normalises together. "head": those of one head.
-            "width": those of all query heads, or of all key heads (OLMo 2).
-        norm_after_rotation: whether these norms come after RoPE (Hunyuan), not before it.
+        rotations: RoPE of each layer of the whole model. None in place of a layer's RoPE stands for the model's rotary
+            embedding, or for no positions if Megatron's ``no_rope_freq`` says so. Empty if all layers use the model's
+            rotary embedding.
+        query_scaling: a factor on queries that grows with the position, or None.
+        norms: the places of a layer's norms. "pre": before attention and before the MLP. "post": on the outputs of
+            attention and MLP, before the residual is added (OLMo 2). "both": in all four places (Gemma 2).
+        query_key_norm: the elements that a norm of ``qk_layernorm`` normalises together. "head": the elements of one
+            head. "width": the elements of all query heads, or of all key heads (OLMo 2).
+        norm_after_rotation: whether the norms of ``qk_layernorm`` come after RoPE (Hunyuan), instead of before.
         attention_output_bias: whether the output projection of attention has a bias while ``add_bias_linear`` is off.
         mlp_bias: whether both linear layers of the MLP have a bias while ``add_bias_linear`` is off.
-        norm_bias: whether LayerNorms have biases (Cohere's do not).
+        norm_bias: whether LayerNorms have biases (without biases: Cohere).
         parallel_mlp: whether the MLP reads the same input as attention, and both outputs are added to the residual
             (Cohere).
-        embedding_scale: factor on embeddings, which is rounded to the embeddings' type (Gemma, Granite).
+        embedding_scale: factor on embeddings. The factor is rounded to the embeddings' type (Gemma, Granite).
         residual_multiplier: factor on the outputs of attention and the MLP before they are added to the residual
             (Granite).
-        logit_multiplier: factor on the logits (Cohere). For Granite it is 1 / ``logits_scaling``.
+        logit_multiplier: factor on the logits (Cohere; Granite, where it is 1 / ``logits_scaling``).
         final_softcap: limit c of the logits l, which become c tanh(l / c) after ``logit_multiplier``; 0 for none
             (Gemma 2: 30).
-        plain_recurrent_norm: whether the norm of a gated delta net's heads multiplies by its weight, not by one plus
-            its weight, although ``layernorm_zero_centered_gamma`` is on (Qwen3.5).
+        plain_recurrent_norm: whether ``layernorm_zero_centered_gamma`` leaves out the norm of a gated delta net's heads
+            (Qwen3.5). That norm then multiplies by the weight, and all other norms by one plus the weight.
         step_min: smallest step size of Mamba-2; 0 for no limit (Nemotron-H).
-        latent_norm_epsilon: epsilon of the norms in latent attention, for the narrow rows of queries, keys and values;
-            0 for the epsilon of all norms (DeepSeek-V3: 1e-6).
+        latent_norm_epsilon: epsilon of the norms on the narrow rows of latent attention (DeepSeek-V3: 1e-6). 0 takes
+            the epsilon of the other norms.
     """
 
     score_softcap: float = 0.0
@@ -100,10 +99,9 @@ class ModelOptions:
 
     @property
     def own_layers(self) -> bool:
-        """Whether Megatron's own layers cannot compute these options. Then this project's layers run also in models
-        whose attention is not disaggregated."""
+        """Whether the options need this project's layers, because Megatron's own layers cannot compute them."""
         layer = ModelOptions(
-            # These act outside of layers, or in core attention, which this project computes in any case.
+            # These four act outside of layers, or in core attention, which this project always computes.
             score_softcap=self.score_softcap,
             embedding_scale=self.embedding_scale,
             logit_multiplier=self.logit_multiplier,

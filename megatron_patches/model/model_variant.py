@@ -1,7 +1,7 @@
-"""Megatron's settings for the differences of a model's layers from LLaMA's, from this project's description of a model.
+"""Settings for models whose layers differ from LLaMA's, made from this project's description of a model.
 
-Some differences have a field in Megatron's TransformerConfig: :func:`variant_fields`. The others are
-:class:`ModelOptions`, which ``CAD`` takes beside the configuration: :func:`model_options`.
+The function ``variant_fields`` returns the settings that are fields of Megatron's TransformerConfig. The function
+``model_options`` returns all others, for ``distca.CAD``, the object that a training script makes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rot
 
 
 def variant_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig that the variant in a model's shape sets."""
+    """Returns fields of TransformerConfig for ``shape.variant``, the model's differences from LLaMA."""
     variant = shape.variant
     activation, fused = {
-        "silu": (torch.nn.functional.silu, variant.gated),  # of these Megatron fuses the gated SiLU alone
+        "silu": (torch.nn.functional.silu, variant.gated),  # Megatron fuses SiLU with a gate, but none of the others
         "gelu": (partial(torch.nn.functional.gelu, approximate="tanh"), False),
         "relu2": (squared_relu, False),
     }[variant.activation]
@@ -50,10 +50,10 @@ def model_options(shape: ModelShape) -> ModelOptions:
         norms=variant.norms,
         query_key_norm=variant.query_key_norm,
         norm_after_rotation=variant.norm_after_rotation,
-        # A model whose experts have biases sets Megatron's ``add_bias_linear``, which gives all projections a bias.
+        # With biases in experts, Megatron's ``add_bias_linear`` is on, which gives this projection a bias.
         attention_output_bias=variant.attention_output_bias and not shape.experts.biases,
         mlp_bias=variant.mlp_bias,
-        # LayerNorms of the served models have no bias. With RMSNorm the option must keep its default.
+        # LayerNorms of the supported models have no bias. With RMSNorm the option must be True, its default.
         norm_bias=variant.normalization == "RMSNorm",
         parallel_mlp=variant.parallel_mlp,
         embedding_scale=variant.embedding_scale,
@@ -67,8 +67,7 @@ def model_options(shape: ModelShape) -> ModelOptions:
 
 
 def cad_keywords(shape: ModelShape) -> dict[str, Any]:
-    """Returns the keywords with which to make ``CAD`` for a model: its options, and a HybridModel's pattern of
-    layers."""
+    """Returns keywords of ``distca.CAD`` for a model: the model's options and the pattern of a HybridModel's layers."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return {
         "model_options": model_options(shape),
@@ -77,7 +76,10 @@ def cad_keywords(shape: ModelShape) -> dict[str, Any]:
 
 
 def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
-    """Returns RoPE of each layer, None for a layer without it; empty if the model's own embedding serves all layers."""
+    """Returns RoPE of each layer, or None for a layer without RoPE.
+
+    The result is empty if the model's rotary embedding is right for all layers, or if no layer has RoPE.
+    """
     variant = shape.variant
     if variant.turns_alike or not shape.hybrid.rotate:
         return ()

@@ -1,8 +1,8 @@
-"""The pattern of a HybridModel's layers: its units, and refusals of patterns that are not served.
+"""Splits the pattern of a HybridModel's layers into units, and refuses patterns that are not supported.
 
 Megatron-Core's HybridModel has a pattern with one symbol for each layer. A layer is one mixer (attention, a gated delta
-net or Mamba), one MLP, or experts. A ``|`` stands between pipeline stages. A *unit* is a mixer with all layers behind
-it up to the next mixer. So Qwen3.5's pattern ``G-G-G-*-`` has four units. Each layer of a GPTModel is a unit.
+net or Mamba), one MLP, or experts. A ``|`` stands between pipeline stages. A *unit* is a mixer with all layers up to
+the next mixer. So Qwen3.5's pattern ``G-G-G-*-`` has four units. Each layer of a GPTModel is a unit.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ RECURRENT = DELTA_NET + MAMBA
 STAGE = "|"
 _MIXERS = ATTENTION + RECURRENT
 _SERVED = _MIXERS + MLP + EXPERTS
-"""The symbols that are served, and those of mixers among them."""
+"""The symbols of mixers, and all symbols that are supported."""
 _REFUSED = {
     "/": "only the next token is predicted: leave it out with what follows",
     "D": "sparse attention is not served: take '*'",
     "+": "latent attention is not served: take '*'",
 }
-"""Megatron's other symbols, with the end of the sentence that refuses them."""
+"""Megatron's other symbols, with the end of the error message for each symbol."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit, as the layer of its mixer.
+    """A unit of the model.
 
     Attributes:
-        symbol: the mixer's symbol in the pattern.
-        layer_number: Megatron's number of the layer, from 1.
+        symbol: symbol of the unit's mixer.
+        layer_number: number of the mixer's layer, from 1.
     """
 
     symbol: str
@@ -55,16 +55,16 @@ def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
 
 
 def layers_of(pattern: str) -> str:
-    """Returns the symbols of a pattern's layers, over all pipeline stages."""
+    """Returns the symbols of a pattern's layers, of all pipeline stages."""
     return pattern.replace(STAGE, "")
 
 
 def check_pattern(config: TransformerConfig, pattern: str) -> None:
-    """Refuses a pattern that is not served or does not fit the configuration.
+    """Refuses a pattern that is not supported or does not fit the configuration.
 
     Raises:
-        SupportError: the pattern has a wrong symbol or no attention, stages have different layers, or the numbers of
-            layers, stages or experts differ from the configuration's.
+        SupportError: the pattern has an unsupported symbol or no attention; stages have different layers; numbers of
+            layers, stages or experts differ from the configuration; or Mamba-2's groups cannot be divided.
     """
     layers, stages = layers_of(pattern), pattern.split(STAGE)
     for symbol in layers:
@@ -89,7 +89,7 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
     if (EXPERTS in pattern) != bool(config.num_moe_experts):
         raise SupportError(
             f"num_moe_experts is {config.num_moe_experts}, but hybrid_layer_pattern is {pattern!r}: give a number of "
-            "experts where the pattern has 'E', and None where it has not."
+            "experts if the pattern has 'E', else None."
         )
     if MAMBA in pattern:
         _check_mamba(config)
@@ -100,11 +100,11 @@ def _check_mamba(config: TransformerConfig) -> None:
     tp, groups = config.tensor_model_parallel_size, config.mamba_num_groups
     if groups % tp:
         raise SupportError(
-            f"mamba_num_groups is {groups}, which tensor_model_parallel_size {tp} does not divide, but a rank has "
-            "whole groups: set one of them to match."
+            f"mamba_num_groups is {groups}, but must be a multiple of tensor_model_parallel_size {tp}, as a rank has "
+            "whole groups: change one of the two settings."
         )
     if config.mamba_num_heads is not None and config.mamba_num_heads % groups:
         raise SupportError(
-            f"mamba_num_heads is {config.mamba_num_heads}, which is no multiple of mamba_num_groups {groups}: set it "
-            "to one."
+            f"mamba_num_heads is {config.mamba_num_heads}, but must be a multiple of mamba_num_groups {groups}: change "
+            "one of the two settings."
         )

@@ -1,11 +1,11 @@
-"""Reads from Megatron's configuration which layers are recurrent, and the formula and sizes of their recurrence.
+"""Reads from Megatron's configuration which layers are recurrent, and what a recurrent layer computes.
 
-A recurrent layer has a recurrence in place of softmax attention, such as the gated delta rule or Mamba-2's scan. A
-:class:`Recurrence` is the formula between the layer's projections, with the sizes of its heads.
+A recurrent layer has a recurrence, such as the gated delta rule or Mamba-2's scan, in place of softmax attention. A
+:class:`Recurrence` is the formula between the layer's projections, with the sizes of heads.
 
-A GPTModel has recurrent layers with ``experimental_attention_variant`` "gated_delta_net". Then every
-``linear_attention_freq``-th layer has attention and all others are recurrent. As a list, ``linear_attention_freq`` has
-a 1 for each recurrent layer. A HybridModel names its recurrent layers in a pattern instead (``pattern.py``).
+A GPTModel has recurrent layers if ``experimental_attention_variant`` is "gated_delta_net". If
+``linear_attention_freq`` is a number N, every N-th layer has attention and all others are recurrent. If it is a list,
+layers with a 1 are recurrent. In a HybridModel a pattern names the recurrent layers (``pattern.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distca.recurrent import Recurrence
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
-    """Whether the configuration makes some of a GPTModel's layers gated delta nets."""
+    """Whether some layers of a GPTModel with this configuration are gated delta nets."""
     return getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
 
 
@@ -28,10 +28,11 @@ def has_output_gate(config: TransformerConfig) -> bool:
 
 
 def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether a GPTModel's layer is recurrent; Megatron's layer numbers begin with 1.
+    """Whether layer ``layer_number`` (from 1) of a GPTModel is recurrent.
 
     Raises:
-        SupportError: ``linear_attention_freq`` is neither a number from 2 on nor a list of a 1 or 0 for each layer.
+        SupportError: ``linear_attention_freq`` is neither a number from 2 on nor a list with a 1 or a 0 for each layer.
+            A list must have both.
     """
     if not has_recurrent_layers(config):
         return False
@@ -43,7 +44,7 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
     raise SupportError(
         f"linear_attention_freq is {every!r}, but the model has {config.num_layers} layers, of which some must have "
         "softmax attention: set it to a number N of 2 or more, so that every N-th layer has attention, or to a list "
-        "with a 1 for each recurrent layer and a 0 for each other."
+        "with a 1 for each recurrent layer and a 0 for each layer with attention."
     )
 
 
@@ -65,6 +66,6 @@ def mamba_recurrence(config: TransformerConfig) -> Recurrence:
     """Returns the recurrence of a layer of Mamba-2, for the heads of one tensor-parallel rank."""
     tp, heads = parallel_state.get_tensor_model_parallel_world_size(), config.mamba_num_heads
     if heads is None:
-        heads = 2 * config.hidden_size // config.mamba_head_dim  # Megatron's default: inner width is twice the hidden
+        heads = 2 * config.hidden_size // config.mamba_head_dim  # Megatron's default
     groups, state = config.mamba_num_groups, config.mamba_state_dim
     return Recurrence.mamba2(groups // tp, heads // tp, state, config.mamba_head_dim)

@@ -1,7 +1,7 @@
-"""Takes a rank's part of a whole model's weights, and puts a whole model's gradients together from all ranks' parts.
+"""Cuts whole weights into the parts of ranks, and puts gradients together from the parts of all ranks.
 
-The parity commands compare a model that is spread over ranks with the whole model on one rank. They load each rank's
-part of the same weights, and compare the gradients that all ranks have together. Parts are divided as Megatron does.
+Parity checks load the same weights into a model that is spread over ranks and into a whole model on one rank, and
+compare gradients. Ranks have the parts that Megatron gives them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from megatron_patches.model.recurrences import mamba_recurrence, recurrence_of
 from megatron_patches.te.fp8_weights import set_values
 
 Divisions = Mapping[str, Sequence[int]]
-"""The relative sizes of the sections of a parameter's rows, by the end of the parameter's name.
+"""For the end of a parameter's name, the relative sizes of the sections into which the parameter's rows are divided.
 
-Each tensor-parallel rank has an equal part of every section. For example, gate and up projection of an MLP are sections
-(1, 1) of one weight.
+Each tensor-parallel rank has an equal part of every section. For example, gate and up projection of an MLP are two
+sections of one weight, with sizes (1, 1).
 """
 
 _GATED: Divisions = {"linear_fc1.weight": (1, 1), "linear_fc1.bias": (1, 1)}
 
 
 def divisions_of(model: torch.nn.Module) -> Divisions:
-    """Returns the sections of those parameters of a model that have several.
-
-    They are the joined gate and up projections of MLPs, and input projections and convolutions of recurrent layers.
-    """
+    """Returns the sections of all parameters that have more than one section: the joined gate and up projections of
+    MLPs, and input projections and convolutions of recurrent layers."""
     config: Any = model.config
     found = dict(_GATED) if config.gated_linear_unit else {}
     ends = {".".join(name.split(".")[-3:]) for name, _ in model.named_parameters()}
@@ -58,8 +56,8 @@ def share_of(
 
     Args:
         name: the parameter's name in a GPTModel.
-        full: its value in a model without tensor parallelism.
-        shape: its shape on this rank.
+        full: the parameter in a model without tensor parallelism.
+        shape: shape of this rank's part.
         rank: this tensor-parallel rank.
         divisions: sections of the model's parameters.
     """
@@ -80,9 +78,9 @@ def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int)
 
 
 def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, str]:
-    """Returns every parameter's name in the whole model, by its name in one stage's part on this rank.
+    """Returns a mapping from a parameter's name on this rank to the parameter's name in the whole model.
 
-    The two differ in the numbers of layers and experts, which each part counts from 0.
+    The names differ in the numbers of layers and experts, because each rank counts its own layers and experts from 0.
 
     Args:
         model: this rank's part of the model.
@@ -104,14 +102,14 @@ def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, s
 def gather_gradients(
     model: GPTModel, names: Mapping[str, str], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Returns every parameter's whole gradient by its name in the whole model, in float64 on the CPU.
+    """Returns the whole gradient of every parameter, in float64 on the CPU, by the parameter's name in the whole model.
 
-    All ranks call it together.
+    All ranks call this function together.
 
     Args:
-        model: this rank's part, with gradients in ``main_grad``.
-        names: from :func:`names_in_whole`.
-        weights: weights of the whole model, for their shapes.
+        model: this rank's part of the model, with gradients in ``main_grad``.
+        names: the result of :func:`names_in_whole`.
+        weights: weights of the whole model, of which only shapes are read.
     """
     parts = {names[name]: p.main_grad for name, p in model.named_parameters()}
     return gather_whole(parts, weights, divisions_of(model))
@@ -120,13 +118,13 @@ def gather_gradients(
 def gather_whole(
     parts: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], divisions: Divisions
 ) -> dict[str, torch.Tensor]:
-    """Returns whole parameters, or other tensors of their shapes, by name in the whole model.
+    """Returns whole parameters or gradients, in float64 on the CPU, by name in the whole model.
 
-    All ranks call it together.
+    All ranks call this function together.
 
     Args:
         parts: this rank's parts, by name in the whole model.
-        weights: weights of the whole model, for their shapes.
+        weights: weights of the whole model, of which only shapes are read.
         divisions: sections of the model's parameters.
     """
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
@@ -145,7 +143,9 @@ def first_expert(model: GPTModel) -> int:
 
 
 def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: Divisions = _GATED) -> torch.Tensor:
-    """Returns a whole tensor from every tensor-parallel rank's part, in float64 on the CPU.
+    """Returns a whole tensor from the parts of all tensor-parallel ranks, in float64 on the CPU.
+
+    All tensor-parallel ranks call this function together.
 
     Args:
         name: the parameter's name in the whole model.
@@ -159,7 +159,7 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: D
     shares = [torch.empty_like(share) for _ in range(tp)]
     dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     whole = torch.empty(full, dtype=torch.float64)
-    # Dividing the numbers of all elements in the same way shows for each part where its elements belong.
+    # The indices of all elements are divided like the tensor itself, so a part's indices tell where the part belongs.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
         whole.view(-1)[share_of(name, numbers, share.shape, rank, divisions).flatten()] = part.double().cpu().flatten()

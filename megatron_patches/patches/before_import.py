@@ -1,6 +1,6 @@
 """Prepares the import of Megatron-Core on machines without a GPU or without Triton.
 
-``megatron_patches/__init__.py`` calls both functions before anything imports ``megatron.core``.
+``megatron_patches/__init__.py`` calls :func:`compile_on_gpus_only` and :func:`do_without_triton`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from typing import Any
 
 
 def compile_on_gpus_only() -> None:
-    """Makes torch.compile return Megatron's functions as they are if there is no GPU.
+    """Makes torch.compile return Megatron's functions unchanged if there is no GPU.
 
-    Megatron decorates its fusions with torch.compile when it is imported. On CPUs the compiled functions need a C++
-    compiler at run time, and importing torch's compiler takes as long as importing torch. A call after Megatron was
-    imported has no effect.
+    Megatron decorates some functions with torch.compile when it is imported. On CPUs the compiled functions would need
+    a C++ compiler at run time. Call this function before Megatron is imported.
     """
     if not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeMegatron())
 
 
 class _BeforeMegatron:
-    """A hook of Python's import that replaces torch.compile when a part of Megatron-Core is first imported.
+    """A finder in ``sys.meta_path`` that replaces torch.compile when a part of Megatron-Core is first imported.
 
-    It finds no modules itself. Until that import torch may not be needed, so this module does not import it before.
+    So torch is not imported before Megatron-Core. The finder finds no modules.
     """
 
     done = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Python calls it for every import; None leaves the import to other finders."""
-        # megatron.core alone does not count: it is looked up for its version, which needs no torch.
+        """Returns None, so that Python asks other finders for the module."""
+        # Importing megatron.core alone, for example for its version, is not a reason to import torch.
         if self.done or not name.startswith("megatron.core."):
             return
         self.done = True
@@ -45,7 +44,7 @@ class _BeforeMegatron:
 
 
 def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns torch.compile without effect on functions of Megatron's modules."""
+    """Returns a torch.compile that leaves functions of Megatron's modules unchanged."""
 
     @wraps(compile_)
     def compiled(model: Any = None, **options: Any) -> Any:
@@ -59,8 +58,7 @@ def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
 def do_without_triton() -> None:
     """Puts an empty module in place of Megatron's module of Triton kernels, if Triton is missing.
 
-    Newer versions of Megatron import that module with every model, although only experts on GPUs run its kernels. An
-    empty module named triton would not do, as torch would take it for the real one.
+    Newer versions of Megatron import the module of kernels with every model, although only experts on GPUs need it.
     """
     if find_spec("triton") is None:
         kernels: Any = ModuleType("megatron.core.transformer.moe.ops.paged_stash")

@@ -1,8 +1,7 @@
 """Replaces torch functions that name CUDA, so that Megatron-Core runs on CPUs, for tests and small trials.
 
-Megatron-Core names CUDA in about fifteen places: as device of small tensors, for random states, and as type names.
-There the functions replaced here take the CPU instead. A process that is to run on CPUs calls :func:`use_cpu`
-(``ranks/world.py``).
+Megatron-Core asks for CUDA in several places: as device of small tensors, for random states, and in type names. The
+replaced functions take the CPU instead. A process that is to run on CPUs calls :func:`use_cpu`.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from typing import Any
 import torch
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros")
-"""The functions that make a tensor on a device and that Megatron-Core calls with CUDA devices."""
+"""Functions of torch that make a tensor, which Megatron-Core calls with CUDA devices."""
 
 _replaced = False
 
 
 def use_cpu() -> None:
-    """Makes Megatron-Core run on CPUs in this process from now on; it may be called again."""
+    """Makes Megatron-Core run on CPUs in this process from now on. Further calls do nothing."""
     global _replaced
     if _replaced:
         return
@@ -36,33 +35,31 @@ def use_cpu() -> None:
     torch.cuda.Stream, torch.cuda.stream = HostStream, nullcontext  # type: ignore[assignment,misc]
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     for absent in (torch.cuda, torch.xpu, torch.mtia):
-        # For a device that has not started, torch stores each seed with a text of the whole call stack. These devices
-        # never start.
+        # These devices never start. For such a device torch would store a text of the call stack with each seed.
         absent.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[attr-defined]
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[attr-defined]
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # Here CPU and CUDA have one random state, of which Megatron would complain in the log for every weight it draws.
+    # CPU and CUDA now share a random state, about which Megatron would log a warning for every weight.
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "RNG state" not in record.getMessage())
-    # A TorchFunctionMode could do the rest in one place, but takes a fifth of the time of a small model's step.
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     torch.Tensor.type = _names_types_of_cuda(torch.Tensor.type)  # type: ignore[method-assign]
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # If Megatron was imported before before_import.py could replace torch.compile, its fusions would be compiled at
-    # their first call. Then the compiler is switched off.
+    # If Megatron was imported before ``before_import.py`` could replace torch.compile, the compiler is switched off.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.config.disable = True
 
 
 class HostStream(torch.cpu.Stream):
-    """Stands in for a CUDA stream and its events. On a CPU work is done when a call returns, so waits do nothing."""
+    """Takes the place of CUDA's streams and events. On a CPU a call returns when its work is done, so waits do
+    nothing."""
 
     def record_event(self) -> HostStream:  # type: ignore[override]
-        """Returns this object, which is its own event."""
+        """Returns this object, which also takes the place of an event."""
         return self
 
     def synchronize(self) -> None:
@@ -70,7 +67,8 @@ class HostStream(torch.cpu.Stream):
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``function`` with the CPU for a CUDA device, as the argument ``device`` or as the second argument."""
+    """Returns a function that calls ``function`` with the CPU in place of a CUDA device, if ``device`` or the second
+    argument names one."""
 
     @wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -84,8 +82,8 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_types_of_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``Tensor.type`` with names of CUDA's types, such as torch.cuda.FloatTensor. Megatron compares with
-    these."""
+    """Returns a ``Tensor.type`` that returns names of CUDA's types, such as torch.cuda.FloatTensor, because Megatron
+    compares with these names."""
 
     @wraps(function)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +94,7 @@ def _names_types_of_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_cuda(device: Any) -> bool:
-    """Whether an argument is a CUDA device or its name."""
+    """Whether an argument is a CUDA device or the name of a CUDA device."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, str) and device.startswith("cuda")

@@ -1,13 +1,10 @@
 """Gives Megatron-Core's own modules fused operations of this project.
 
-- The split of the QKV projection and RoPE in one pass. Megatron's layers would take this operation from Transformer
-  Engine (``fused_single_qkv_rope``). Here they get the kernel of disaggregated layers, so that all models rotate alike.
+- The split of the QKV projection and RoPE in one pass, as in this project's own layers. Megatron would call a function
+  of Transformer Engine (``fused_single_qkv_rope``).
 - SwiGLU of MLPs in one pass, and less memory for other activations.
-- Weight gradients that a matrix product adds to ``main_grad``, in float32 or bfloat16. With
-  ``gradient_accumulation_fusion`` Megatron's linear layers call a CUDA extension of Apex for that. Here torch's own
-  product takes its place.
-
-``CAD`` calls the functions that fuse, before a model is built or when it is attached.
+- Weight gradients that a matrix product adds to ``main_grad`` (``gradient_accumulation_fusion``). Megatron would call a
+  CUDA extension of Apex, which a product of torch replaces here.
 """
 
 from __future__ import annotations
@@ -30,16 +27,16 @@ from megatron_patches.model.expert_fields import sigmoid_gelu
 from megatron_patches.te.quantization import keeps_inputs
 
 _KEPT = "distca_rotation"
-"""The name of the attribute that keeps cosines and sines on the tensor of angles from which they were computed."""
+"""An attribute of the tensor of RoPE's angles, in which the angles' cosines and sines are kept."""
 _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702}
-"""For activation functions x · sigmoid(slope · x), the slope. The fused gate computes these."""
+"""The slope of activation functions x · sigmoid(slope · x)."""
 
 
 def fuse_rotation(config: TransformerConfig) -> None:
     """Makes Megatron's layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
 
-    Models with norms of query and key heads keep Megatron's operations, as these norms come between split and rotation.
-    So do models in which some layers have no RoPE, or RoPE rotates neighbours, for which there is no kernel.
+    Some models keep Megatron's operations: models with norms of query and key heads, which come between split and
+    rotation; and models with layers without RoPE, or with RoPE that rotates neighbouring elements.
     """
     if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
         return
@@ -51,17 +48,19 @@ def fuse_rotation(config: TransformerConfig) -> None:
 def _split_and_rotate(
     mixed: torch.Tensor, angles: torch.Tensor, _: torch.Tensor, sizes: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns q, k and v of one layer, split and rotated. Arguments are those of the function that it replaces.
+    """Returns q, k and v of one layer, split and rotated. Megatron calls this function in place of Transformer
+    Engine's.
 
     Args:
-        mixed: [rows, 1, groups, (heads / groups + 2) x head_dim], the output of the QKV projection.
-        angles: [rows, 1, 1, head_dim] RoPE's angles; the next argument is the same tensor again, for keys.
+        mixed: [rows, 1, groups, (heads / groups + 2) x head_dim], the output of the QKV projection. A group is a key
+            head with its query heads.
+        angles: [rows, 1, 1, head_dim] RoPE's angles. Megatron passes this tensor twice, for queries and for keys.
         sizes: number of columns of q, k and v in a group.
 
     Returns:
         [rows, 1, heads, head_dim] q, and [rows, 1, groups, head_dim] k and v.
     """
-    # All layers use the same cosines and sines. They are an attribute of the angles, and are freed with them.
+    # All layers use the same angles. As an attribute of ``angles``, cosines and sines are freed together with angles.
     rotation = getattr(angles, _KEPT, None)
     if rotation is None:
         rotation = Rotation.of(angles, sizes[-1])
@@ -75,11 +74,11 @@ def _split_and_rotate(
 class SwigluMLP(MLP):
     """Megatron's MLP with SwiGLU in one pass.
 
-    For backward it keeps the output of the first linear layer, and computes SwiGLU's output again from that. Megatron
-    warns of unknown classes when it builds a model, so :func:`fuse_swiglu` changes the class of built MLPs.
+    The output of the first linear layer is kept for backward, which computes SwiGLU's output again. Megatron warns of
+    unknown classes when it builds a model, so :func:`fuse_swiglu` changes the class of built MLPs.
 
     Attributes:
-        keeps_output: whether SwiGLU's output is kept too, and not computed again.
+        keeps_output: whether SwiGLU's output is kept for backward as well.
     """
 
     keeps_output = False
@@ -87,8 +86,8 @@ class SwigluMLP(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the MLP's output [rows, 1, hidden], and the last layer's bias for the caller to add, or None."""
-        assert per_token_scale is None  # experts alone are called with a scale, and keep Megatron's class
+        """Returns [rows, 1, hidden] the output of the MLP without the second bias, and that bias or None."""
+        assert per_token_scale is None  # Megatron passes a scale to experts only, which keep Megatron's class
         gate_and_up, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             gate_and_up = gate_and_up + bias
@@ -110,7 +109,7 @@ class SwigluMLP(MLP):
 
 
 class LeanMLP(SwigluMLP):
-    """Megatron's MLP with any other activation. It runs torch's operations, and computes them again in backward."""
+    """Megatron's MLP with another activation, made of torch's operations, which backward computes again."""
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return recomputed(self._function, x)
@@ -132,7 +131,8 @@ class LeanMLP(SwigluMLP):
 def fuse_swiglu(model: torch.nn.Module) -> None:
     """Turns a built model's MLPs into :class:`SwigluMLP` or, with another activation, into :class:`LeanMLP`.
 
-    MLPs whose activation Megatron fuses itself stay as they are. So do experts, which ``experts/grouped.py`` computes.
+    Two sorts of MLPs stay unchanged: MLPs with another activation that Megatron fuses, and experts, which are computed
+    in ``experts/grouped.py``.
     """
     for module in model.modules():
         if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):
@@ -169,12 +169,13 @@ class _Products:
         """Adds d_outᵀ @ rows to main_grad, for rows [N, in], d_out [N, out] and main_grad [out, in] float32."""
         add_product(main_grad, d_out.t(), rows)
 
-    # Megatron calls this name if main_grad has the type of rows and d_out. The same product serves, and rounds once.
+    # Megatron calls this name if main_grad has the type of rows and d_out, such as bfloat16.
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def accumulate_weight_gradients_in_products() -> None:
-    """Makes Megatron's ``gradient_accumulation_fusion`` work without Apex. It is called before a model is built."""
+    """Makes Megatron's ``gradient_accumulation_fusion`` work without Apex. Call this function before a model is
+    built."""
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = _Products
         layers._grad_accum_fusion_available = True

@@ -1,8 +1,9 @@
-"""The forward that ``CAD.attach`` gives to a GPTModel or HybridModel, and changes of its logits and embeddings.
+"""The forward that ``CAD.attach`` gives to a GPTModel or HybridModel, and changes of the model's logits and embeddings.
 
-The forward takes the micro-batch object of ``steps/batch_context.py`` in place of the attention mask, and each row's
-position in its document. On request it returns the sum of losses or the labels' log-probabilities. Then it computes the
-output layer and the softmax together, in pieces, so that the logits of all rows are never in memory at once.
+A training script makes a ``distca.CAD`` and attaches its model. The new forward takes a micro-batch object
+(``steps/batch_context.py``) in place of the attention mask. On request the forward returns the sum of losses, or the
+labels' log-probabilities. Then the output layer and the softmax are computed together, some rows at a time. So the
+logits of all rows are never in memory at once.
 """
 
 from __future__ import annotations
@@ -23,18 +24,10 @@ from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, Packed
 
 
 class PatchedForward(LanguageModule):
-    """The forward, as a class that :func:`patch_forward` mixes into a built model's own class.
-
-    So a user's subclass of GPTModel or HybridModel stays an instance of its class. The forward is called as theirs;
-    ``position_ids`` are the rows' positions in their documents, from which RoPE's angles follow.
-
-    - With labels it returns Megatron's loss of every token, [1, rows].
-    - With ``summed_loss=True`` it returns one scalar: the sum of the tokens' losses, each times its ``loss_mask``.
-    - With ``log_probabilities=True`` it returns the logarithm of every label's probability, [1, rows]. Backward
-      computes the output layer again.
+    """A class with the new forward, which :func:`patch_forward` adds to the base classes of a built model.
 
     Attributes:
-        vocabulary: number of token ids, if the output layer has further rows as padding.
+        vocabulary: number of token ids, if the output layer has rows of padding; else None.
         logit_transform: factor and limit of the logits.
         takes: the class of micro-batches that the model's layers can compute.
         expert_load: counts of the rows that experts got, for the log.
@@ -56,20 +49,26 @@ class PatchedForward(LanguageModule):
         log_probabilities: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Runs the model, as the class describes.
+        """Runs the model.
 
         Args:
             input_ids: [1, rows] token ids.
-            position_ids: [1, rows] positions in documents.
-            attention_mask: the ``attention`` of a batch that the model's CAD planned.
+            position_ids: [1, rows] position of each row in its document, for RoPE.
+            attention_mask: the attribute ``attention`` of a batch that the model's ``distca.CAD`` planned.
             args: further arguments of Megatron's forward.
             summed_loss: whether to return the sum of losses; needs ``labels`` and ``loss_mask``.
-            log_probabilities: whether to return log-probabilities; needs ``labels``.
-            kwargs: further arguments of Megatron's forward.
+            log_probabilities: whether to return log-probabilities; needs ``labels``. Backward then computes the output
+                layer again.
+            kwargs: further arguments of Megatron's forward, such as ``labels``.
+
+        Returns:
+            With ``summed_loss`` a scalar, the sum of the tokens' losses, each times its ``loss_mask``. With
+            ``log_probabilities`` [1, rows], the logarithm of every label's probability. Otherwise Megatron's result:
+            with labels [1, rows] losses. On all pipeline stages but the last, hidden states.
 
         Raises:
-            SupportError: an argument is missing or has no place here; or the model has output layers or losses of its
-                own, which ``summed_loss`` and ``log_probabilities`` would pass over.
+            SupportError: an argument is missing or has the wrong class; or the model has an output layer or a loss of
+                its own, which ``summed_loss`` and ``log_probabilities`` would not call.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
@@ -100,7 +99,7 @@ class PatchedForward(LanguageModule):
         return output
 
     def _with_balance(self, micro_batch: Any) -> Any:
-        """Returns the micro-batch, with counts for this stage's routers if it has layers with experts."""
+        """Returns the micro-batch; if this stage has layers with experts, with counts of rows for their routers."""
         layers = self.expert_load.layers
         if not layers:
             return micro_batch
@@ -108,11 +107,12 @@ class PatchedForward(LanguageModule):
         return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs Megatron's forward, but returns the sum of losses or log-probabilities if ``_returns`` names them."""
+        """Runs Megatron's forward. If ``_returns`` is not empty, the result on the last stage is that of
+        :meth:`_output`."""
         raise NotImplementedError
 
     def _output(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Returns the sum of losses, or log-probabilities, from the hidden states before the output layer."""
+        """Returns the sum of losses, or log-probabilities, from the input of the output layer."""
         layer = self.output_layer
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
         shards = VocabularyShards(layer.tp_group, layer.sequence_parallel, self.vocabulary)
@@ -126,10 +126,10 @@ class PatchedForward(LanguageModule):
 
 
 class PatchedGPT(PatchedForward, GPTModel):
-    """:class:`PatchedForward` of a GPTModel, whose forward calls two methods that are overridden here."""
+    """:class:`PatchedForward` for a GPTModel, whose forward calls ``_preprocess`` and ``_postprocess``."""
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # super() begins behind PatchedForward, in the user's or Megatron's class.
+        # Calls the forward of the user's class or of Megatron's.
         output: torch.Tensor = super(PatchedForward, self).forward(*args, **kwargs)
         return output
 
@@ -138,18 +138,18 @@ class PatchedGPT(PatchedForward, GPTModel):
         made = super()._preprocess(*args, **kwargs)
         if not self.config.multi_latent_attention:
             return made
-        # The second result are rotations. With latent attention Megatron's layers make their own, and it is None.
+        # Megatron returns None as rotations here, because its layers with latent attention make rotations themselves.
         return made[0], self.rotary_pos_emb(), *made[2:]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns Megatron's losses or hidden states, or the result that ``_returns`` names."""
+        """Returns the result that ``_returns`` names, or Megatron's losses or hidden states."""
         if not self._returns or not self.post_process:
             return super()._postprocess(hidden_states, *args, **kwargs)
         return self._output(hidden_states, **kwargs)
 
 
 class PatchedHybrid(PatchedForward):
-    """:class:`PatchedForward` of a HybridModel, whose forward has no method of its own for the output layer."""
+    """:class:`PatchedForward` for a HybridModel, whose forward has no separate method for the output layer."""
 
     post_process: bool
 
@@ -170,11 +170,11 @@ class PatchedHybrid(PatchedForward):
 
 
 def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
-    """Gives a built model the forward. Its new class derives from its own class and has the same name.
+    """Gives a built model the new forward. The model's new class is a subclass of the old class, with the same name.
 
     Args:
         model: a built model.
-        takes: the class of micro-batches that its layers can compute.
+        takes: the class of micro-batches that the model's layers can compute.
     """
     own = type(model)
     patched = PatchedGPT if isinstance(model, GPTModel) else PatchedHybrid
@@ -183,9 +183,9 @@ def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | 
 
 
 def _own_output(model: PatchedForward) -> str:
-    """Returns in words the step between hidden states and losses that a user's model changes; "" if it changes none."""
+    """Returns a phrase that names a user's change of the steps from hidden states to losses; "" without a change."""
     classes = type(model).__mro__
-    # The class behind PatchedForward is the user's, or Megatron's if the user has none.
+    # The class after PatchedForward is the class with which the model was built.
     base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]
     for name in ("_postprocess", "compute_language_model_loss"):
         if getattr(own, name, None) is not getattr(base, name, None):
@@ -199,29 +199,29 @@ def _own_output(model: PatchedForward) -> str:
 def megatrons_class(model: Any) -> type[LanguageModule]:
     """Returns GPTModel or HybridModel, from which the model's class derives."""
     names = ("GPTModel", "HybridModel")
-    # Base classes come first, as the patched class may have the same name and module.
+    # The search begins with base classes, as the patched class may have the same name and module.
     classes = reversed(type(model).__mro__)
     return next(each for each in classes if each.__name__ in names and each.__module__.startswith("megatron.core"))
 
 
 def check_attached(model: Any) -> None:
-    """Refuses a model without this forward.
+    """Refuses a model without the new forward.
 
     Raises:
-        SupportError: the model was not attached; it names its class.
+        SupportError: the model was not attached. The message names the model's class.
     """
     if not isinstance(model, PatchedForward):
         raise SupportError(
-            f"The model is a {type(model).__module__}.{type(model).__name__} that was not attached: take what "
-            "CAD.attach returned."
+            f"The model is a {type(model).__module__}.{type(model).__name__} that was not attached: take the model "
+            "that CAD.attach returned."
         )
 
 
 def check_unwrapped(model: PatchedForward) -> None:
-    """Refuses a model that is in a DistributedDataParallel already.
+    """Refuses a model that was wrapped in a DistributedDataParallel before.
 
     Raises:
-        SupportError: its parameters have a ``main_grad``.
+        SupportError: a parameter has a ``main_grad``.
     """
     if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
         raise SupportError(
@@ -233,8 +233,8 @@ def leave_out_padding(model: LanguageModule, vocabulary: int) -> None:
     """Makes the softmax leave out the output layer's rows of padding.
 
     Args:
-        model: a built model, whose output layer has more rows than there are token ids.
-        vocabulary: number of token ids; further rows are padding.
+        model: a built model, whose output layer has more than ``vocabulary`` rows.
+        vocabulary: number of token ids.
     """
     model.vocabulary = vocabulary
     if model.post_process:
@@ -251,7 +251,7 @@ def transform_logits(model: LanguageModule, transform: LogitTransform) -> None:
     """Makes the model multiply and limit its logits before the softmax, and before padding is masked.
 
     Args:
-        model: a model with this forward.
+        model: a model with the new forward.
         transform: factor and limit.
     """
     model.logit_transform = transform
@@ -262,12 +262,12 @@ def transform_logits(model: LanguageModule, transform: LogitTransform) -> None:
 def _transform_logits(
     transform: LogitTransform, _: Any, __: Any, output: tuple[torch.Tensor, Any]
 ) -> tuple[torch.Tensor, Any]:
-    """A hook of the output layer that returns transformed logits, and its bias."""
+    """A hook of the output layer that returns transformed logits, and the layer's bias."""
     return transform(output[0]), output[1]
 
 
 def scale_embeddings(model: LanguageModule, scale: float) -> None:
-    """Makes the model multiply its embeddings by ``scale``, which is rounded to the embeddings' type first."""
+    """Makes the model multiply its embeddings by ``scale``, after ``scale`` is rounded to the embeddings' type."""
     if model.pre_process and scale != 1.0:
         model.embedding.register_forward_hook(partial(_scaled, scale))
 

@@ -1,9 +1,9 @@
 """The norms with which this project's specs build Megatron's layers.
 
-Without Transformer Engine, Megatron's own norms refuse sequence parallelism and zero-centred weights. These serve both.
-With sequence parallelism each tensor-parallel rank normalises its own rows. Then the mark ``sequence_parallel`` on
-weights and biases makes Megatron add up their gradients over these ranks. Zero-centred weights hold the factors of the
-norm minus one.
+Without Transformer Engine, Megatron's own norms refuse sequence parallelism and zero-centred weights. The norms here
+support both. With sequence parallelism each tensor-parallel rank normalises its own rows. The attribute
+``sequence_parallel`` of a weight makes Megatron add up the weight's gradients over these ranks. A zero-centred weight
+is the factor of the norm minus one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from distca.ops.triton import has_kernels
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm over the last dimension, by the operation :func:`distca.ops.rms_norm.rms_norm`.
+    """RMSNorm over the last dimension. With ``layernorm_zero_centered_gamma`` the normalised numbers are multiplied by
+    1 + weight.
 
-    With ``layernorm_zero_centered_gamma`` the normalised numbers are multiplied by 1 + weight. On GPUs forward and
-    backward are one kernel each, which computes in float32 and rounds once.
+    On GPUs forward and backward are one kernel each. The kernels compute in float32.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -35,12 +35,12 @@ class RMSNorm(torch.nn.RMSNorm):
         self.zero_centered = _centred(self, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of ``x`` [..., hidden], in the type of ``x``."""
+        """Returns ``x`` [..., hidden] normalised, in the type of ``x``."""
         assert self.eps is not None
         return rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
 
     def beside(self, x: torch.Tensor, branch: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x + branch and the norm of the sum. On GPUs that is one kernel, and so is its backward."""
+        """Returns x + branch, and the sum normalised. On GPUs forward and backward are one kernel each."""
         assert self.eps is not None
         if has_kernels(x, "RMSNorm"):
             return add_rms_norm(x, branch, _factors(self.weight, self.zero_centered), self.eps)
@@ -48,13 +48,13 @@ class RMSNorm(torch.nn.RMSNorm):
         return total, self(total)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the norm of ``x`` into ``out``, without autograd."""
+        """Writes ``x`` normalised into ``out``, without autograd."""
         assert self.eps is not None
         fill_rms_norm(x, _factors(self.weight, self.zero_centered), self.eps, out)
 
 
 class PlainRMSNorm(RMSNorm):
-    """RMSNorm that multiplies by its weight, also with ``layernorm_zero_centered_gamma``."""
+    """RMSNorm that multiplies by the weight, even with ``layernorm_zero_centered_gamma``."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **named: Any) -> None:
         super().__init__(config, hidden_size, eps, **named)
@@ -63,9 +63,9 @@ class PlainRMSNorm(RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """LayerNorm over the last dimension (Ba et al. 2016): (x - mean) / √(variance + epsilon) × weight + bias, by torch.
+    """torch's LayerNorm over the last dimension (Ba et al. 2016): (x - mean) / √(variance + epsilon) × weight + bias.
 
-    With ``layernorm_zero_centered_gamma`` the factor is 1 + weight in place of the weight.
+    With ``layernorm_zero_centered_gamma`` the formula has 1 + weight in place of the weight.
     """
 
     has_bias = True
@@ -75,7 +75,7 @@ class LayerNorm(torch.nn.LayerNorm):
         self.zero_centered = _centred(self, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of ``x`` [..., hidden], in the type of ``x``."""
+        """Returns ``x`` [..., hidden] normalised, in the type of ``x``."""
         if not self.zero_centered:
             return super().forward(x)
         factors = _factors(self.weight, self.zero_centered)
@@ -83,7 +83,7 @@ class LayerNorm(torch.nn.LayerNorm):
         return torch.nn.functional.layer_norm(x.to(factors.dtype), x.shape[-1:], factors, bias, self.eps).to(x.dtype)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the norm of ``x`` into ``out``; callers disable autograd."""
+        """Writes ``x`` normalised into ``out``. Callers must disable autograd."""
         out.copy_(self.forward(x))
 
 
@@ -94,17 +94,22 @@ class LayerNormWithoutBias(LayerNorm):
 
 
 def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | type[LayerNorm]:
-    """Returns the class of a configuration's norms; ``bias`` is whether LayerNorms have one."""
+    """Returns the class of a configuration's norms.
+
+    Args:
+        config: the model's configuration.
+        bias: whether LayerNorms have a bias.
+    """
     if config.normalization == "RMSNorm":
         return RMSNorm
     return LayerNorm if bias else LayerNormWithoutBias
 
 
 class _WidthNorm(torch.nn.Module):
-    """RMSNorm of a row's queries, or of its keys, over all heads of all tensor-parallel ranks together, by torch.
+    """RMSNorm of a row's queries or keys, over the heads of all tensor-parallel ranks together.
 
-    Every rank holds the whole weight, and multiplies its own heads by its part of that. Megatron adds up the gradients
-    of such norms, q_layernorm and k_layernorm, over these ranks.
+    Every rank stores the whole weight, and uses the part for its own heads. Megatron adds up the weight's gradients
+    over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -114,14 +119,14 @@ class _WidthNorm(torch.nn.Module):
 
     @staticmethod
     def heads(config: TransformerConfig) -> int:
-        """Returns the number of heads on all ranks together."""
+        """Returns the number of heads of all ranks together."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of ``x`` [rows, ...], which holds this rank's heads; shape and type are those of ``x``."""
+        """Returns ``x`` [rows, ...] of this rank's heads normalised, in the shape and type of ``x``."""
         flat = x.flatten(1).to(wide(x.dtype))
-        # The sum over ranks affects the heads of all ranks. So backward adds up its gradient over ranks too, which the
-        # copy below does.
+        # The sum over ranks affects the outputs of all ranks. In backward this copy adds up the sum's gradients over
+        # ranks.
         squares = copy_to_tensor_model_parallel_region(flat.square().sum(1, keepdim=True))
         mean = reduce_from_tensor_model_parallel_region(squares) / len(self.weight)
         first = parallel_state.get_tensor_model_parallel_rank() * flat.shape[1]
@@ -148,10 +153,8 @@ class KeyWidthNorm(_WidthNorm):
 
 
 def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: TransformerConfig) -> bool:
-    """Marks a norm's parameters for sequence parallelism; returns whether the norm multiplies by one plus its weight.
-
-    If it does, the weight is set to zero.
-    """
+    """Sets the attribute ``sequence_parallel`` of a norm's parameters. If the norm multiplies by one plus the weight,
+    sets the weight to zero and returns True."""
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     if config.layernorm_zero_centered_gamma:
@@ -160,5 +163,5 @@ def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: T
 
 
 def _factors(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    """Returns the factors on normalised numbers: the weight, or one plus the weight in at least float32."""
+    """Returns the factors on normalised numbers: the weight, or one plus the weight in float32 or float64."""
     return weight.to(wide(weight.dtype)) + 1 if zero_centered else weight

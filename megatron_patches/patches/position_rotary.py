@@ -1,8 +1,7 @@
 """Takes the place of Megatron's rotary embedding: RoPE's angles are computed from each row's position in its document.
 
-For packed documents Megatron slices a table of angles, for each document and layer, and reads the borders of documents
-from the GPU each time. Also, it takes every document to begin at position 0. Here a rank may hold a later part of a
-document. So each row comes with its position, and the angles of all rows are computed once per micro-batch.
+Megatron assumes that a rank has every document from position 0 on. Here a rank may have a later part of a document. So
+the positions of rows are given, and the angles of all rows are computed once for each micro-batch.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from distca.models.rope import RopeScaling
 class PositionRotary(torch.nn.Module):
     """A rotary embedding that returns the angles of rows whose positions were set.
 
-    RoPE rotates pairs of a head's numbers by an angle, which is the row's position times the pair's frequency.
+    RoPE rotates pairs of a head's elements. The angle is the row's position times the pair's frequency.
 
     Args:
         inv_freq: [pairs] frequency of each pair of a head.
-        interpolation: number by which positions are divided; None for none.
-        by_length: function from [rows] lengths of the rows' documents to [rows, pairs] frequencies, for models whose
-            frequencies depend on lengths; then ``inv_freq`` is not read.
-        interleaved: whether the numbers of a pair are neighbours. Otherwise one is in the first half of a head, and
-            one in the second.
+        interpolation: number by which positions are divided, or None.
+        by_length: function from [rows] lengths of the rows' documents to [rows, pairs] frequencies. If the function is
+            given, ``inv_freq`` is not read.
+        interleaved: whether the two elements of a pair are neighbours. If not, the first element of a pair is in the
+            first half of the head, and the second element in the second half.
     """
 
     def __init__(
@@ -42,8 +41,7 @@ class PositionRotary(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        # It is no buffer. So checkpoints have no key for it, as with Megatron's, and a cast of the model does not cast
-        # it.
+        # The frequencies are not a buffer, so they are not saved in checkpoints and not cast with the model.
         self._inv_freq, self._interpolation, self._by_length = inv_freq, interpolation, by_length
         self._interleaved = interleaved
         self._angles: torch.Tensor | None = None
@@ -55,8 +53,8 @@ class PositionRotary(torch.nn.Module):
         Args:
             dims: number of dimensions that are rotated.
             base: base of the frequencies.
-            scaling: scaling for long contexts; its attention factor is not applied here.
-            interleaved: as for the class.
+            scaling: scaling for long contexts, whose attention factor is not applied here.
+            interleaved: whether the two elements of a pair are neighbours.
         """
         by_length = partial(frequencies_by_length, dims, base, scaling) if scaling.by_length else None
         return PositionRotary(inverse_frequencies(dims, base, scaling), by_length=by_length, interleaved=interleaved)
@@ -74,7 +72,7 @@ class PositionRotary(torch.nn.Module):
             lengths: [rows] int64 number of tokens of each row's document; read only if :attr:`needs_lengths`.
 
         Raises:
-            SupportError: lengths are needed, but not given.
+            SupportError: ``needs_lengths`` is true, but ``lengths`` is None.
         """
         if self._by_length is not None:
             if lengths is None:
@@ -93,20 +91,21 @@ class PositionRotary(torch.nn.Module):
         self._angles = both[:, None, None, :]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Returns 0: GPTModel asks for a length before it calls this module, but the angles do not depend on it."""
+        """Returns 0: GPTModel asks for a length, but angles depend on positions alone."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Returns [rows, 1, 1, dims] angles as Megatron's RotaryEmbedding does, each angle twice for the two numbers of
-        its pair."""
+        """Returns [rows, 1, 1, dims] angles. As in Megatron's RotaryEmbedding, both elements of a pair have an
+        angle."""
         assert self._angles is not None, "set_positions was not called for this micro-batch"
         return self._angles
 
 
 def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
-    """Replaces a model's rotary embedding by a :class:`PositionRotary` with the same frequencies, and returns that.
+    """Replaces a model's rotary embedding by a :class:`PositionRotary` with equal frequencies.
 
-    An embedding that is one already is kept. A HybridModel may have no rotary embedding; then the result is None.
+    Returns:
+        The model's PositionRotary, which may be there before the call; None for a model without rotary embedding.
     """
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if rotary is None:

@@ -1,7 +1,7 @@
 """Records when a pipeline stage computes, by taking the place of Megatron's timers.
 
 Megatron's own pipeline schedules (1F1B) start and stop timers around the forward and the backward of each micro-batch.
-The trainer puts :class:`StageTimers` into the configuration, so that a run's timeline shows these spans.
+With :class:`StageTimers` in the configuration, these times are recorded as spans on a run's timeline.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Any
 from distca.runtime.timeline import Timeline
 
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
-"""Names of the spans on the timeline, by the names of Megatron's timers."""
+"""For the name of a timer of Megatron, the name of a span on the timeline."""
 
 
 class StageTimers:
     """An object for the field ``timers`` of Megatron's configuration.
 
-    Called with a name, it returns the timer of that name. Two timers record spans, and all others do nothing. In the
-    schedule of disaggregated models, layers record finer spans themselves.
+    Calling the object with a name returns a timer. The timers of ``_COMPUTE`` record spans, and all others do nothing.
 
     Args:
         timeline: the timeline on which spans are recorded.
