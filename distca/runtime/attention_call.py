@@ -2,13 +2,14 @@
 
     enter: launch q,k,v → join → serve → launch o → leave: join o
 
-Every rank has two roles. As a *home* it holds rows of documents: it sends q, k and v of these rows, and gets o back. As
-a *server* it computes attention for rows that homes sent. A *nano-batch* is one of the two parts of a micro-batch, ping
-(first) and pong (second). ``ping_pong.py`` makes a call for each layer and nano-batch.
+A *home* is a rank that holds rows of documents: it sends q, k and v of these rows, and gets o back. A *server* is a
+rank that computes attention for rows that homes send. Most ranks are both. A *nano-batch* is one of the two parts of a
+micro-batch, ping (first) and pong (second). ``ping_pong.py`` makes a call for each layer and nano-batch.
 
 One node launches a transfer, and a later node *joins* the transfer: the node waits until all rows have arrived.
-Backward runs the nodes in reverse order. The node that joined a transfer in forward launches the transfer of gradients
-in backward, and the node that launched joins. Between launch and join the caller runs the other nano-batch's compute.
+Backward runs the nodes in reverse order, and gradients travel the opposite way. The node that joined in forward
+launches in backward, and the node that launched in forward joins in backward. Between launch and join the caller runs
+the other nano-batch's compute.
 
 Rows are fields of an :class:`AttentionCall`. Nodes pass each other only a *graph token*, a dummy scalar that gives
 autograd an edge from node to node. ``kept_rows.py`` has the rows that wait for backward, on servers (*keep*) or at home
@@ -63,7 +64,7 @@ class AttentionCall(LayerCall):
         super().__init__(pool, layer, nano)
         self._routes = routes
         self._kept: Keep | Resend = Keep(routes) if pool.backward == "keep" else Resend(routes, pool.offload)
-        self._server: ServerRows | None = None  # this server's rows, from their launch to the end of its compute
+        self._server: ServerRows | None = None  # rows that arrive on this server, until they are computed
         self._arriving: list[torch.Tensor] = []  # o at home, and perhaps lse, from launch_o to join_o
         self._gradients: tuple[torch.Tensor, ...] = ()  # dO, later dq and dkv, from one backward node to the next
         self._sink: torch.Tensor | None = None

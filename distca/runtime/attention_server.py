@@ -49,7 +49,7 @@ _PLANNED_AHEAD = 3
 """The most plans that a server holds: for the running step, the next step, and another loop such as validation. A
 fourth plan replaces the oldest. The server plans a step again if the step's plan was replaced."""
 _REMEMBERED = 16
-"""The number of latest steps whose :class:`Served` stays in the store, until homes have read it."""
+"""The number of latest steps whose :class:`Served` stays in the store, for homes to read."""
 FORMING = timedelta(seconds=20)
 """The longest time in which all homes and servers of a generation may connect. After it homes start another generation.
 The first generation has the longer TIMEOUT."""
@@ -83,7 +83,7 @@ class Comer:
         number: the server's number.
         machine: host name.
         device: "cuda" or "cpu".
-        gpu: the name of its GPU, by which homes find its cost table; "cpu" without one.
+        gpu: the name of the server's GPU, with which homes look up a cost table; "cpu" without a GPU.
         process: identity of the process. A server that is started again has its old number and a new identity.
     """
 
@@ -100,8 +100,8 @@ class Generation:
 
     Attributes:
         number: number of the generation, from 0.
-        servers: the servers. Each run of ``tp`` servers, where ``tp`` is the tensor-parallel size, is one member of the
-            pool. Servers are numbered in the pool after the homes, in this order.
+        servers: the servers, in the order of their numbers in the pool, which follow the homes' numbers. With a
+            tensor-parallel size of ``tp``, each ``tp`` consecutive servers share a number.
         terms: facts about the homes' model.
         told: number of the first message in the store that is meant for this generation.
     """
@@ -122,8 +122,8 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
     Args:
         store: the homes' store, a TCPStore at MASTER_ADDR and MASTER_PORT of the homes.
         number: this server's number, from 0. No two servers may have equal numbers.
-        pool: number of the homes' pool. Each ``distca.CAD`` (the object of a training script) that has servers counts
-            one up: 0 for the first, 1 for the second.
+        pool: number of the homes' pool: 0 for the first ``distca.CAD`` (the object of a training script) with servers,
+            1 for the second.
         patience: the longest wait for homes.
 
     Raises:
@@ -207,8 +207,11 @@ class _Server:
     def _join(self, generation: Generation) -> None:
         """Joins a generation of the pool, together with the generation's homes and servers.
 
-        Returns without a pool if another process does not connect; homes then announce a further generation. Only the
-        first generation raises RuntimeError instead."""
+        If another process does not connect, homes announce a further generation, and this method returns.
+
+        Raises:
+            RuntimeError: another process does not connect in the first generation.
+        """
         terms, spec, options = generation.terms, generation.terms.spec, generation.terms.options
         place = generation.servers.index(self._me)
         tp = len(generation.servers) // options.servers

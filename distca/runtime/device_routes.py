@@ -1,9 +1,9 @@
 """The rows that a rank sends, receives and computes in core attention, as index tensors on the rank's device.
 
-Every rank has two roles. As a *home* it holds rows of documents; as a *server* it computes attention. A *task* is a
-range of a document's queries with all keys that the queries see. A *plan* gives each task to a server. A *route* is one
-rank's part of a plan: rows to send as a home, and rows to receive and tasks to compute as a server. The planner makes
-routes in numpy (``distca/plan/routes.py``), and this file copies the routes to the device.
+A *home* is a rank that holds rows of documents; a *server* is a rank that computes attention. Most ranks are both. A
+*task* is a range of a document's queries with all keys that the queries see. A *plan* gives each task to a server. A
+*route* is one rank's part of a plan: rows to send as a home, and rows to receive and tasks to compute as a server. The
+planner makes routes in numpy (``distca/plan/routes.py``), and this file copies the routes to the device.
 
 A micro-batch runs as two *nano-batches*, ping and then pong, which have routes of their own. Layers of one *kind* have
 equal window, scale and softcap. A *region* is a contiguous copy of the keys and values of one task, for the kernel.
@@ -45,7 +45,7 @@ class SharedRows:
 
     @staticmethod
     def of(copies: Segments) -> list[SharedRows]:
-        """Makes one range of copies that read overlapping buffer rows, so that ranges do not overlap."""
+        """Groups copies into ranges: copies that read overlapping buffer rows are in one range."""
         found: list[SharedRows] = []
         columns, end = (copies.source.tolist(), copies.destination.tolist(), copies.rows.tolist()), -1
         for source, target, rows in sorted(zip(*columns, strict=True)):

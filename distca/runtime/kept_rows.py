@@ -1,9 +1,9 @@
 """The rows of one layer's attention that wait for backward.
 
-Each rank has two roles. As a *home* it holds rows of documents. As a *server* it computes attention for rows that homes
-send. :class:`Keep` leaves q, k and v on the servers until backward. With :class:`Resend` homes keep q, k and v. Homes
-send these rows again in backward, perhaps to other servers. ``AttentionCall`` (attention_call.py) calls the methods of
-both classes.
+A *home* is a rank that holds rows of documents; a *server* is a rank that computes attention for rows that homes send.
+Most ranks are both. With :class:`Keep` servers keep q, k and v until backward. With :class:`Resend` homes keep q, k and
+v, and send these rows again in backward, perhaps to other servers. ``AttentionCall`` (attention_call.py) calls the
+methods of both classes.
 
 A micro-batch runs in two parts, ping and then pong. "Rows" below are those of one part. A *sink* is a learned score of
 a head that takes a share of each softmax; homes apply sinks after o has come back.
@@ -89,7 +89,7 @@ class Keep:
     A server also keeps o, but only of rows from other homes: this rank's own rows have o at home.
 
     Args:
-        routes: this rank's routes.
+        routes: the rows that this rank sends, receives and computes.
     """
 
     sent_in_backward = "dO"
@@ -164,7 +164,7 @@ class Resend:
     """Homes keep q, k, v, o and lse of their rows and send them with dO to the servers of the backward plan.
 
     Args:
-        routes: this rank's routes.
+        routes: the rows that this rank sends, receives and computes.
         offload: host memory in which the rows wait; None leaves them on the device.
     """
 
@@ -188,9 +188,9 @@ class Resend:
         """Takes the rows that this server has computed; does nothing."""
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """Keeps the outputs that came home, after sinks, and starts the copies of all rows to host memory, if any.
+        """Keeps the outputs that came home, after sinks. Callers call it only if a backward will follow.
 
-        Callers call it only if a backward will follow."""
+        With ``offload``, starts copying all kept rows to host memory."""
         assert self.home is not None and lse_NH is not None
         self.home.o, self.home.lse = o_NHD, lse_NH
         if self._offload is not None:

@@ -19,7 +19,7 @@ piece is computed:
 | the only piece | forward | | backward | |
 | the first | forward | | | backward |
 | the last | | forward | backward | |
-| between first and last | only A and B | forward | only the state's gradient | backward |
+| an inner piece, between first and last | only A and B | forward | only the state's gradient | backward |
 
 Until backward a nano-batch keeps the convolution's inputs and the states before its pieces. Backward computes the
 convolution once more. Pieces of pong also read halo rows and states that arrived in ping.

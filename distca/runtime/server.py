@@ -70,12 +70,11 @@ for rows in float64."""
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
     """Returns dkv_U2GD, the gradients of the rows in the server's buffer.
 
-    Gradients of a row that several tasks read are added in float32, in a fixed order, and the sum is rounded. If pong
-    read rows of this buffer, which arrived in ping, ``later`` has pong's gradients. They are added after that.
+    Gradients of a row that several tasks read are added in float32, in a fixed order, and the sum is rounded.
 
     Args:
         dkv_S2GD: gradients of the regions.
-        later: gradients from pong's tasks; empty without them.
+        later: in ping, gradients that pong's tasks computed for rows of this buffer, which are added last. Else empty.
         route: this server's tasks, and where their k,v rows lie.
     """
     # The last task that reads a range reads up to the range's end. So the last task's gradients are copied first. Then
@@ -103,8 +102,8 @@ def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
 def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
     """Returns the sum in float32 of the gradients of a range of rows that several tasks read.
 
-    Rows at the range's end that only the last task reads are left out, unless it is the range's only task. Example: two
-    tasks read rows [0, 4) and [0, 7) of the range. The sum has 4 rows."""
+    Rows at the range's end that only the last of several tasks reads are left out. Example: two tasks read rows [0, 4)
+    and [0, 7) of the range. The sum has 4 rows."""
     # The last task may begin "offset" rows behind the range's first row. Its gradients of the rows before are zeros.
     *others, (offset, place, rows) = shared.places
     longest = max((offset + rows for offset, _, rows in others), default=rows)

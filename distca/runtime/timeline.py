@@ -1,4 +1,4 @@
-"""The times of one rank's compute and transfers, for timelines in Perfetto, the step log and tests of the order.
+"""The times of one rank's compute and transfers, for timelines in Perfetto and the step log.
 
 A *span* is a name with a start and an end; a *track* is a row of the timeline. A micro-batch runs in two parts, the
 *nano-batches* ping and pong, and each has its own tracks. :class:`Timeline` measures even while nothing is recorded:
@@ -103,7 +103,7 @@ class Timeline:
         span.end = self.clock.now()
 
     def open(self, name: str, layer: int, nano: int, direction: str, *, past_launches: bool = False) -> None:
-        """Begins a span that ends when another one of compute begins, or at the next launch, join or :meth:`close`.
+        """Begins a span of compute. The span ends at the next span of compute, launch, join or :meth:`close`.
 
         With ``past_launches``, a new span of this name begins after a launch."""
         if self.recording:

@@ -55,7 +55,7 @@ class BreakableTransport:
         self.name, self.rank, self.ranks, self.broken = "", 0, 0, True
 
     def use(self, group: dist.ProcessGroup) -> None:
-        """Leaves the old group, if any, and takes ``group``."""
+        """Leaves the old group, if any, and exchanges rows over ``group`` from now on."""
         self.give_up()
         self._group, self._inner, self.broken = group, CollectiveTransport(group), False
         self.name, self.rank, self.ranks = self._inner.name, self._inner.rank, self._inner.ranks

@@ -37,7 +37,7 @@ class CollectiveTransport:
         self._relaying: torch.cuda.Stream | None = None
 
     def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
-        """Starts an all-to-all for each part that has rows to send between ranks, and copies rows that stay on a rank.
+        """Starts an all-to-all for each part with rows that travel between ranks, and copies rows that stay on a rank.
 
         On GPUs the second hop is queued at once, on a stream of its own. On CPUs the second hop starts when the caller
         waits for this exchange or launches another exchange.
@@ -171,8 +171,8 @@ def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
 def nccl_goes_first() -> None:
     """Gives NCCL's kernels a high stream priority; must be called before any process group is made.
 
-    Attention of a long document fills a GPU's multiprocessors for up to seconds. With equal priority, a collective
-    waits behind attention on one rank, while on other ranks it spins and takes multiprocessors from attention. A
-    TORCH_NCCL_HIGH_PRIORITY that is set already stays.
+    Attention of a long document fills a GPU's multiprocessors for up to seconds. With equal priority, a collective may
+    have to wait until attention ends on one rank. On the other ranks the collective then spins and takes
+    multiprocessors from attention. A TORCH_NCCL_HIGH_PRIORITY that is set already stays.
     """
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

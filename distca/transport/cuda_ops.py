@@ -34,7 +34,7 @@ _INTERFACE = 2
 
 @cache
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    """Returns the library and None, or None and the reason why the library is missing."""
+    """Returns the library and None, or None and the reason why the library cannot be loaded."""
     path = Path(__file__).parent / f"_rows{EXTENSION_SUFFIXES[0]}"
     if not path.is_file():
         return (
@@ -54,7 +54,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Returns the library, with argument types set; None if the library is missing."""
+    """Returns the library, with argument types set; None if the library cannot be loaded."""
     library, _ = _load()
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -144,8 +144,8 @@ def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool,
 
     Args:
         pieces: for each tensor four entries: the address of its first row; the address of the destination's first row,
-            on any GPU; [N, 3] int64 contiguous ranges (source row, destination row, number of rows); and the bytes of a
-            row.
+            on any GPU; [N, 3] int64 ranges (first source row, first destination row, number of rows), contiguous; and
+            the bytes of a row.
         batched: whether one CUDA call copies all ranges, in any order, by as many engines as the driver chooses.
             Otherwise each range is a call, in order; copies inside one GPU then run as kernels.
         stream: the stream to queue the copies on.
@@ -168,7 +168,7 @@ def push_rows(
 
     Args:
         pieces: for each piece three entries: a contiguous tensor; [N] int64 numbers of the rows to write; and the
-            address, on any GPU, of the first written row. The others follow without gaps.
+            address, on any GPU, to which the first row is written. The other rows follow without gaps.
         arrived: uint64 addresses of slots to which the kernel writes ``number`` at the end; empty for no signal.
         number: the value of the signal.
         finished_blocks: [1] int32 zero, a counter for the kernel. Two streams must not share a counter.

@@ -118,8 +118,8 @@ class Transport(Protocol):
     """Moves rows between the ranks of a pool.
 
     All ranks must launch their exchanges in one order. A rank takes part in an exchange even if no row of the rank
-    moves. On a GPU, a rank must launch exchanges and wait for them on one stream: Torch's allocator gives the memory of
-    freed tensors to later work of this stream.
+    moves. On a GPU, a rank must launch exchanges and wait for them on one stream. Torch's allocator may give freed
+    memory to later work of this stream.
 
     Attributes:
         name: "nccl", "gloo" or "nvshmem", for logs.

@@ -47,7 +47,7 @@ class RowMoves:
         keep_source: int64 numbers of the source rows that this rank keeps.
         keep_destination: int64 numbers of the destination rows of kept rows.
         keep_ranges: [N, 3] int64 on the host, the kept rows as ranges: source row, destination row, number of rows.
-        reduction: the additions of rows that share a destination row; None if no rows share one.
+        reduction: the additions for destination rows that get several values; None if each gets one value.
         travelling: number of rows that travel between ranks in the whole pool.
         relay_before: moves of gradients to gateways inside nodes, which run before these moves; None without a relay.
         relay_after: moves of rows from gateways inside nodes, which run after these moves; None without a relay.

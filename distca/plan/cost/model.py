@@ -115,7 +115,7 @@ class CostModel(ABC):
         """Returns [N] seconds of the backward kernel for [N] ``q_rows`` and [N] ``kv_rows``; 0 for 0 query rows."""
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """Returns [K, N] seconds that each task takes at least, if it is cut into smaller tasks or not.
+        """Returns [K, N] seconds that each task takes at least, whether the task is cut into smaller tasks or not.
 
         By default these are the seconds of the uncut task."""
         return self.per_direction(direction, q_rows, kv_rows)

@@ -47,7 +47,7 @@ class ScaledCost(CostModel):
         return int(getattr(self.measured, "window", 0))
 
     def factors(self, direction: Direction) -> list[float]:
-        """Returns a list with the factor of the direction; for "both" with two factors, forward first."""
+        """Returns the factor of ``direction`` in a list; for "both" two factors, forward first."""
         both = [self.forward_factor, self.backward_factor]
         return {"both": both, "forward": both[:1], "backward": both[1:]}[direction]
 

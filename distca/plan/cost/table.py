@@ -84,8 +84,8 @@ class TableCost(CostModel):
 
     A task's seconds are the seconds by the formula of ``analytic.py`` times a *factor*. At a measured point the factor
     is measured seconds over the formula's. Between measured points the factor is bilinear in log2 of q and k,v rows;
-    beyond the measured points it is constant. It is computed in this way at the crossings of the fine grid's lines, and
-    is bilinear in the rows inside a grid cell.
+    beyond the measured points it is constant. The factor is computed in this way at the crossings of the fine grid's
+    lines. Inside a grid cell the factor is bilinear in the rows.
 
     Args:
         shape: heads of the attention layer that was measured.

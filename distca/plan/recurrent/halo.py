@@ -1,9 +1,9 @@
 """The halo rows of recurrent layers (linear attention, SSM): which rows they are, and how they travel between ranks.
 
 A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
-nano-batch. A recurrent layer begins with a causal convolution, which reads for each row the ``width`` rows before. So
-the piece's first rows need up to ``width`` rows of the document before the piece: the piece's *halo* rows. They may lie
-on several ranks and in both nano-batches.
+nano-batch. The core of a recurrent layer begins with a causal convolution, which reads for each row the ``width`` rows
+before it. So a piece's first rows need up to ``width`` rows of the document before the piece: the piece's *halo* rows.
+Halo rows may lie on several ranks and in both nano-batches.
 
 Each nano-batch has one *exchange*, a transfer between all ranks, which brings rows of this nano-batch to the pieces
 that read them. Ping's rows also go to pieces of pong. A rank gets each row once, even if several pieces read the row.

@@ -95,9 +95,10 @@ class InternodeAddresses:
         staging_bytes: size of the staging memory, a multiple of 512.
         arrived_there: slot in a peer's block. This rank writes there the newest exchange whose rows it has put to the
             peer.
-        consumed_here: first of [ranks] slots in this block. Rank r writes to slot r the newest exchange that rank r has
-            consumed.
-        consumed_there: slot in a peer's block. This rank writes there the newest exchange that it has consumed.
+        consumed_here: first of [ranks] slots in this block. Rank r writes to slot r the number up to which it has
+            consumed all exchanges.
+        consumed_there: slot in a peer's block. This rank writes there the number up to which it has consumed all
+            exchanges.
         arrived_here: first of [ranks] slots in this block. Rank r writes to slot r the newest exchange whose rows rank
             r has put to this rank.
     """
@@ -172,8 +173,8 @@ class InternodePeers:
         self._half = addresses.staging_bytes // 2
         self._stream = queue.create_stream(-1)
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        self._room: dict[int, int] = {}  # by peer, the newest exchange that the stream has waited for it to consume
-        self._told: dict[int, int] = {}  # by peer, the newest "consumed" signal that this rank has sent to it
+        self._room: dict[int, int] = {}  # by peer, the largest number of a "consumed" signal that was waited for
+        self._told: dict[int, int] = {}  # by peer, the largest number of a "consumed" signal that was sent
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> tuple[Sent, Any]:
         """Queues the puts and signals of an exchange, after the current stream's work so far.

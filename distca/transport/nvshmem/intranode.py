@@ -39,14 +39,14 @@ class CopyPolicy:
     (benchmarks/results/transport_ways.json). A kernel takes multiprocessors from compute, so the limit is 8 MiB.
 
     Attributes:
-        push_below_bytes: a kernel writes rows for a peer that have fewer bytes in all.
-        push_below_bytes_per_range: a kernel writes rows for a peer whose contiguous ranges have fewer bytes on average.
-            Copy engines write other rows.
+        push_below_bytes: a kernel writes the rows for a peer if the rows have fewer bytes in all.
+        push_below_bytes_per_range: a kernel also writes the rows for a peer if their contiguous ranges have fewer bytes
+            on average. Otherwise copy engines write the rows.
         push_blocks: the largest number of the kernel's thread blocks.
-        signal_after_bytes: bytes of copies after which a group of peers is complete and gets its signals.
-        keep_from_bytes: the least bytes of rows that stay on the rank for which a copy engine copies them.
-        keep_from_bytes_per_range: the least average bytes of their contiguous ranges for which a copy engine copies
-            them. Below either limit a kernel on the computing stream copies them.
+        signal_after_bytes: bytes of copies after which the stream signals to the peers that it has copied to.
+        keep_from_bytes: a copy engine copies rows that stay on the rank only if the rows have at least so many bytes.
+        keep_from_bytes_per_range: a copy engine copies rows that stay on the rank only if their contiguous ranges have
+            at least so many bytes on average. Otherwise a kernel on the computing stream copies the rows.
     """
 
     push_below_bytes: int = 8 << 20
@@ -112,8 +112,8 @@ class Addresses:
 
     Attributes:
         receive_buffers: [R] first byte of each rank's receive buffer.
-        consumed_here: [R] uint64 slots on this rank. Rank r writes to slot r the newest exchange that rank r has
-            consumed.
+        consumed_here: [R] uint64 slots on this rank. Rank r writes to slot r the number up to which it has consumed all
+            exchanges.
         arrived_there: [R] uint64 slots, one on each other rank. This rank writes there the newest exchange whose rows
             it has written.
     """
@@ -140,7 +140,7 @@ class IntranodePeers:
         self._at, self._queue = addresses, queue
         self._streams: dict[str, Any] = {}
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # For each peer, the newest exchange that a stream has waited for the peer to consume.
+        # For each peer, the largest number of a "consumed" signal that a stream has waited for.
         self._room = dict.fromkeys(range(len(addresses.receive_buffers)), 0)
         # For each peer, the stream of the newest writes to the peer, and the event of their end.
         self._last: dict[int, tuple[Any, Any]] = {}
@@ -177,7 +177,7 @@ class IntranodePeers:
         return self._keep(by_engine, behind) if by_engine else None
 
     def _keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent:
-        """Queues copies by copy engine, after the writes of ``behind``, for which other ranks wait."""
+        """Queues copies by copy engine, after the writes of ``behind``: other ranks wait for these writes."""
         stream = self._stream("keep", priority=0)
         stream.wait_event(self._queue.mark(self._queue.current_stream()))
         for event in behind.events if behind is not None else ():

@@ -34,8 +34,7 @@ class RingPlace:
             has two consecutive numbers, and this is the second number.
         begin: first byte in the receive buffer; a multiple of 256.
         offsets: first byte of each part (the rows of one tensor), counted from ``begin``; multiples of 256.
-        reuses: number of the newest exchange that must have been consumed before rows are written; 0 if no exchange lay
-            there.
+        reuses: number of the newest exchange that must have been consumed before rows are written; 0 for no wait.
     """
 
     number: int
@@ -88,7 +87,7 @@ class ReceiveRing:
     def skip(self) -> int:
         """Returns a number for an exchange that has no place here, since another transport moves the rows.
 
-        Callers must report the exchange as consumed all the same."""
+        Callers must report this exchange, too, to :meth:`consumed`."""
         assert self._not_consumed <= {self._number}, f"{sorted(self._not_consumed)} of {self._number} are under way"
         self._number += 1
         self._not_consumed.add(self._number)

@@ -9,7 +9,7 @@ writes an exchange's number to a peer's slot as a signal, and a stream of the pe
 this order:
 
 1. [ranks] slots: the newest exchange whose rows have arrived from each rank
-2. [ranks] slots: the newest exchange that each rank has consumed, which means copied out of its receive buffer
+2. [ranks] slots: the number up to which each rank has *consumed* all exchanges (copied rows out of its receive buffer)
 3. the receive buffer, into which other ranks write rows
 4. if any rank has inter-node peers, staging memory, in which rows for inter-node peers are packed
 """
@@ -177,7 +177,7 @@ class _Layout:
         return 8 * rank
 
     def consumed(self, rank: int) -> int:
-        """Returns the first byte, in a block, of the slot with the newest exchange that ``rank`` has consumed."""
+        """Returns the first byte, in a block, of the slot with the exchanges that ``rank`` has consumed."""
         return 8 * (self.ranks + rank)
 
     def addresses(self, bases: Sequence[int], rank: int) -> Addresses:
