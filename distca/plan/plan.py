@@ -165,10 +165,11 @@ class Plan:
         # Sorted by document and start, each task must begin where the task before ends, or at its document's first row.
         # The tasks of a document must have as many rows as the document.
         tasks, layout = self.tasks, self.layout
-        if len(tasks) and (tasks.server.min() < 0 or tasks.server.max() >= layout.ranks):
+        unknown = tasks.server[(tasks.server < 0) | (tasks.server >= layout.ranks)]
+        if len(unknown):
             raise PlanError(
-                f"The plan names server {int(tasks.server.max())}, but the layout has {layout.ranks} ranks: "
-                "it was made for another world size."
+                f"The plan names server {int(unknown[0])}, but the layout's ranks are 0 to {layout.ranks - 1}: "
+                "the plan was made for another number of ranks."
             )
         order = order_by(tasks.document, tasks.start)
         document, start, stop = tasks.document[order], tasks.start[order], tasks.stop[order]

@@ -39,3 +39,11 @@ def test_check_refuses_what_does_not_compute_every_row_once(
     plan = Plan(layout, Tasks(np.zeros(2, np.int64), np.array(start), np.array(stop), np.array(server)))
     with pytest.raises(PlanError):
         plan.check()
+
+
+@pytest.mark.parametrize("unknown", [-1, 2])
+def test_check_names_the_server_that_is_not_there(unknown: int) -> None:
+    (layout,) = lay_out([10], 2)
+    tasks = Tasks(np.zeros(2, np.int64), np.array([0, 5]), np.array([5, 10]), np.array([unknown, 1]))
+    with pytest.raises(PlanError, match=f"server {unknown}, .*0 to 1"):
+        Plan(layout, tasks).check()

@@ -65,12 +65,11 @@ class Items:
     keys: np.ndarray
 
     def of(self, item: np.ndarray, part: np.ndarray) -> Items:
-        """Returns [N] new items: number n is the fraction ``part[n]`` of the item ``item[n]``."""
+        """Returns [N] new items: item n is the fraction ``part[n]`` of ``item[n]``."""
         rows, work = self.rows[item] * part, self.work[item] * part
         return Items(rows, work, self.added[item], self.long[item], self.keys[item])
 
     def between(self, low: int, high: int) -> Items:
-        """Returns the items from index ``low`` up to ``high``."""
         columns = (self.rows, self.work, self.added, self.long, self.keys)
         return Items(*(column[low:high] for column in columns))
 
@@ -160,14 +159,9 @@ def deal_to_bins(
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     """Returns the dealt parts, with shares of long items resized so that ranks have more equal work.
 
-    Shares were dealt before shorter items. When all items are dealt, a rank with shares may have too little work, or
-    too much. Each round scales the shares of every rank so that the rank would reach its goal. Then it scales the
-    shares of every item so that their sum stays.
-
-    Args:
-        items: all items.
-        filled: the bins with the parts that were dealt.
-        rate: work per token of the filler.
+    Shares were dealt before shorter items, so a rank with shares may now have too little or too much work. Each round
+    scales the shares of every rank so that the rank would reach its goal. Then it scales the shares of every item so
+    that their sum stays. ``rate`` is the filler's work per token.
     """
     resizable = items.long & (items.work - rate * items.rows > _NO_SURPLUS * items.work)
     in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
@@ -199,20 +193,14 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
 
 
 class _Bins:
-    """The bins while items are dealt: a heap with the bin that lacks most surplus on top. Array legend: B bins.
+    """The bins while items are dealt: a heap with the bin that lacks most surplus on top.
 
-    Args:
-        mean: work that each rank should get.
-        room: [B] tokens that each bin has room for.
-        ranks: [B] number of ranks that each bin stands for.
-        sparse: work per token of sparse items (:class:`Rates`).
-        most: limits on all shares of a rank together: their work over the mean work, and their rows over the rank's
-            tokens.
-        in_turn: whether the bin with the newest share leaves the heap until :meth:`take_back`.
+    Arguments are those of :func:`deal_to_bins`, and ``sparse``, the work per token of sparse items (:class:`Rates`).
+    With ``in_turn`` the bin with the newest share is not in the heap until :meth:`take_back`.
 
     Attributes:
         least: least work of a share.
-        many_keys: whether the last share of the item that is being cut has the limit ``_OVERFULL_WITH_KEYS``.
+        many_keys: whether the last share of the present item has the limit ``_OVERFULL_WITH_KEYS``.
     """
 
     def __init__(
@@ -237,7 +225,6 @@ class _Bins:
 
     @property
     def filled(self) -> Filled:
-        """Returns the bins with all parts that they got so far."""
         item, at, part = self._dealt
         parts = Parts(np.array(item, np.int64), np.array(at, np.int64), np.array(part, np.float64))
         return Filled(parts, np.full(len(self._need), self._mean), np.array(self._need), np.array(self._space))
@@ -253,10 +240,9 @@ class _Bins:
         heapq.heapify(self._heap)
 
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
-        """Puts whole items, from index ``first`` up to ``end``, each into the bin that lacks most surplus at that time.
+        """Puts whole items from index ``first`` up to ``end``, each into the bin that lacks most surplus at that time.
 
-        Stops at an item that is not ``small``, or for which this bin has no tokens. Returns the index of the first item
-        that was not put."""
+        Returns the index of the first item that is not ``small``, or for which this bin has no tokens, or ``end``."""
         if first == end or not small[first]:
             return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace
@@ -276,16 +262,10 @@ class _Bins:
         return end
 
     def put_whole(self, item: int, own: float, brings: float) -> bool:
-        """Puts a whole item into the bin that lacks most surplus among those with enough tokens; returns whether it
-        did.
+        """Puts a whole item of ``own`` rows into the bin that lacks most surplus among those with enough tokens.
 
-        Such a bin may get at most ``OVERFULL`` work above its goal. The limit does not hold if the item, or the part of
-        the item that fits, is smaller than a least share.
-
-        Args:
-            item: index of the item.
-            own: rows of the item.
-            brings: work of the item.
+        Returns whether it did. Such a bin may get at most ``OVERFULL`` work above its goal. The limit does not hold if
+        the item's work ``brings``, or the part of it that fits, is less than a least share.
         """
         aside = []
         while self._heap and self._space[self._heap[0][1]] < own:
@@ -319,15 +299,10 @@ class _Bins:
         return self._rate * self._space[at] - self._need[at]
 
     def put_parts(self, item: int, part: float, own: float, brings: float, extra: float, *, within_need: bool) -> float:
-        """Puts a fraction of an item into bins, one bin after the other. Returns the fraction that found no room.
+        """Puts the fraction ``part`` of an item into bins, one bin after the other. Returns the fraction without room.
 
-        Args:
-            item: index of the item.
-            part: fraction of the item that is to be put.
-            own: rows of the whole item.
-            brings: work of the whole item.
-            extra: work that a cut adds for each share.
-            within_need: whether bins get at most the work that they lack; otherwise only their tokens limit them.
+        The whole item has ``own`` rows and ``brings`` work; a cut adds ``extra`` work for each share. With
+        ``within_need`` bins get at most the work that they lack; otherwise only their tokens limit them.
         """
         aside = []
         while self._full:
@@ -363,15 +338,10 @@ class _Bins:
         return part
 
     def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
-        """Notes that the bin ``at`` got a part of an item, and moves the bin to its new place in the heap.
+        """Notes that the bin ``at``, on top of the heap, got a part of an item, and moves the bin to its new place.
 
-        Args:
-            item: index of the item.
-            at: index of the bin, which is on top of the heap.
-            part: fraction of the item.
-            own: rows of the whole item.
-            work: work that the part brings.
-            shares: whether the part counts against the limits on shares.
+        The whole item has ``own`` rows, and the part brings ``work``. With ``shares`` it counts against limits on
+        shares.
         """
         self._need[at] -= work
         self._space[at] -= part * own

@@ -133,8 +133,8 @@ def cut_whole(
         head = np.array(found, np.int64)
         again = np.flatnonzero(off[owner] > 0)
         if len(again):
-            # If one cut on a rank is not enough, all its documents may be cut instead. These cuts are taken only if
-            # they come nearer to the wanted work, since heads have less work than whole documents of as many rows.
+            # If one cut on a rank is not enough, all its documents may be cut instead. This is done only if ping's work
+            # comes nearer to the wanted work.
             heads = documents.take(again).heads(wanted, *room)
             nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
             head[again] = np.where(nearer[owner[again]], heads, head[again])
@@ -151,11 +151,10 @@ def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarr
     """Returns [N] ``square`` and [N] ``slope`` of documents. A head with the fraction p of the rows has the work square
     · p² + slope · rows · p.
 
-    The two are found from [N] ``whole``, the work of whole documents, and from the work of their first halves."""
+    The two follow from the work of whole documents, [N] ``whole``, and of their first halves."""
     half = length // 2
     part = np.maximum(half / length, 1e-9)
-    # Two equations are solved for slope: whole = square + slope * rows, and for the first ``half`` rows: work = square
-    # * part^2 + slope * rows * part.
+    # With whole = square + slope * rows, and work = square * part² + slope * rows * part for the first halves:
     slope = (work(np.zeros_like(half), half) - whole * part**2) / (length * np.maximum(part - part**2, 1e-9))
     slope = np.where(length > 1, slope, 0.0)
     return whole - slope * length, slope
@@ -218,8 +217,7 @@ class _OnRank(NamedTuple):
 
 
 class _Documents(NamedTuple):
-    """All documents that lie on one rank only, for all ranks. Documents of a rank are together, longest first. Array
-    legend: N documents.
+    """All documents that lie on one rank only, sorted by rank, longest first. Array legend: N documents.
 
     Attributes:
         rank: [N] home rank.
@@ -261,7 +259,6 @@ class _Documents(NamedTuple):
             over = (tokens > ping) | ((found > wanted) & (tokens > total - pong))
             low, high = np.where(over, low, middle), np.where(over, middle, high)
         enough = self.surplus_of(np.minimum(own, low[at]), ranks) >= wanted * (1 - _NEARLY)
-        # If both nano-batches are full, the number of rows in ping is given.
         enough |= (total - pong >= ping) | (total == 0)
         heads = np.minimum(low[at].astype(np.int64), own)
         for rank in np.flatnonzero(~enough).tolist():

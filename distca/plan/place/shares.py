@@ -231,21 +231,14 @@ def _dealt_in_nodes(
     most: tuple[float, float],
     in_turn: bool,
 ) -> tuple[Parts, list[tuple[int, float]]]:
-    """Deals each node's parts of documents to the ranks of the node. Array legend: I items, the documents that are
-    dealt.
+    """Deals each node's parts of documents, ``by_node``, to the ranks of the node.
+
+    Items are the documents that were dealt to nodes. ``work`` [items] includes the work that cuts inside nodes add.
+    Node n has the ranks from bounds[n] up to bounds[n + 1]. ``filler`` is the filler's work per token and its tokens.
+    ``most`` limits a rank's shares: their work over the mean work, and their rows over the budget. With ``in_turn`` a
+    document in shares may begin on the rank where the document before it ended.
 
     Returns the parts on ranks; and (item, fraction of the item) for each part that found no room.
-
-    Args:
-        items: the documents that were dealt to nodes.
-        work: [I] work of each document, with the work that its cuts add.
-        by_node: the parts of documents on nodes.
-        budgets: [R] tokens.
-        bounds: [nodes + 1] borders: node n has the ranks from bounds[n] up to bounds[n + 1].
-        filler: work per token of the filler, and the number of its tokens.
-        most: limits on all shares of a rank together: their work over the mean work, and their rows over the rank's
-            tokens.
-        in_turn: whether a document in shares may begin on the rank where the document before it ended.
     """
     # Each part becomes a new item. "inside" has the new items sorted by node: the items from "begin" up to "end" are
     # dealt to the ranks from "low" up to "high". At the end indices of new items become indices of ``items``.
@@ -270,15 +263,14 @@ def _dealt_in_nodes(
 
 
 def _shares_each(surplus: np.ndarray, added: np.ndarray, in_shares: np.ndarray, most: float) -> np.ndarray:
-    """Returns the [N] number of shares of each document if a share has at most ``most`` surplus; 0 for whole
-    documents."""
+    """Returns [N] shares of each document if a share has at most ``most`` surplus; 0 for whole documents."""
     return np.where(in_shares, np.ceil(surplus / np.maximum(most - added, 2 * LEAST_SHARE)), 0.0)
 
 
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
     """Returns the [N] work that a cut adds for every share, because the share reads keys again.
 
-    It is found from one sample share, half of the document: its rows from 1/8 to 3/8 and from 5/8 to 7/8."""
+    The sample share is half of the document: its rows from 1/8 to 3/8 and from 5/8 to 7/8."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)
@@ -290,17 +282,17 @@ def _shares(
     """Returns the shares of ranks; and (document, low, high) of the ranges that no rank has.
 
     The parts of a document become neighbouring intervals. Example: parts 0.2, 0.3 and 0.5 become [0, 0.2), [0.2, 0.5)
-    and [0.5, 1). Ranks that read many keys in all get the first intervals, the outermost rows. In pong intervals are
-    mirrored, so these ranks get inner rows there. Inner rows read fewer keys, and pong reads more keys than ping.
+    and [0.5, 1). Ranks that read many keys in all get the first intervals, the outermost rows. In pong these ranks get
+    inner rows, which read fewer keys, and pong reads more keys than ping.
 
     Args:
-        documents: [I] document of each item that was dealt.
+        documents: [items] document of each item that was dealt.
         dealt: the parts of items on ranks.
         missed: (item, fraction of the item) that found no room.
-        keys: [I] keys of each item's document; 0 if the order of parts does not matter.
+        keys: [items] keys of each item's document; 0 if the order of parts does not matter.
     """
-    # Parts are sorted by document, and inside a document by the keys that their ranks read, most first. [low, high) are
-    # sums of parts, counted from a document's first part ("heads").
+    # Parts are sorted by document, then by the keys that their ranks read, most first. [low, high) are sums of parts,
+    # counted from a document's first part ("heads").
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)
     order = order_by(dealt.item, (read.max(initial=0) - read)[dealt.bin])
     item, rank, part = (column[order] for column in dealt)
@@ -309,8 +301,8 @@ def _shares(
     of_head = np.repeat(heads, np.diff(np.append(heads, len(item))))
     before = ends[of_head] - part[of_head]
     low, high = (np.minimum(x - before, 1.0) for x in (ends - part, ends))
-    # The parts of a document add up to 1, except for rounding. So its last share ends at exactly 1, unless a part found
-    # no room.
+    # The parts of a document add up to 1, except for rounding. So its last share ends at exactly 1, if all parts found
+    # room.
     without = sorted({i for i, _ in missed})
     last = np.append(item[1:] != item[:-1], True)[: len(item)]
     if without:

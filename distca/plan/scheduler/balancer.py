@@ -82,11 +82,9 @@ class Balancer:
     def run(self, at_most: float, enough: float) -> bool:
         """Moves work until no server can be relieved any more; returns whether all servers are within their limits.
 
-        Args:
-            at_most: balancing ends early if a server is stuck at more than this above its fair share, as a part of the
-                mean load.
-            enough: many failed cuts end balancing early if no server is more than this above its fair share, as a part
-                of the mean load.
+        Balancing ends early if a server is stuck at more than ``at_most`` above its fair share. It also ends after many
+        cuts that did not pay, if no server is more than ``enough`` above its fair share. Both are parts of the mean
+        load.
         """
         state = self.state
         self.stuck[:], self.failed = False, 0
@@ -187,16 +185,9 @@ class Balancer:
     ) -> bool:
         """Gives whole pieces to one receiver, cheapest first; returns whether any piece went.
 
-        Pieces are given as long as the receiver has room and the sender still has too much.
-
-        Args:
-            sender: the server that gives.
-            pieces: the sender's pieces.
-            price: [P] bytes per query-key pair of each piece; infinite for pieces that must stay.
-            need: [K] seconds that the sender should lose.
-            room: [K, R] seconds that servers are below their limits.
-            free: [R] how far servers are below their limits, in parts of the mean load.
-            wanted: how much the sender should lose, in parts of the mean load.
+        Pieces are given as long as the receiver has room and the sender still has too much. ``price`` [P] is infinite
+        for pieces that must stay. ``wanted`` is how much the sender should lose, in parts of the mean load; ``need``
+        [K] is in seconds. ``room`` and ``free`` are those of :meth:`_move`.
         """
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False
@@ -245,7 +236,6 @@ class Balancer:
         return False
 
     def _hand_over(self, sender: int, pieces: Pieces, chosen: np.ndarray, receiver: int) -> bool:
-        """Moves the ``chosen`` whole pieces to the receiver; returns whether any piece moved."""
         if not len(chosen) or receiver == sender:
             return False
         part = pieces.take(chosen)
@@ -273,8 +263,7 @@ class Balancer:
         return self.lately[:some]
 
     def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
-        """Returns the fullest rank that still has room for ``wanted``. If there is none, returns the rank with most
-        room."""
+        """Returns the fullest rank that still has room for ``wanted``; if there is none, the rank with most room."""
         order = self.state.order
         fits = np.where(free[order] >= wanted, free[order], np.inf)
         at = int(np.argmin(fits)) if np.isfinite(fits).any() else int(np.argmax(free[order]))
@@ -305,7 +294,6 @@ class Balancer:
         return True
 
     def _split(self, sender: int, excess: Excess, receivers: Receivers) -> RangeSplit | None:
-        """Returns the ranges of a piece for receivers; None if there are no receivers, or no cut pays."""
         if not len(receivers.rank):
             return None
         return split_range(excess, receivers, replace(self.timer, sender=sender, receivers=receivers.rank))
@@ -313,9 +301,9 @@ class Balancer:
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
         """Returns the ranks with room, in the order of bytes per second of work, fewest first.
 
-        A rank is cheaper on the sender's node, with much room, or with k,v rows of the document. A rank with more room
-        takes a longer range, and bytes per second fall with the square root of the range's time. So ranks are sorted by
-        room over squared price, "worth", which needs no square root."""
+        A rank with more room takes a longer range, and bytes per second fall with the square root of the range's time.
+        So ranks are sorted by room over squared price, "worth", which needs no square root. A rank that has k,v rows of
+        the document costs less."""
         state, network = self.state, self.state.links.network_price
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared
@@ -336,8 +324,8 @@ class Balancer:
         return Receivers(ranks, room.take(ranks, axis=1), distant.take(ranks), price)
 
     def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns three [R] arrays for a sender on ``node``: 1 for ranks on other nodes and else 0; the price of a
-        query row sent to each rank; the squared price of a byte."""
+        """Returns [R] 1 for ranks on another node than ``node``, else 0; and two [R] prices of sending from ``node``:
+        of a query row, and of a byte, squared."""
         if node not in self.prices:
             distant = (self.state.node != node).astype(np.float64)
             price = np.where(distant, self.state.links.network_price, 1.0)

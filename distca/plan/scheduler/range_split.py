@@ -95,10 +95,10 @@ class Timer:
         return self.work.of_few(start, stop, self.sender)
 
     def seconds_at(self, chosen: Sequence[int], start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """Returns [K][N + 2] seconds of consecutive ranges, each on the server that computes it.
+        """Returns [K][N + 2] seconds of consecutive ranges on their servers.
 
-        The first and the last range stay at the sender. The ranges between go to the [N] receivers ``chosen``, given as
-        indices."""
+        The first and the last range stay at the sender. The others go to the receivers with the [N] indices
+        ``chosen``."""
         if self.work.of_server is None:
             return self.seconds(start, stop)
         return self.work.of_few(start, stop, [self.sender, *self.receivers.take(chosen).tolist(), self.sender])
@@ -159,7 +159,6 @@ class RangeSplit(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """Returns [N] rows of every range."""
         return [stop - start for start, stop in pairwise(self.cuts)]
 
     @property
@@ -173,16 +172,15 @@ class RangeSplit(NamedTuple):
 
 
 def least_of(directions: np.ndarray) -> np.ndarray:
-    """Returns the smaller of one or two directions: an array [K, ...] becomes [...]. This is faster than
-    ``min(axis=0)``."""
+    """Returns the smaller of one or two directions: an array [K, ...] becomes [...]."""
     return np.minimum(directions[0], directions[-1])
 
 
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
     """Returns the cheapest ranges that the receivers have room for and that relieve the sender; None if no cut pays."""
-    # A range's size is its number of query-key pairs. First the sizes that fill receivers are guessed from seconds per
-    # pair. Then receivers and the part's place are chosen, and cuts are rounded to blocks. In the loop sizes are
-    # corrected. At the end ranges that do not fit or do not pay are dropped.
+    # A range's size is its number of query-key pairs. First sizes are guessed from seconds per pair, receivers and the
+    # part's place are chosen, and cuts are rounded. In the loop sizes are corrected. At the end ranges that do not fit
+    # or do not pay are dropped.
     whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
@@ -190,7 +188,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     low = _place(excess, receivers, chosen, sizes, whole, timer)
     room = receivers.room.take(chosen, axis=1).tolist()
     split = _timed(excess, chosen, room, _on_blocks(excess, low, sizes, block), timer)
-    # Seconds per pair differ from range to range. So sizes are corrected by the times of the newest ranges.
+    # Seconds per pair differ from range to range, so sizes are corrected by the times of the newest ranges.
     for _ in range(1 if len(chosen) <= _FEW else 3):
         relief = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
         relieved = all(own >= need for own, need in zip(relief, excess.need, strict=True))
@@ -215,12 +213,11 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
     """Returns [C] pairs that fill each receiver, the pairs that should leave the sender, and the least that are worth a
     cut.
 
-    The pairs of receivers are guessed from the seconds of a sample range in the middle of the piece. The whole piece
-    would not do: a short range has more keys, and so takes longer for its pairs."""
+    The pairs that fill a receiver are guessed from the seconds of a sample range in the middle of the piece."""
     middle = 0.5 * (excess.start + excess.stop)
     per_pair = [seconds / whole for seconds in excess.seconds]
     size = np.minimum(receivers.room[0] / per_pair[0], receivers.room[-1] / per_pair[-1])
-    # At least a few tiles are given up, as far as receivers have room, even if the sender should lose less.
+    # At least a few tiles are given up, as far as receivers have room.
     least = min(_LEAST_BLOCKS * timer.tile * middle, float(size.max()))
     wanted = min(max(*(need / each for need, each in zip(excess.need, per_pair, strict=True)), least), whole)
     rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
@@ -274,12 +271,10 @@ def _place(
 
 
 def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> list[int]:
-    """Returns [N + 1] cuts for ranges of ``sizes`` pairs that begin at ``low``. Rows are whole blocks, counted from the
-    start of the piece.
+    """Returns [N + 1] cuts for ranges of ``sizes`` pairs that begin at ``low``, on whole blocks from the piece's start.
 
-    The end of the part is rounded up. The rows of every range but the first are rounded down. The first range becomes
-    longer instead, so that the part keeps its pairs. At both ends the part takes a small rest of the piece too
-    (``_SLIVER``)."""
+    The end of the part is rounded up, and the rows of every range but the first are rounded down. The first range
+    becomes longer instead. At both ends the part takes a small rest of the piece too (``_SLIVER``)."""
     # "edges" are the exact cuts. From one edge to the next, squared() grows by twice the pairs between them.
     square = squared(low)
     edges = [low]
@@ -315,8 +310,7 @@ def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: lis
 def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int) -> RangeSplit | None:
     """Returns the split without bad ranges; None if no range is left.
 
-    Ranges that take longer than their receivers have room for are shortened. A range that is still too long, or whose
-    cut does not pay, is bad."""
+    A range is bad if its cut does not pay, or if it takes longer than its receiver has room for even when shortened."""
     over = _over(split)
     for _ in range(3):
         if not any(over):
@@ -345,8 +339,8 @@ def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer
     for at, fit in enumerate(split.fit):
         if over[at]:
             rows[at] = int(rows[at] * fit * 0.999 // block) * block
-    # If the part begins where the piece begins, it keeps its first row, else its last row. So a part at one end of the
-    # piece stays there, and the sender keeps one range and not two.
+    # If the part begins where the piece begins, it keeps its first row, else its last row. So the sender keeps one
+    # range and not two where the part lies at one end of the piece.
     if split.cuts[0] == excess.start and split.cuts[-1] < excess.stop:
         cuts = list(accumulate(rows, initial=split.cuts[0]))
     else:

@@ -55,7 +55,6 @@ class Pieces(NamedTuple):
         return np.unique(rows * (int(stop.max()) + 1) + stop, return_index=True)[1][:most]
 
     def take(self, chosen: np.ndarray | list[int]) -> Pieces:
-        """Returns the pieces with the indices ``chosen``."""
         return Pieces(self.place.take(chosen, axis=1), self.seconds.take(chosen, axis=1))
 
 
@@ -101,9 +100,9 @@ class HeldRows:
             stops: [G, N] one past the last row that each rank reads, in each of G cases; at most the document's rows.
             between_nodes: how much a row from another node counts; a row from the same node counts 1.
         """
-        # "held" [G, N, shards] is the number of rows of each shard before each stop. All rows count ``between_nodes``
-        # at first. "saves" [N, shards] is what to subtract for each row: everything for rows at home, and all but 1 for
-        # rows on the same node.
+        # "held" [G, N, shards] is the number of rows of each shard before each stop. At first a row counts
+        # ``between_nodes``. Then "saves" [N, shards] is subtracted for each row: all of it at home, all but 1 on the
+        # same node.
         some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
         home = self._shards.rank[some]
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
@@ -180,8 +179,8 @@ class SchedulerState:
 
     @property
     def slowest(self) -> np.ndarray:
-        """Returns [K] seconds of the slowest server. If targets differ, returns the mean load plus the longest time
-        above a target."""
+        """Returns [K] seconds of the slowest server; if targets differ, the mean load plus the longest time above a
+        target."""
         if self._target.alike:
             return np.asarray(self.load.max(axis=1))
         return self.mean + np.asarray(self._above.max(axis=1))
@@ -199,13 +198,11 @@ class SchedulerState:
 
     @property
     def over(self) -> float:
-        """Returns how far the slowest server is above the mean load, as a part of the mean load, in the worse
-        direction."""
+        """Returns how far the slowest server is above the mean load, as a part of it, in the worse direction."""
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
-        """Returns the slowest server's seconds over [K] ``unit``, in the worse direction. A better plan has a lower
-        figure."""
+        """Returns the slowest server's seconds over [K] ``unit``, in the worse direction."""
         return float((self.slowest / unit).max())
 
     def above_target(self, rank: int) -> float:
@@ -218,7 +215,6 @@ class SchedulerState:
 
     @property
     def _mean(self) -> np.ndarray:
-        """Returns the [K] mean load, at least 1e-300 because it is a divisor."""
         return np.maximum(self.mean, 1e-300)
 
     def pieces_of(self, rank: int) -> Pieces:
@@ -238,7 +234,7 @@ class SchedulerState:
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns [N] ranks that read ``document``, and [N] one past the last row that each reads.
 
-        For a document on a single home rank, only the servers that ranges moved to are returned."""
+        If a document has a single home rank, only servers that got ranges of it are returned."""
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
@@ -259,8 +255,8 @@ class SchedulerState:
         """Returns [G] k,v rows that must still travel so that each of the ``ranks`` [N] can read ``document`` up to its
         stop.
 
-        Rows that a rank already fetched for an earlier move are free. The other arguments are those of
-        :meth:`HeldRows.missing`."""
+        Rows that a rank already fetched for an earlier move are free. ``stops`` [G, N] are rows, and a row from another
+        node counts ``between_nodes``."""
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
@@ -272,12 +268,8 @@ class SchedulerState:
     def move(self, sender: int, chosen: list[int], left: Pieces, lost: list[float], moved: MovedRanges) -> None:
         """Moves work: updates loads, the mean load, pieces, and the k,v rows that servers read.
 
-        Args:
-            sender: the server that gives.
-            chosen: indices of the sender's pieces that go, whole or in part.
-            left: the parts of these pieces that stay at the sender.
-            lost: [K] seconds that the sender loses.
-            moved: the ranges that go, with their receivers.
+        The sender's pieces with the indices ``chosen`` go, except the parts ``left``. The sender loses ``lost`` [K]
+        seconds.
         """
         pieces = self.pieces_of(sender)
         more = []
@@ -311,8 +303,7 @@ class SchedulerState:
         home = self._home
         if not self._moved[0]:
             return home
-        # A server whose pieces were never asked for still has all of them. Other servers have what is left of theirs.
-        # Moved ranges come last.
+        # A server whose pieces were never asked for still has all of them. Other servers have what is left.
         changed = np.zeros(self.layout.ranks, bool)
         changed[list(self._pieces)] = True
         untouched = ~changed[home.server]
