@@ -1,9 +1,9 @@
 """The public class :class:`CAD`: core attention disaggregation in a Megatron-Core training script.
 
-Attention without its projections, *core attention*, has work that grows with the square of a document's length. So
-ranks with equally many tokens have unequal work. CAD plans every step so that ranks compute parts of each other's core
-attention. Rows of q, k and v travel to those ranks and rows of outputs come back. Everything else stays on the ranks
-that hold the tokens, which are the *homes* of those rows.
+*Core attention* is attention without its projections. Its work grows with the square of a document's length, so ranks
+with equally many tokens have unequal work. CAD plans every step so that ranks compute parts of each other's core
+attention. Rows of q, k and v travel to other ranks, and rows of outputs come back. All other work stays on the ranks
+that hold the tokens.
 
     distca.join_world()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
@@ -98,21 +98,23 @@ class CAD:
     before the model is built.
 
     Args:
-        config: the model's configuration. CAD sets three of its fields. ``gradient_accumulation_fusion`` becomes True.
+        config: the model's configuration. CAD sets some of its fields. ``gradient_accumulation_fusion`` becomes True.
             ``deallocate_pipeline_outputs`` becomes True with pipeline stages, and False without. With ``recompute``
-            "all" ``disable_parameter_transpose_cache`` becomes True.
-        keywords: as in :class:`megatron_patches.arguments.CadArguments`.
+            "all" ``disable_parameter_transpose_cache`` becomes True. If the model keeps Megatron's layers,
+            ``fused_single_qkv_rope`` may become True.
+        keywords: the fields of :class:`megatron_patches.arguments.CadArguments`.
 
     Attributes:
         options: the options of the planner.
-        pool: this rank's kernel, transport and timeline.
+        pool: this rank's kernel, transport and record of times.
         folder: the folder of the file that is written if the planner fails; by default the working directory.
 
     Raises:
-        SupportError: a field of the configuration or an argument is not supported; or Transformer Engine's linear
-            layers were asked for, or FP8, and their products are wrong on this machine.
+        SupportError: a field of the configuration or an argument is not supported; or products of Transformer Engine's
+            linear layers are wrong on this machine.
         KernelError, TransportError: the kernel or transport that was named cannot run here, or gives wrong results.
         PlanError: the cost table is not usable.
+        LaunchError: a server without a model does not come.
     """
 
     @with_keywords_of(CadArguments)
@@ -171,7 +173,7 @@ class CAD:
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
         if self._recompute_all:
-            # A weight's FP8 copies then live only while its layer is computed. Kept for all weights, they would take as
+            # FP8 copies of a weight are then dropped after the layer was computed. Copies of all weights would take as
             # much memory as the weights.
             config.disable_parameter_transpose_cache = True
         if not self._own_layers:
@@ -187,12 +189,12 @@ class CAD:
         return PoolTerms(self.options, spec, self._given.kernel, self._how)
 
     def _terms_of_change(self) -> PoolTerms:
-        """Sets the planner's options for the servers without a model that are there now; returns the facts for them."""
+        """Sets the planner's options for the present servers without a model; returns the facts for these servers."""
         assert self._remote is not None
         numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
         homes, given = self.options.homes, self._given
         speeds = given.speeds
-        if speeds:  # a server that was not there at first is as fast as the cost table says
+        if speeds:  # a server that came later has speed 1: as fast as the cost table says
             of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
         # Nodes that the user gave need not divide the present servers. Then the machines' names count.
@@ -222,7 +224,7 @@ class CAD:
 
     @property
     def pool_rank(self) -> int:
-        """This rank's number among the ranks of all stages that compute each other's attention."""
+        """This rank's number among the ranks that share core attention, over all stages."""
         return self.options.pool_rank(self._stage, self._rank)
 
     def _kinds_of(self, config: TransformerConfig) -> LayerKinds:
@@ -246,13 +248,13 @@ class CAD:
         """Returns the spec with which to build a GPTModel.
 
         Args:
-            layer: Megatron's spec of a dense layer, the local one or Transformer Engine's. None takes Megatron's local
-                spec for the configuration. If CAD chose Transformer Engine's linear layers, they replace the linear
-                layers of a local spec.
+            layer: Megatron's spec of a dense layer, with Megatron's own modules ("local") or Transformer Engine's. None
+                takes the local spec for the configuration. If CAD chose Transformer Engine's linear layers, these
+                replace the linear layers of a local spec.
 
         Raises:
-            SupportError: the spec is for other layers; it is Transformer Engine's, but CAD chose Megatron's own linear
-                layers; or CAD was made with ``hybrid_layer_pattern``.
+            SupportError: the spec is for other layers; the spec has Transformer Engine's linear layers, but CAD chose
+                Megatron's own; or CAD was made with ``hybrid_layer_pattern``.
         """
         if self._given.hybrid_layer_pattern:
             raise SupportError(
@@ -270,10 +272,10 @@ class CAD:
 
         Args:
             model: a GPTModel that was built with :meth:`block_spec`, or a HybridModel that was built with
-                :meth:`hybrid_stack_spec`. It may be of a subclass.
+                :meth:`hybrid_stack_spec`. Subclasses are allowed.
 
         Raises:
-            SupportError: it is another model, or a part of it is not supported.
+            SupportError: the model is of another class, or a part of the model is not supported.
         """
         options, pattern = self._given.model_options, self._given.hybrid_layer_pattern
         check_bare(model, pattern)
@@ -297,7 +299,7 @@ class CAD:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
             model.position_embedding_type = "rope"  # a HybridModel asks for rotations only with it
-        # CAD may have several models. Steps get documents' lengths if any of the models needs them.
+        # CAD may have several models. Steps have documents' lengths if any of the models needs the lengths.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
@@ -305,7 +307,7 @@ class CAD:
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         model.expert_load = ExpertLoad(take_nano_batches(model), self.config.moe_router_topk)
-        # With recompute "all", backward uses the outputs of norms right after they are recomputed, so they are kept.
+        # With recompute "all", backward needs outputs of norms soon after recomputing them, so the outputs are kept.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate or pattern:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -347,18 +349,19 @@ class CAD:
         return wrapped
 
     def plan_step(self, documents: StepDocuments | Sequence[Sequence[Document]]) -> Step:
-        """Plans one step and brings this rank's rows to the device; all ranks call it together.
+        """Plans one step and brings this rank's tokens to the device; all ranks call it together.
 
         Args:
             documents: for each micro-batch a list of its documents over all data-parallel ranks, the same on every
-                rank. A document is anything with a length and slices of token ids. A rank reads the token ids of its
-                own rows. It also reads 16 ids of each of 8 documents, by which ranks find that their documents differ.
+                rank. A document is anything with a length and slices of token ids. A rank reads the ids of the tokens
+                that the rank gets. To find differences between ranks, each rank also reads 16 ids of each of 8
+                documents.
 
         Raises:
-            PlanError: an object is no document; there is not one home or weight for each document; documents have more
-                tokens than ``tokens_per_rank`` allows; ranks have different documents or plans; or a rank
-                could not plan.
-            DataError: the attached model does not have a token id.
+            PlanError: an object is no document; the number of homes or weights is not the number of documents;
+                documents have more tokens than ``tokens_per_rank`` allows; ranks have different documents or plans; or
+                a rank could not make the step.
+            DataError: a token id is no whole number, or the attached model does not have it.
         """
         self._single_steps += 1
         with closing(self.plan_ahead([documents], self._single_steps)) as ahead:
@@ -369,17 +372,18 @@ class CAD:
     ) -> Generator[Step, None, None]:
         """Yields steps, each planned in a background thread while the previous one runs; all ranks call it together.
 
-        Such loops may be nested, as a validation inside training. All ranks may leave a loop early, after the same
-        step. One more step was then taken from ``steps``.
+        Such loops may be nested, for example a validation inside training. Ranks may leave a loop early if all ranks
+        leave it after the same step. One more step may then have been taken from ``steps``.
 
         Args:
-            steps: the documents of every step, as for :meth:`plan_step`. The background thread iterates over them.
+            steps: the documents of every step, in the form that :meth:`plan_step` takes. A background thread iterates
+                over ``steps``.
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError, DataError: as in :meth:`plan_step`, on every rank.
-            FailedPlanError: the planner failed with an unexpected error. The message names a file in ``folder`` with
-                the step's lengths, for ``distca plan``.
+            PlanError, DataError: for the reasons that :meth:`plan_step` lists.
+            FailedPlanError: the planner failed with an unexpected error. The message names a file with the step's
+                lengths, for ``distca plan``.
         """
         if self._ahead is None:
             self._ahead = AgreedSteps(self.device)
@@ -388,7 +392,7 @@ class CAD:
     def _make_step(
         self, number: int, documents: StepDocuments | Sequence[Sequence[Document]], dealt: bool = False
     ) -> Step:
-        """Makes step ``number``. With ``dealt`` documents stay in their micro-batches, into which a plan dealt them."""
+        """Makes step ``number``. With ``dealt`` documents stay in their micro-batches."""
         documents, given = listed(documents), self._given
         check_room(documents, self.options.ranks, given.tokens_per_rank)
         return make_step(
@@ -406,22 +410,22 @@ class CAD:
     ) -> list[Any]:
         """Runs forward and backward of a step.
 
-        Gradients are set to zero at the beginning. At the end they are reduced, and divided by the target tokens of the
-        global batch. Without pipeline stages Megatron's schedule runs the step. With stages it is a schedule of this
-        project's, in which all stages run forward together and then all run backward.
+        Gradients are set to zero at the beginning. At the end gradients are reduced, and divided by the target tokens
+        of the global batch. Without pipeline stages Megatron's schedule runs the step. With pipeline stages and
+        disaggregation, all stages run forward together and then backward together.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
-            forward_step: a function as Megatron's schedules take it. It gets an iterator over this rank's batches and
-                the model, and returns the model's output and a loss function. The loss function gets that output, and
+            forward_step: a function for Megatron's schedules. It gets an iterator over this rank's batches and the
+                model, and returns the model's output and a loss function. The loss function gets the output, and
                 returns the summed loss, the number of target tokens as an int tensor, and anything to report.
             model: from :meth:`data_parallel`.
             forward_only: True computes losses only, and keeps nothing for backward.
 
         Raises:
-            SupportError: the model is not from :meth:`data_parallel`, so its gradients would not be reduced; its
-                weights differ between data-parallel ranks; a CAD with other options planned the step; or
-                ``forward_step`` or the loss function returns other values than these.
+            SupportError: the model is not from :meth:`data_parallel`, or has changed since; its weights differ between
+                data-parallel ranks; a CAD with other options planned the step; or ``forward_step`` or the loss function
+                returns other values.
 
         Returns:
             The loss function's reports, by micro-batch; empty on stages without the loss.
@@ -462,12 +466,13 @@ class CAD:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The numbers of the present servers without a model, in their order in the pool, where they follow homes."""
+        """The numbers of the present servers without a model: processes that compute core attention only."""
         return () if self._remote is None else self._remote.numbers
 
     def as_run(self, step: Step) -> Step:
-        """Returns the step that ran last. It is another object than ``step`` if that was planned again, because
-        servers without a model went or came."""
+        """Returns the step that ran in place of ``step``, which ran last: ``step`` itself, or a new plan of ``step``.
+
+        Steps are planned again if servers without a model have left or joined."""
         return self._ran or step
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
@@ -480,15 +485,15 @@ class CAD:
             model: from :meth:`data_parallel`.
 
         Returns:
-            By micro-batch and document of ``step.documents``, for a document of n tokens [n - 1] float32: the logarithm
-            of the probability of tokens 1, 2 ... n - 1, each given the tokens before it. Empty on stages without the
-            loss.
+            For each micro-batch of ``step.documents`` a list with a float32 tensor [n - 1] for each document of n
+            tokens: the logarithm of the probability of tokens 1, 2 ... n - 1, each given all tokens before. The result
+            is empty on stages without the loss.
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
         return [[each[:-1] for each in documents] for documents in gather_documents(self.as_run(step), values)]
 
     def let_server_go(self, number: int) -> None:
-        """Leaves out server ``number`` from the next step on, one of the servers without a model; all ranks call it.
+        """Runs without the server without a model ``number`` from the next step on; all ranks call it together.
 
         Raises:
             SupportError: servers have to stay to the end on this kind of device; on CPUs and GPUs they may go.
@@ -497,24 +502,23 @@ class CAD:
             self._remote.let_go(number)
 
     def served(self, step: Step) -> list[Served | None] | None:
-        """Returns the report of each server without a model on the last step: seconds of attention and memory.
+        """Waits for the report of each server without a model on the last step: seconds of attention, and memory.
 
-        It waits for all servers' reports; the entry of a server that has gone is None. On all ranks but the first, and
-        without such servers, it returns None."""
+        The report of a server that has gone is None. On ranks other than 0, and without such servers, the result is
+        None."""
         return None if self._remote is None else self._remote.served(self.as_run(step).announced)
 
     def server_timelines(self) -> dict[int, list[dict[str, Any]]]:
-        """Ends the recording of servers without a model; returns the recorded spans of each, by its number.
+        """Ends the recording of times on servers without a model; returns the recorded spans by server number.
 
-        Servers record the steps that run while this rank's timeline records. Empty on all ranks but the first, and
-        without such servers."""
+        Servers record the steps that run while rank 0 records. The result is empty on ranks other than 0, and without
+        such servers."""
         return {} if self._remote is None else self._remote.timelines()
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
-        """Returns how rows were spread over experts in all micro-batches since the last call that had a backward.
+        """Returns how tokens were spread over experts in micro-batches with a backward since the last call.
 
-        Keys are the numbers of this stage's layers with experts, from 1. The loads are the same on all ranks of the
-        stage.
+        Keys are the numbers, from 1, of this stage's layers with experts. All ranks of the stage get the same loads.
 
         Args:
             model: from :meth:`data_parallel`.

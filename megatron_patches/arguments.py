@@ -1,8 +1,8 @@
-"""The keyword arguments of ``CAD`` (:class:`megatron_patches.api.CAD`), and checks that they go together.
+"""The keyword arguments of ``distca.CAD``, the object that a training script makes, and checks of these arguments.
 
-Words that they use: a document's *home* ranks hold its rows and compute its linear layers. *Servers* compute core
-attention; every rank is one. Backward gets its rows in one of two ways. With "keep" the server of a forward keeps them;
-with "resend" homes keep them and send them again.
+The *home* of a token is the rank that holds the token's hidden state and computes linear layers for it. A *server* is a
+rank that computes core attention; every rank is home and server. A server needs q, k and v for backward. With "keep"
+the server keeps q, k and v of forward. With "resend" homes keep q, k and v, and send them to servers again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
 """Arguments whose values are checked by the functions that choose a transport or a kernel."""
 _WHOLE = {"tokens_per_rank", "servers"}
 """Arguments that are whole numbers."""
-# The least value of each number.
+# For each argument that is a number, the least value.
 _LEAST = {"tokens_per_rank": 1, "servers": 0, "tolerance": 0, "nvshmem_buffer_gb": 0, "server_gb_s": 0}
 _MAY_DIFFER = {
     "transport",
@@ -42,7 +42,7 @@ _MAY_DIFFER = {
     "offload",
     "linears",
 }
-"""Arguments that are not compared between ranks here: they may differ, or another place compares them."""
+"""Arguments that are not compared between ranks by :func:`megatron_patches.support.ranks.check_same_on_ranks`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,27 +50,27 @@ class CadArguments(CadOptions):
     """The keyword arguments of ``distca.CAD``: the fields of :class:`distca.cad_options.CadOptions`, and these.
 
     Attributes:
-        tokens_per_rank: most tokens of a micro-batch for each data-parallel rank, in the mean over ranks. Where the
-            caller gives documents homes, it limits every single rank.
-        disaggregate: False is the baseline: every rank computes the attention of its own, whole documents, with the
-            same kernels and Megatron's own layers and schedules.
-        deal: True deals a step's documents over its micro-batches anew, so that fewer rows move. It does so only where
-            documents may span ranks.
+        tokens_per_rank: the most tokens of a micro-batch, divided by the number of data-parallel ranks. If documents
+            have homes, it also limits the tokens of every single rank.
+        disaggregate: False is the baseline: every document stays whole on one rank, which computes the document's
+            attention. The kernels are the same. Layers and schedules are Megatron's own for most models.
+        deal: True lets a plan move documents to other micro-batches of the step, so that fewer rows move between
+            ranks. Documents with homes stay, and so do all documents without ``disaggregate``.
         level: the work that a plan makes about equal on all ranks: "attention", or "time" for attention and linear
-            layers together. "time" needs ``ping_pong``, and pipeline stages, ``servers`` or ``speeds``. Without a cost
-            table linear layers count as on an H200. "auto" is "time" where this holds, on GPUs and with another
-            transport than "nvshmem"; else it is "attention".
-        recompute: with "none" backward recomputes the modules that Megatron's configuration names, at most the MLPs.
-            With "all" it recomputes everything but core attention. Without ``disaggregate``, "all" recomputes every
-            layer as a whole, as Megatron's full recomputation does.
+            layers together. "time" needs ``ping_pong``, and pipeline stages, ``servers`` or ``speeds``. "auto" is
+            "time" if these conditions hold, on GPUs, with another transport than "nvshmem", and with known seconds of
+            linear layers; else "auto" is "attention".
+        recompute: with "none" backward recomputes the MLPs if Megatron's configuration says so, and nothing else. With
+            "all" backward recomputes everything but core attention. With "all" but without ``disaggregate``, backward
+            recomputes every layer as a whole.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time.
-            It needs recompute "none", and a configuration without recomputed modules and FP8.
-        offload: True keeps the inputs that backward needs of every layer in host memory. It needs recompute "all",
-            backward "resend" or "auto", and a model without pipeline stages.
-        linears: "local" takes Megatron's own linear layers. "te" takes Transformer Engine's, which need GPUs and
-            bfloat16. "auto" takes Transformer Engine's where they can be used. They alone compute in FP8, as the
-            configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` say. Recipes are "tensorwise", which scales
-            by the current tensor, "delayed" and "blockwise". With ``fp8_param`` weights are FP8 numbers alone, and
+            It needs recompute "none", and a configuration without recomputed modules and without FP8.
+        offload: True keeps the inputs of every layer that backward needs in host memory. It needs ``disaggregate``,
+            recompute "all", backward "resend" or "auto", and a model without pipeline stages.
+        linears: "local" takes Megatron's own linear layers. "te" takes Transformer Engine's linear layers, which need
+            GPUs and bfloat16. "auto" takes Transformer Engine's if they can be used, else Megatron's own. FP8 needs
+            Transformer Engine's, and follows the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe``
+            ("tensorwise", "delayed" or "blockwise"). With ``fp8_param`` weights are FP8 numbers alone, and
             :meth:`megatron_patches.api.CAD.data_parallel` needs the distributed optimizer.
         hybrid_layer_pattern: the pattern of layers with which a HybridModel is built; empty for a GPTModel.
         model_options: options of the model for which Megatron's configuration has no field. With the defaults the
@@ -109,7 +109,7 @@ class CadArguments(CadOptions):
                 raise SupportError(f"`{name}` is {number}; it must be at least {least}.")
 
     def how(self, stages: int) -> How:
-        """Checks that the arguments go together; returns the way in which backward gets its rows, "keep" or "resend".
+        """Checks that the arguments go together; returns "keep" or "resend": who keeps q, k and v for backward.
 
         Args:
             stages: number of pipeline stages.
@@ -127,7 +127,8 @@ class CadArguments(CadOptions):
             )
         if self.servers and not self.disaggregate:
             raise SupportError(
-                f"servers is {self.servers}, but disaggregate is False, and attention stays at home: set servers to 0."
+                f"servers is {self.servers}, but disaggregate is False, so each rank computes its own attention: set "
+                "servers to 0."
             )
         if self.server_gb_s and not self.servers:
             raise SupportError(f"server_gb_s is {self.server_gb_s}, but servers is 0: leave server_gb_s out.")
@@ -154,8 +155,8 @@ def with_keywords_of(
 ]:
     """Decorates a constructor with the parameters (config, object), where ``made`` is the object's class.
 
-    The decorated constructor takes (config, **keywords) and calls ``made(**keywords)`` for the object. Its signature
-    lists the keywords, so that editors and ``help`` show them."""
+    The decorated constructor takes (config, **keywords) and makes the object by ``made(**keywords)``. The signature of
+    the decorated constructor lists the keywords, so that editors and ``help`` show the keywords."""
 
     def decorate(
         constructor: Callable[[Self, TransformerConfig, Made], None],
@@ -176,11 +177,12 @@ def with_keywords_of(
 
 
 def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int) -> None:
-    """Refuses ``offload`` unless homes keep the rows for backward and recompute everything else.
+    """Refuses ``offload`` unless homes keep q, k and v for backward and recompute everything else.
 
     Args:
-        disaggregate, recompute: as in :class:`CadArguments`.
-        backward: the way in which backward gets its rows, "keep" or "resend".
+        disaggregate: whether other ranks compute parts of a rank's core attention.
+        recompute: "all" if backward recomputes everything but core attention, else "none".
+        backward: "keep" if servers keep q, k and v for backward, "resend" if homes send q, k and v again.
         stages: number of pipeline stages.
 
     Raises:
@@ -201,10 +203,10 @@ def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int
 
 
 def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
-    """Refuses ``keep_outputs`` where backward computes outputs again anyway, or FP8 copies of them are kept.
+    """Refuses ``keep_outputs`` if backward recomputes layers or layers compute in FP8.
 
     Args:
-        recompute: as in :class:`CadArguments`.
+        recompute: "all" if backward recomputes everything but core attention, else "none".
         config: the model's configuration.
 
     Raises:
@@ -220,14 +222,16 @@ def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
 
 
 def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, unlike: bool = False) -> None:
-    """Refuses ``level`` "time", which gives servers that are idle at times more attention, where that cannot help.
+    """Refuses ``level`` "time" if no rank could be idle, or if idle ranks could not help.
 
-    It cannot where no server is ever idle. Without ping-pong an idle server could only wait for rows.
+    "time" gives more attention to ranks that have less other work. Without ping-pong these ranks could only wait.
 
     Args:
-        level, disaggregate, ping_pong: as in :class:`CadArguments`.
+        level: the work that a plan makes equal: "attention", "time" or "auto".
+        disaggregate: whether other ranks compute parts of a rank's core attention.
         stages: number of pipeline stages.
-        unlike: whether servers differ in speed, or some of them have no model.
+        ping_pong: whether a micro-batch runs as two parts, of which one computes while the other exchanges rows.
+        unlike: whether servers differ in speed, or some servers have no model.
 
     Raises:
         SupportError: ``level`` is "time", and cannot help.

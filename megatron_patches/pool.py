@@ -1,9 +1,8 @@
-"""Makes this rank's part of the server pool, for ``CAD``.
+"""Makes this rank's access to the server pool, the set of ranks that compute each other's core attention.
 
-The server pool is the set of ranks that compute each other's core attention. A rank needs three things for it: an
-attention kernel, a transport that moves rows between ranks, and the way in which backward gets its rows. With "keep"
-the rank that computed a forward keeps its rows for backward. With "resend" the ranks that rows came from send them
-again.
+A rank needs an attention kernel, and a transport that moves rows of q, k, v and outputs between ranks. Backward of a
+task needs q, k and v again. With "keep" the rank that computed the task's forward keeps these rows. With "resend" the
+home of these rows, the rank that computed them, keeps them and sends them again.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ def join_pool(
         layer_kinds: the kinds of attention and recurrences of the model's layers.
         device: this rank's device.
         given: the user's arguments of ``CAD``.
-        how: the way in which backward gets its rows, "keep" or "resend".
-        remote: processes without a model that compute attention too; None without them.
+        how: "keep" or "resend".
+        remote: processes without a model that compute attention too; None without such processes.
 
     Raises:
-        KernelError, TransportError: the kernel or transport that the user named cannot run here, or computes wrong
+        KernelError, TransportError: the kernel or transport that the user named cannot run here, or gives wrong
             results here.
         SupportError: there are recurrent layers, and no kernel computes them right here.
     """
     spec = attention_spec(config, layer_kinds, device, given)
-    # Choosing a kernel runs it once, so it is compiled now, and not while other ranks wait for rows.
+    # The choice of a kernel also compiles the kernel. In a step other ranks would wait for the compilation.
     kernel = choose_kernel(given.kernel, spec)
     for recurrence in dict.fromkeys(filter(None, layer_kinds.recurrences)):
         choose_recurrent_kernel(recurrence, device, config.params_dtype, given.deterministic)
@@ -68,7 +67,7 @@ def join_pool(
 def attention_spec(
     config: TransformerConfig, layer_kinds: LayerKinds, device: torch.device, given: CadArguments
 ) -> AttentionSpec:
-    """Returns this tensor-parallel rank's heads, dtype and kinds of layers, by which a kernel is chosen and checked."""
+    """Returns this tensor-parallel rank's heads, dtype and kinds of layers, for the choice and check of a kernel."""
     shape = attention_shape(config)
     return AttentionSpec(
         shape.heads,

@@ -1,7 +1,6 @@
-"""Finds the installed version of Megatron-Core without importing it, and says whether this project supports it.
+"""Finds the installed version of Megatron-Core without an import, and says whether this project supports the version.
 
-It also drops three lines of Megatron-Core from the log. Code elsewhere that must differ by version looks at signatures
-and missing modules, and not at this number.
+It also drops three lines of Megatron-Core from the log.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _FIRST, _BEYOND = (0, 16, 1), (0, 20, 0)
 def installed_version() -> str | None:
     """Returns the version of Megatron-Core that an import would load, such as "0.16.1"; None if none is installed.
 
-    It is read from the source file, as an import takes seconds, and pip does not know a folder on PYTHONPATH.
+    The version is read from a source file. An import takes seconds, and pip does not know folders on PYTHONPATH.
     """
     try:
         found = find_spec("megatron.core")
-    except ModuleNotFoundError:  # there is no package megatron either
+    except ModuleNotFoundError:  # the parent package megatron is missing
         return None
     if found is None or found.origin is None:
         return None
@@ -34,7 +33,8 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """Returns the installed version and the supported ones, as part of a sentence; None if it is supported."""
+    """Returns the installed and the supported versions, as part of a sentence; None if the installed one is
+    supported."""
     version = installed_version()
     if version is not None and _FIRST <= tuple(map(int, version.split("."))) < _BEYOND:
         return None
@@ -42,7 +42,7 @@ def why_not_supported() -> str | None:
 
 
 def has_gated_delta_net() -> bool:
-    """Whether Megatron-Core is 0.19 or later: it then has the gated delta net on which our layer is built."""
+    """Whether Megatron-Core is 0.19 or later, with the gated delta net on which this project's layer is built."""
     version = installed_version()
     return version is not None and tuple(map(int, version.split("."))) >= (0, 19)
 
@@ -57,7 +57,7 @@ def check_version() -> None:
         raise VersionError(f"megatron-core is {reason}.")
 
 
-# By logger, the beginning of the line that is dropped.
+# For each logger, the beginning of the line that is dropped.
 _DROPPED = {
     # GPTModel and its successor, HybridModel, are both supported here.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
@@ -69,7 +69,7 @@ _DROPPED = {
 
 
 def drop_log_lines() -> None:
-    """Keeps the lines of ``_DROPPED`` out of the log from now on; it may be called again."""
+    """Keeps the lines of ``_DROPPED`` out of the log from now on. Further calls do nothing."""
     for name in _DROPPED:
         logging.getLogger(name).addFilter(_is_kept)
 

@@ -1,7 +1,7 @@
 """Makes and closes Megatron's process groups, and the groups of the server pools.
 
-A server pool is the set of ranks that compute each other's core attention: all data-parallel ranks of all pipeline
-stages with the same tensor-parallel rank. Each tensor-parallel rank has its own heads, so each has its own pool.
+A server pool is a set of ranks that compute each other's core attention: the ranks of all pipeline stages that have the
+same tensor-parallel rank, and so the same attention heads.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from megatron_patches.te import quantization
 
 
 def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
-    """Creates Megatron's process groups and seeds its random states; torch.distributed has to be initialised.
+    """Creates Megatron's process groups and seeds Megatron's random states; torch.distributed has to be initialised.
 
-    Groups that exist with these sizes are kept. Groups of other sizes are closed first. Megatron's own clean-up does
-    not close groups, and each would keep its threads and connections.
+    Groups with the same sizes are kept. Groups with other sizes are closed first.
 
     Args:
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
         seed: seed of weights; each stage adds :func:`pipeline_seed`.
-        ep: number of ranks over which a layer's experts are spread. Each rank has whole experts, also with ``tp``.
+        ep: number of ranks over which a layer's experts are spread. Experts are not split over tensor-parallel ranks.
 
     Raises:
         SupportError: ``ep`` does not divide a stage's ranks.
@@ -58,7 +57,7 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
         if group is not dist.group.WORLD:
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
     if pp > 1:
-        # A first collective of all stages. Before it NCCL cannot send between two of a group's ranks alone.
+        # NCCL needs a collective of all stages before two stages alone can exchange tensors in this group.
         here = torch.zeros(1, device=torch.cuda.current_device())
         dist.all_reduce(here, group=parallel_state.get_pipeline_model_parallel_group())
     model_parallel_cuda_manual_seed(seed + pipeline_seed())
@@ -70,22 +69,22 @@ def pipeline_seed() -> int:
 
 
 _pools: dict[tuple[int, int], dist.ProcessGroup] = {}
-"""The group of this rank's server pool with several stages, by tensor- and pipeline-parallel size."""
+"""For tensor- and pipeline-parallel sizes with several stages, the group of this rank's server pool."""
 
 
 def server_pool_group() -> dist.ProcessGroup:
     """Returns the group of this rank's server pool; all ranks call it together.
 
-    Its ranks are numbered stage by stage. Without pipeline stages it is the data-parallel group."""
+    The group's ranks are numbered stage by stage. Without pipeline stages the data-parallel group is returned."""
     tp, pp = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
     if pp == 1:
         return parallel_state.get_data_parallel_group()
-    if _pools.get((tp, pp)) not in dist.distributed_c10d._world.pg_map:  # none yet, or closed with its world
-        # Of Megatron's ranks, tensor-parallel ones follow each other, then data-parallel ones, then stages. So every
-        # tp-th rank belongs to one pool.
+    if _pools.get((tp, pp)) not in dist.distributed_c10d._world.pg_map:  # there is no open group
+        # Megatron numbers tensor-parallel ranks first, then data-parallel ranks, then stages. So every tp-th rank
+        # belongs to the same pool.
         for first in range(tp):
             ranks = list(range(first, dist.get_world_size(), tp))
             group = dist.new_group(ranks, timeout=TIMEOUT)
@@ -106,7 +105,7 @@ def destroy_model_parallel() -> None:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Makes this process the only rank, on its CPU, inside the ``with`` block: to build a model without a run.
+    """Makes this process the only rank, on its CPU, inside the ``with`` block, for example to build a model.
 
     torch.distributed must not be initialised in this process."""
     use_cpu()

@@ -84,8 +84,8 @@ class RemoteServers:
     Attributes:
         transport: moves rows between the members of this rank's pool: first homes, then servers.
         generation: number of the pool's generation, from 0.
-        numbers: the numbers of the present servers, over all tensor-parallel ranks, in the pools' order. A server gets
-            its number from the command that starts the server.
+        numbers: the numbers of the present servers, over all tensor-parallel ranks, in the pools' order. A server's
+            number is set when the server is started.
 
     Raises:
         SupportError: the number of servers, the transport or a server's device is not possible.
@@ -299,7 +299,7 @@ class RemoteServers:
         return True
 
     def _is_gone(self, server: Comer) -> bool:
-        """Whether a server has given no sign of life for a while."""
+        """Whether a server's process has ended, or has given no sign of life for a while."""
         return self._watch.is_gone(server.process)
 
     def _begin_watch(self) -> None:

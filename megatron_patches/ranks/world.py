@@ -57,9 +57,9 @@ def leave_world() -> None:
 
 
 def _use_cpu() -> None:
-    """Makes Megatron-Core run without a GPU in this process, and imports it without its warnings."""
+    """Imports Megatron-Core without warnings, and makes it run without a GPU in this process."""
     with warnings.catch_warnings():
-        # At import Megatron-Core warns, once per module, of missing CUDA libraries; on CPUs they are not needed.
+        # At import Megatron-Core warns of missing CUDA libraries, which CPUs do not need.
         warnings.simplefilter("ignore")
         from megatron_patches.patches.cpu import use_cpu
 

@@ -1,7 +1,8 @@
-"""Notes the state of a model when ``CAD.attach`` is done with it, and refuses to run it once that state has changed.
+"""Notes the state of a model at the end of ``CAD.attach``, and refuses to run the model once the state has changed.
 
-Configuration and modules are checked, and often copied, when a model is attached. So a later change could be ignored,
-or could bring in a setting that is refused. ``CAD.forward_backward`` calls :func:`check_as_attached` before every step.
+``CAD`` is the object that a training script makes. ``CAD.attach`` checks a model's configuration and modules, and
+copies some settings. So a later change could have no effect, or could bring in an unsupported setting. Before every
+step :func:`check_as_attached` looks for changes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _MAY_CHANGE = {
 # The attributes in which torch keeps a module's hooks.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""Modules whose ``forward`` is never called in a disaggregated layer, by their path in the layer; "" is the layer. Only
-their parts are called, so a hook on the module itself would never run."""
+"""Paths in a disaggregated layer of modules whose ``forward`` is never called; "" is the layer itself. Only parts of
+these modules are called, so hooks on the modules would never run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Attached:
     """The state of a model at the end of :meth:`megatron_patches.api.CAD.attach`.
 
     Attributes:
-        pool: the kernel and transport of the CAD that attached it; it identifies that CAD.
+        pool: the kernel and transport of the CAD that attached the model; every CAD has its own pool.
         fields: values of the model's configuration, by field.
         modules: all modules of the model, by name.
-        disaggregated: whether other ranks compute parts of the core attention.
+        disaggregated: whether other ranks compute parts of this rank's core attention.
     """
 
     pool: AttentionPool
@@ -51,12 +52,18 @@ class Attached:
 
 
 def note_attached(model: GPTModel, pool: AttentionPool, disaggregated: bool) -> None:
-    """Stores the state of a model as its attribute ``attached``; arguments as in :class:`Attached`."""
+    """Stores the state of a model in the model's attribute ``attached``.
+
+    Args:
+        model: the model, to which all changes of ``CAD.attach`` were made.
+        pool: the CAD's kernel and transport.
+        disaggregated: whether other ranks compute parts of this rank's core attention.
+    """
     model.attached = Attached(pool, fields_of(model.config), dict(model.named_modules()), disaggregated)
 
 
 def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
-    """Refuses a model that was built with another configuration than the CAD.
+    """Refuses a model whose configuration differs from the configuration of the CAD.
 
     Raises:
         SupportError: a field differs; the message names the first one.
@@ -76,7 +83,7 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
         pool: the kernel and transport of the CAD that is going to run it.
 
     Raises:
-        SupportError: the model is refused; the message names the difference.
+        SupportError: another CAD attached the model, the model has changed, or a hook would never run.
     """
     then: Attached = model.attached
     if then.pool is not pool:
@@ -84,7 +91,8 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
     for name, before, now in _differences(then.fields, fields_of(model.config)):
         raise SupportError(
             f"{name} of the model's configuration is {now!r}, but was {before!r} when CAD attached the model, and "
-            "parts of the model follow that: set it back, or set it before CAD, and build and attach the model anew."
+            f"parts of the model keep the earlier value: set {name} back, or set {name} before CAD is made, and build "
+            "and attach the model anew."
         )
     modules = dict(model.named_modules())
     for name, module in then.modules.items():
@@ -104,8 +112,8 @@ def _check_hooks(model: Any) -> None:
             if part in _NEVER_CALLED and any(getattr(module, hooks) for hooks in _HOOKS):
                 place = f"decoder.layers.{number}.{part}".removesuffix(".")
                 raise SupportError(
-                    f"{place} has a hook, which nobody would call: a disaggregated layer's parts are called one by "
-                    "one. Put it on its norms, linear_qkv, linear_proj or mlp."
+                    f"{place} has a hook, which would never run: a disaggregated layer's parts are called one by "
+                    "one. Put the hook on the layer's norms, linear_qkv, linear_proj or mlp."
                 )
 
 

@@ -1,7 +1,6 @@
-"""Checks of a built GPTModel that its configuration does not tell: arguments, process groups, and every module.
+"""Checks a built GPTModel, beside its configuration: constructor arguments, process groups, and classes of modules.
 
-``CAD.attach`` calls them before it changes the model. A module must be of exactly the expected class: another class may
-compute something that the disaggregated layer would leave out.
+Modules must be of exactly the expected class: a subclass may compute something that a disaggregated layer leaves out.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ SERVED_ARGUMENTS_BY = {
     "further checks": "config transformer_layer_spec pg_collection",
     "megatron's modules": """
         vocab_size max_sequence_length pre_process post_process share_embeddings_and_output_weights""",
-    "the loss, which takes each rank's part of the logits with either value": "parallel_output",
+    "the loss, which gets each rank's part of the logits in any case": "parallel_output",
     "our RoPE, which takes frequencies and interpolation from megatron's embedding": """
         rotary_base rotary_percent rope_scaling rope_scaling_factor seq_len_interpolation_factor""",
 }
-"""The arguments of GPTModel that are supported with all values; the key says which part of the code obeys them."""
+"""Arguments of GPTModel of which all values are supported. The key says which part of the code obeys the arguments."""
 SERVED_ARGUMENTS = {*" ".join(SERVED_ARGUMENTS_BY.values()).split()}
 
 ARGUMENTS = {
@@ -59,7 +58,7 @@ ARGUMENTS = {
     "fp16_lm_cross_entropy": Limit("losses are computed in float32", (False,)),
     "scatter_embedding_sequence_parallel": Limit("a layer's input is this rank's share of the rows", (True,)),
 }
-"""The arguments of GPTModel that are supported with some values only."""
+"""Arguments of GPTModel of which some values are supported, with the reason for refusing others."""
 
 
 def check_bare(model: Any, pattern: str = "") -> None:
@@ -97,8 +96,8 @@ def check_model(
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        layer: the class that its layers have to be. It is Megatron's TransformerLayer where every rank computes its own
-            attention and ``options`` need no layer of ours.
+        layer: the required class of layers. With SplitTransformerLayer other layers of this project may stand in their
+            places, such as recurrent layers.
         options: the model's options beside Megatron's configuration.
 
     Raises:
@@ -123,7 +122,7 @@ def check_model(
 
 
 def argument_of(model: Any, name: str) -> Any:
-    """Returns the value with which a model was built for the argument ``name``, as its modules show it."""
+    """Returns the value that the argument ``name`` had when ``model`` was built."""
     embedding = model.embedding if model.pre_process else None
     if name == "scatter_embedding_sequence_parallel":
         return embedding is None or embedding.scatter_to_sequence_parallel
@@ -151,7 +150,7 @@ def check_model_groups(model: Any) -> None:
 
 
 def _check_layer(path: str, layer: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Refuses a layer with a module of another class than its configuration and options lead to."""
+    """Refuses a layer with a module of another class than the configuration and the options require."""
     attention, mlp = layer.self_attention, layer.mlp
     norm = norm_class(config, options.norm_bias)
     expected = {
@@ -215,7 +214,7 @@ def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, An
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Refuses norms of queries and keys of other classes than the configuration and the options lead to.
+    """Refuses norms of queries and keys that are not of the classes which the configuration and the options require.
 
     Raises:
         SupportError: a norm has another class, is missing, or is there without ``qk_layernorm``.
@@ -232,9 +231,9 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
 
 
 def linears_like(linear: Any) -> tuple[type, type]:
-    """Returns the classes of linear layers from the library that ``linear`` is from, Megatron or Transformer Engine.
+    """Returns the column-parallel and the row-parallel linear class of the library of ``linear``.
 
-    The first class splits outputs over tensor-parallel ranks, the second inputs."""
+    The library is Megatron or Transformer Engine."""
     if type(linear).__module__ == "megatron_patches.te.linears":
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 
@@ -256,6 +255,5 @@ def expect(path: str, found: Any, served: type | Callable[..., Any]) -> None:
     if found is not served:
         raise SupportError(
             f"{path} is a {found.__module__}.{name_of(found)}, but only {served.__module__}.{name_of(served)} is "
-            "served there: build the model with the layer spec of core attention disaggregation, and replace no module "
-            "of it."
+            "served there: build the model with the spec that CAD returns, and replace no module of the model."
         )

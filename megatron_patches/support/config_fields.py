@@ -1,8 +1,10 @@
-"""Says for every field of Megatron's configuration whether it is supported, with all values or with some.
+"""Says for every field of Megatron's configuration which values are supported.
 
-``_SERVED_BY`` lists the fields that are supported with all values. ``LIMITS`` lists those that are supported with some,
-and the reason for a refusal. A field in neither table comes from a later version of Megatron. It is refused unless it
-has its default. A test compares the tables with the installed version.
+``_SERVED_BY`` lists fields of which all values are supported. ``LIMITS`` lists fields of which some values are
+supported, with the reason for refusing others. ``experts.py`` lists fields of mixtures of experts. Any other field
+comes from a version of Megatron that is not known here, and has to have its default.
+
+In reasons, "attention servers" are the ranks that compute core attention for other ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from distca.errors import SupportError
 from megatron_patches.support.experts import EXPERT_FIELDS, check_experts
 from megatron_patches.support.limits import Limit, check_limit
 
-# The fields that are supported with all values. The key says which part of the code reads them.
+# Fields of which all values are supported. The key says which part of the code obeys the fields.
 _SERVED_BY = {
-    "megatron's own linear layers, embedding and MLP, which stay": """
+    "megatron's own linear layers, embedding and MLP": """
         num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels add_bias_linear
         add_qkv_bias gated_linear_unit activation_func activation_func_fp8_input_store glu_linear_offset
         activation_func_clamp_value bias_activation_fusion bias_dropout_fusion init_method output_layer_init_method
@@ -27,7 +29,7 @@ _SERVED_BY = {
         gradient_accumulation_fusion async_tensor_model_parallel_allreduce clone_scatter_output_in_embedding
         tensor_model_parallel_size sequence_parallel disable_bf16_reduced_precision_matmul bf16
         hetereogenous_dist_checkpoint is_hybrid_model""",
-    "our layers and the core-attention servers": """
+    "our layers and the attention servers": """
         softmax_scale window_size window_attn_skip_freq qk_layernorm layernorm_epsilon layernorm_zero_centered_gamma
         no_rope_freq rotary_interleaved attention_output_gate""",
     "megatron's latent attention with positions of our own; in other models nothing": """
@@ -40,8 +42,8 @@ _SERVED_BY = {
     "megatron's embedding, initialization and configuration, and our loss": """
         use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
         mup_attn_scale_power""",
-    # These choose an implementation, a precision or a fusion of a part that is replaced. They change no formula.
-    "a replacement, which has its own way of computing the same": """
+    # Fields that choose an implementation, a precision or a fusion in a replaced part of Megatron, but no formula.
+    "nothing, as our part in place of megatron's computes the same formula": """
         attention_backend flash_attention_version attention_softmax_in_fp32 masked_softmax_fusion apply_rope_fusion
         fused_single_qkv_rope persist_layer_norm memory_efficient_layer_norm cross_entropy_loss_fusion
         cross_entropy_fusion_impl use_mamba_mem_eff_path mamba_training_ssm_states_dtype""",
@@ -65,7 +67,7 @@ _SERVED_BY = {
 
 
 _OWN_EXPERTS = "rows go to experts and back by exchanges of our own"
-_NO_GRAPHS = "exchanges with the core-attention servers cannot be captured in CUDA graphs"
+_NO_GRAPHS = "exchanges with attention servers cannot be captured in CUDA graphs"
 _NOT_OFFLOADED = "tensors that are exchanged with attention servers are not offloaded"
 _EQUAL_STAGES = "all stages have equally many layers"
 _TRANSFORMER_ENGINE = "of Transformer Engine's modules only the linear layers are served"
@@ -75,15 +77,15 @@ LIMITS = {
     "softmax_type": Limit("sinks are learned or there are none", ("vanilla", "learnable")),
     "attention_dropout": Limit("core attention has no dropout", (0.0,)),
     "apply_query_key_layer_scaling": Limit("scores are computed in float32 in any case", (False,)),
-    "qk_l2_norm": Limit("the norms of query and key heads are RMSNorms (qk_layernorm)", (False,)),
+    "qk_l2_norm": Limit("the only norms of query and key heads are those of qk_layernorm", (False,)),
     "qk_clip": Limit(
-        "attention servers do not report the largest score, by which it clips",
+        "clipping needs the largest score, which attention servers do not report",
         (False,),
         "qk_clip_alpha qk_clip_threshold",
     ),
     "log_max_attention_logit": Limit("attention servers do not report the largest score", (False,)),
     "mla_down_proj_fusion": Limit("latent attention has a projection of its own for queries", (False,)),
-    "cache_mla_latents": Limit("it is for inference, and models are only trained here", (False,)),
+    "cache_mla_latents": Limit("cached latents are for inference, and models are only trained here", (False,)),
     "experimental_attention_variant": Limit(
         "only softmax attention and gated delta nets are served",
         (None, "gated_delta_net"),
@@ -105,7 +107,7 @@ LIMITS = {
     "hidden_dropout": Limit("layers have no dropout", (0.0,)),
     "fp32_residual_connection": Limit("the residual has the type of the layers' output", (False,)),
     "apply_residual_connection_post_layernorm": Limit("the residual is taken before the norm", (False,)),
-    "test_mode": Limit("megatron's own checks of query, key and value do not run here", (False,)),
+    "test_mode": Limit("megatron's own checks of queries, keys and values do not run here", (False,)),
     "mlp_chunks_for_training": Limit("a layer's MLP takes all rows at once", (1,)),
     "heterogeneous_block_specs": Limit("all layers have the same configuration", (False,)),
     "mtp_num_layers": Limit(
@@ -125,12 +127,12 @@ LIMITS = {
     ),
     # Precision
     "params_dtype": Limit(
-        "training supports these types only",
+        "training supports some types only",
         (torch.bfloat16, torch.float32, torch.float64),
     ),
     "fp16": Limit("losses are not scaled for float16", (False,)),
     "enable_autocast": Limit("activations have the type of the parameters", (False,), "autocast_dtype"),
-    "fp8": Limit("other formats than these are not served", (None, "hybrid", "e4m3")),
+    "fp8": Limit("only some formats are supported", (None, "hybrid", "e4m3")),
     "fp8_recipe": Limit(
         "the linear layers scale by whole tensors or by blocks of 128",
         ("delayed", "tensorwise", "blockwise"),
@@ -150,20 +152,20 @@ LIMITS = {
         "only megatron's own linear layers are served", (False,), "use_kitchen_attention kitchen_attention_backend"
     ),
     "deterministic_mode": Limit(
-        "it does not reach the core-attention kernel, which has a setting of its own", (False,)
+        "the attention kernel obeys the argument `deterministic` of CAD in place of this field", (False,)
     ),
     "batch_invariant_mode": Limit("core-attention kernels do not have such a mode", (False,)),
     # Loss
     "calculate_per_token_loss": Limit(
-        "ranks hold different numbers of tokens, whose losses are added up and divided once by all tokens", (True,)
+        "ranks hold different numbers of tokens, so the sum of all losses is divided once, by all tokens", (True,)
     ),
     "defer_embedding_wgrad_compute": Limit(
         "the output layer is computed together with the loss", (False,), "wgrad_deferral_limit"
     ),
-    "config_logger_dir": Limit("the inputs and logits that it logs do not exist here", ("",)),
+    "config_logger_dir": Limit("the inputs and logits that would be logged do not exist here", ("",)),
     # Memory
     "recompute_granularity": Limit(
-        "core attention is never recomputed; CAD(recompute='all') recomputes everything else, with this unset",
+        "core attention is never recomputed; CAD(recompute='all') recomputes everything else, if this field is None",
         (None, "selective"),
         "recompute_method recompute_num_layers distribute_saved_activations",
     ),
@@ -212,9 +214,11 @@ LIMITS = {
     "use_grouped_gemm_for_dense_mlp": Limit(_TRANSFORMER_ENGINE, (False,)),
     "delay_wgrad_compute": Limit("weight gradients are computed in backward", (False,)),
 }
+"""Fields of which some values are supported, with the reason for refusing others. A third entry names fields that no
+code reads while the first field has a supported value."""
 
 _CHECKED_TOGETHER = {"recompute_modules"}
-"""Fields that a function checks together with another field, here :func:`check_recomputation`."""
+"""Fields that :func:`check_recomputation` checks together with another field."""
 
 SERVED = {
     *" ".join(_SERVED_BY.values()).split(),
@@ -225,14 +229,13 @@ SERVED = {
 
 
 def check_config(config: TransformerConfig) -> None:
-    """Refuses a configuration with a value that would have no effect, or with a field that no table here lists.
+    """Refuses a configuration with a value that is not supported, or with an unknown field that is not at its default.
 
     Args:
         config: the configuration of a model.
 
     Raises:
-        SupportError: a value is not supported, or an unknown field is not at its default. The message names the first
-            such field.
+        SupportError: the configuration is refused; the message names the first such field.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -262,17 +265,17 @@ def check_types(config: TransformerConfig) -> None:
     if config.bf16 != (config.params_dtype == torch.bfloat16):
         raise SupportError(
             f"bf16 is {config.bf16} and params_dtype is {config.params_dtype}, but kernels, layers and plans take the "
-            "type of the parameters: set bf16 to True with params_dtype torch.bfloat16, and to False with others."
+            "type of the parameters: set bf16 to True with params_dtype torch.bfloat16, and to False with other types."
         )
     if config.pipeline_model_parallel_size > 1 and config.pipeline_dtype != config.params_dtype:
         raise SupportError(
-            f"pipeline_dtype is {config.pipeline_dtype} and params_dtype is {config.params_dtype}, but stages pass on "
-            "what layers return: set pipeline_dtype to the type of the parameters."
+            f"pipeline_dtype is {config.pipeline_dtype} and params_dtype is {config.params_dtype}, but stages exchange "
+            "activations in the type of the parameters: set pipeline_dtype to the same type."
         )
 
 
 def check_recomputation(config: TransformerConfig, recompute_segments: bool = False) -> None:
-    """Refuses a configuration that recomputes core attention in backward, or MLPs twice.
+    """Refuses a configuration that recomputes other modules in backward than MLPs, or MLPs twice.
 
     Args:
         config: the configuration of a model.

@@ -1,7 +1,8 @@
-"""Says which fields of Megatron's configuration are supported in a model with experts, with all values or with some.
+"""Says for fields of Megatron's configuration about mixtures of experts which values are supported.
 
-``config_fields.py`` has the tables for the other fields. Rows go to experts by exchanges of this project, and not by
-Megatron's token dispatcher. A micro-batch runs as two nano-batches, each with its own exchanges.
+Tokens' hidden states ("rows") go to experts by exchanges of this project, and not by Megatron's token dispatcher. A
+micro-batch may run as two parts, called nano-batches, each with its own exchanges. ``config_fields.py`` has the tables
+for all other fields.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from megatron_patches.support.limits import Limit, check_limit
 
-# The fields that are supported with all values. The key says which part of the code reads them.
+# Fields of which all values are supported. The key says which part of the code obeys the fields.
 _SERVED_BY = {
-    "megatron's routers and experts, and the losses that balance them": """
+    "megatron's routers and experts, and the losses for balance between experts": """
         num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
         moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
         moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
         expert_model_parallel_size""",
-    # These choose an implementation of a part that is replaced. They change no formula.
-    "a replacement, which has its own way of computing the same": """
+    # Fields that choose an implementation of a replaced part of Megatron, but no formula.
+    "nothing, as our part in place of megatron's computes the same formula": """
         moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_per_layer_logging
         moe_shared_expert_glu_interleave_size use_grouped_gemm_for_shared_expert moe_mlp_glu_interleave_size
         moe_single_grouped_weight moe_single_grouped_bias use_fused_weighted_squared_relu
@@ -56,20 +57,21 @@ LIMITS = {
     "moe_router_padding_for_fp8": Limit(_FP8, (False, None)),
     "fp8": Limit(_FP8, (None,)),
 }
-"""The fields that a model with experts supports with some values only."""
+"""Fields of which a model with experts supports some values only, with the reason for refusing others. A third entry
+names fields that no code reads while the first field has a supported value."""
 
 EXPERT_FIELDS = {
     *" ".join(_SERVED_BY.values()).split(),
     *" ".join(limit.inert for limit in LIMITS.values()).split(),
     *LIMITS,
 } - {"fp8"}
-"""All fields about experts. Models without experts do not read them, so there any value is supported."""
+"""All fields about experts. Models without experts do not read these fields, and may have any value in them."""
 
 _LOSSES = ("none", "aux_loss", "seq_aux_loss")
 
 
 def refuse_experts(config: TransformerConfig, what: str) -> None:
-    """Refuses a model with experts; called for a feature that no test has shown to be right with experts.
+    """Refuses a model with experts, for a feature that no test has shown to be right with experts.
 
     Args:
         config: the model's configuration.
@@ -89,7 +91,7 @@ def check_expert_groups(stage_ranks: int, ep: int) -> None:
     """Refuses a number of expert-parallel ranks that does not divide the ranks of a pipeline stage.
 
     Args:
-        stage_ranks: number of a stage's ranks: tensor-parallel times data-parallel ones.
+        stage_ranks: number of ranks of a pipeline stage.
         ep: number of ranks that share a layer's experts.
 
     Raises:
@@ -97,13 +99,13 @@ def check_expert_groups(stage_ranks: int, ep: int) -> None:
     """
     if stage_ranks % ep:
         raise SupportError(
-            f"expert_model_parallel_size is {ep}, which does not divide the {stage_ranks} ranks of a pipeline stage, "
-            "who share its experts: set it to a divisor."
+            f"expert_model_parallel_size is {ep}, which does not divide the {stage_ranks} ranks of a pipeline stage: "
+            "set it to a divisor."
         )
 
 
 def check_experts(config: TransformerConfig) -> None:
-    """Refuses a configuration with settings of experts that would have no effect or do not go together.
+    """Refuses a configuration with settings of experts that are not supported or do not go together.
 
     Raises:
         SupportError: a value is not supported; the message names the first such field.
@@ -113,7 +115,7 @@ def check_experts(config: TransformerConfig) -> None:
         if config.expert_model_parallel_size != 1:
             raise SupportError(
                 f"expert_model_parallel_size is {config.expert_model_parallel_size}, but the model has no experts: "
-                "set it to 1, or num_moe_experts to a multiple of it."
+                f"set it to 1, or num_moe_experts to a multiple of {config.expert_model_parallel_size}."
             )
         return
     for name, limit in LIMITS.items():
@@ -121,13 +123,13 @@ def check_experts(config: TransformerConfig) -> None:
             check_limit(name, getattr(config, name), limit)
     if config.add_bias_linear and config.moe_shared_expert_intermediate_size:
         raise SupportError(
-            "add_bias_linear is True, but a shared expert has no biases: set it to False, or "
+            "add_bias_linear is True, but a shared expert has no biases: set add_bias_linear to False, or "
             "moe_shared_expert_intermediate_size to None."
         )
     if experts % config.expert_model_parallel_size:
         raise SupportError(
             f"num_moe_experts is {experts}, which expert_model_parallel_size {config.expert_model_parallel_size} does "
-            "not divide, but ranks have equally many experts: set it to a divisor."
+            "not divide, but ranks have equally many experts: set expert_model_parallel_size to a divisor."
         )
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:

@@ -1,8 +1,8 @@
 """Refuses settings that are not supported with recurrent layers or with gates on attention's output.
 
-A hybrid model mixes attention with recurrent layers, which are gated delta nets or Mamba-2. Megatron builds it in one
-of two ways. A GPTModel has delta nets with ``experimental_attention_variant``. A HybridModel has a pattern with one
-letter for each layer, such as "G-*-". No test has compared the refused settings with Megatron-Core.
+A hybrid model mixes attention with recurrent layers, which are gated delta nets or Mamba-2. Megatron has two classes
+for such models. A GPTModel has delta nets if ``experimental_attention_variant`` says so. A HybridModel has a pattern
+with one letter for each layer, such as "G-*-". No test has compared the refused settings with Megatron-Core.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 logger = logging.getLogger(__name__)
 
 _OF_SYMBOL = {"plain_recurrent_norm": DELTA_NET, "step_min": MAMBA}
-"""The options of ``CAD`` for one kind of recurrent layer, each with the letter of that kind in a pattern."""
+"""Model options for one kind of recurrent layer, each with the letter of the kind in a pattern."""
 _SERVED = ("rotations", *_OF_SYMBOL)
-"""The options beyond Megatron's configuration that are supported for a HybridModel."""
+"""The model options that are supported for a HybridModel."""
 
 
 def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: torch.device) -> None:
     """Warns on rank 0, if the model has recurrent layers or output gates and runs on GPUs.
 
-    Such models were compared with Megatron-Core's on CPUs only."""
+    Such models were compared with Megatron-Core on CPUs only."""
     unproved = bool(pattern) or has_recurrent_layers(config) or has_output_gate(config)
     if unproved and device.type == "cuda" and dist.get_rank() == 0:
         logger.warning(
-            "Hybrid models, and those with attention_output_gate, were held against Megatron-Core's on CPU ranks "
-            "only; compare the first losses with Megatron-Core's."
+            "Hybrid models, and models with attention_output_gate, were compared with Megatron-Core on CPU ranks "
+            "only; compare the first losses with Megatron-Core's losses."
         )
 
 
@@ -50,8 +50,8 @@ def check_hybrid(
         config: Megatron's configuration.
         pattern: the letters of a HybridModel's layers; empty for a GPTModel.
         options: the model's options beyond Megatron's configuration.
-        disaggregate: the argument of ``CAD``; False if every rank computes its own attention.
-        offload: the argument of ``CAD``; True if inputs of layers wait for backward in host memory.
+        disaggregate: False if every rank computes its own attention.
+        offload: True if inputs of layers wait for backward in host memory.
 
     Raises:
         SupportError: a setting is not supported; the message names it and the value to set.
@@ -65,7 +65,7 @@ def check_hybrid(
         what = f"hybrid_layer_pattern is {pattern!r}"
     recurrent = delta_nets or any(symbol in RECURRENT for symbol in pattern)
     tp = config.tensor_model_parallel_size
-    # Each key is a phrase with a value and the change to make; the entry says whether it applies.
+    # Each key is a phrase with a setting and the change to make. The value is True if the setting is present.
     refused = {
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"tensor_model_parallel_size is {tp}, without sequence_parallel: set it to True": (
@@ -100,9 +100,7 @@ def check_hybrid(
 
 
 def _check_stages(config: TransformerConfig) -> None:
-    """Refuses pipeline stages with different kinds of layers.
-
-    All stages run their layer i together, also a stage without a micro-batch, so that layer has one kind on all."""
+    """Refuses pipeline stages with different kinds of layers: all stages run their layers number i together."""
     recurrent, stages = (
         [is_recurrent(config, 1 + n) for n in range(config.num_layers)],
         config.pipeline_model_parallel_size,
@@ -111,7 +109,8 @@ def _check_stages(config: TransformerConfig) -> None:
     if any(recurrent[n] != recurrent[n % size] for n in range(size * stages)):
         raise SupportError(
             f"linear_attention_freq is {config.linear_attention_freq!r}, which gives the {stages} stages of "
-            "pipeline_model_parallel_size other layers each, but all must have the same: change one of them."
+            "pipeline_model_parallel_size different kinds of layers, but all stages must have the same kinds: change "
+            "linear_attention_freq or pipeline_model_parallel_size."
         )
 
 
@@ -121,6 +120,6 @@ def _check_options(pattern: str, options: ModelOptions) -> None:
         value = getattr(options, name)
         if value != getattr(MEGATRONS, name) and symbol not in pattern:
             raise SupportError(
-                f"`{name}` is {value}, but hybrid_layer_pattern is {pattern!r}, without {symbol}, whose layers alone "
-                "have it: leave it out."
+                f"`{name}` is {value}, but hybrid_layer_pattern is {pattern!r}, and only layers {symbol} read "
+                f"`{name}`: leave it out."
             )

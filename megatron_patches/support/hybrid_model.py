@@ -1,7 +1,7 @@
-"""Checks of a built HybridModel that its configuration does not tell: arguments, process groups, and every module.
+"""Checks a built HybridModel, beside its configuration: constructor arguments, process groups, and classes of modules.
 
 A HybridModel has a pattern with one letter for each layer: attention, a recurrent layer, an MLP or experts.
-``built_model.py`` has the same checks for a GPTModel.
+``built_model.py`` has such checks for a GPTModel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron_patches.support.limits import Limit, check_limit
 _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_block_spec"} | {
     "position_embedding_type": Limit("RoPE is all that is served, or no positions", ("rope", "none")),
 }
-"""The arguments of HybridModel that are supported with some values only."""
+"""Arguments of HybridModel of which some values are supported, with the reason for refusing others."""
 
 
 def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
@@ -63,7 +63,7 @@ def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
     if model.hybrid_layer_pattern != pattern:
         raise SupportError(
             f"The model was built with hybrid_layer_pattern {model.hybrid_layer_pattern!r}, but the CAD was made with "
-            f"{pattern!r}, which it plans by: give both the same."
+            f"{pattern!r}: give both the same pattern."
         )
     check_config(model.config)
     for name, limit in _ARGUMENTS.items():
@@ -81,7 +81,7 @@ def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
 
 
 def _check_layer(path: str, symbol: str, layer: Any, config: Any, options: ModelOptions) -> None:
-    """Refuses a layer with a module of another class than its letter in the pattern leads to."""
+    """Refuses a layer with a module of another class than the layer's letter in the pattern requires."""
     norm = norm_class(config)
     attention = GatedAttentionLayer if has_output_gate(config) else SplitTransformerLayer
     classes = {ATTENTION: attention, DELTA_NET: SplitRecurrentLayer, MAMBA: SplitMambaLayer}

@@ -26,7 +26,7 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
 
     Raises:
         SupportError: a setting is not supported, or ``latent_norm_epsilon`` is set in a model without latent attention.
-            The message names the first.
+            The message names the first such setting.
     """
     epsilon = given.model_options.latent_norm_epsilon
     if not is_latent(config):
@@ -43,13 +43,14 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
 
 
 def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
-    """Returns the unsupported settings: a phrase with the value and the change to make, and whether it applies."""
+    """Returns the unsupported settings. A key is a phrase with a setting and the change to make; the value is True if
+    the setting is present."""
     heads, tp = config.num_attention_heads, config.tensor_model_parallel_size
     if not hasattr(config, "v_head_dim"):
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}
     key_dim, value_dim = latent_dims(config)
     return {
-        # Latent attention is supported from 0.19 on, which is also the first version with the gated delta net.
+        # The gated delta net shows that the version is 0.19 or later, which latent attention needs.
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
             tp > 1 and not config.sequence_parallel
@@ -69,8 +70,8 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
         "experimental_attention_variant is set: set it to None": config.experimental_attention_variant is not None,
         "window_size is set: set it to None": config.window_size is not None,
         "softmax_type is 'learnable': set it to 'vanilla'": config.softmax_type == "learnable",
-        "softmax_scale is set, which Megatron does not read then: set it to None": config.softmax_scale is not None,
-        "no_rope_freq is set, which Megatron does not read then: set it to None": bool(config.no_rope_freq),
+        "softmax_scale is set, which Megatron would ignore: set it to None": config.softmax_scale is not None,
+        "no_rope_freq is set, which Megatron would ignore: set it to None": bool(config.no_rope_freq),
         "apply_rope_fusion is True: set it to False": config.apply_rope_fusion,
         f"rope_type is {config.rope_type!r}: set it to 'rope' or 'yarn'": config.rope_type not in ("rope", "yarn"),
     }

@@ -1,8 +1,8 @@
 """Checks the layer spec that a user gives to ``CAD.block_spec``.
 
-A spec names the class of each module of a transformer layer. Two specs of Megatron are supported: the local one, and
-Transformer Engine's. Disaggregated layers replace some of these modules. So any other class is refused, as it may
-compute something that the replacement leaves out.
+A spec names the class of each module of a transformer layer. Two specs of Megatron are supported: the spec with
+Megatron's own modules, and the spec with Transformer Engine's modules. Disaggregated layers replace some modules. Other
+classes are refused, as they may compute something that the replacement leaves out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.patches.norms import LayerNorm, LayerNormWithoutBias, RMSNorm
 
 _NORMS = (WrappedTorchNorm, RMSNorm, LayerNorm, LayerNormWithoutBias, TENorm)
-# The end of messages: the remedy.
+# The end of messages, which says what to do.
 _LOCAL = ": give the spec of megatron's get_gpt_layer_local_spec(normalization='RMSNorm')."
 
 
@@ -84,13 +84,12 @@ def has_te_linears(spec: ModuleSpec) -> bool:
 
 
 def mlp_submodules(spec: Any) -> Any:
-    """Returns the object in an MLP's spec that names its linear layers. Setting its attributes changes the spec."""
+    """Returns the object in an MLP's spec that names the linear layers. Setting its attributes changes the spec."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> None:
-    """Refuses a spec in which a norm is twice, or not at all. It is a module of its own, or it is inside the linear
-    layer behind it.
+    """Refuses a spec that has a norm twice or not at all: as a module, or inside the linear layer that follows.
 
     Args:
         parts: the layer's submodules.
@@ -106,8 +105,8 @@ def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> No
 
 
 def _module(spec: Any) -> Any:
-    """Returns the class that a spec builds. In later versions of Megatron-Core a spec may be a partial of a class
-    method in place of a ModuleSpec."""
+    """Returns the class that a spec builds. In later versions of Megatron-Core a spec may be a ``functools.partial`` of
+    a class method."""
     if isinstance(spec, functools.partial):
         return getattr(spec.func, "__self__", spec.func)
     return spec.module if isinstance(spec, ModuleSpec) else spec

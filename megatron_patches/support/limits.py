@@ -1,7 +1,4 @@
-"""The entry of a table of fields or arguments that are supported with some values only, and its check.
-
-The tables are in ``config_fields.py``, ``experts.py`` and ``built_model.py``.
-"""
+"""The supported values of a field of Megatron's configuration, or of an argument of its models, and their check."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ class Limit:
     """The supported values of a field or argument.
 
     Attributes:
-        because: why other values are refused, as the sentence "NAME is VALUE, but ..." goes on.
+        because: why other values are refused, as the rest of a sentence "NAME is VALUE, but ...".
         served: the values that are supported.
-        inert: names of further fields, which are not read while this field has a supported value. So all their values
-            are supported.
+        inert: names of other fields, with spaces between them. No code reads these fields while this field has a
+            supported value, so the other fields may have any value.
     """
 
     because: str
@@ -28,10 +25,15 @@ class Limit:
 
 
 def check_limit(name: str, value: Any, limit: Limit) -> None:
-    """Refuses a value that ``limit`` does not list; ``name`` is the field's or argument's name.
+    """Refuses a value that ``limit`` does not list.
+
+    Args:
+        name: the name of the field or argument, for the message.
+        value: the value of the field or argument.
+        limit: the supported values.
 
     Raises:
-        SupportError: the value is not supported; the message says why, and which values are.
+        SupportError: the value is not supported; the message has the reason and the supported values.
     """
     if value not in limit.served:
         raise SupportError(f"{name} is {value!r}, but {limit.because}: set it to {_alternatives(limit.served)}.")

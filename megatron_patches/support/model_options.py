@@ -1,6 +1,6 @@
-"""Refuses wrong values of ``model_options``, the options of ``CAD`` for which Megatron's configuration has no field.
+"""Refuses wrong values of ``model_options``: options of a model for which Megatron's configuration has no field.
 
-Options are also refused where they would have no effect beside other options or Megatron's configuration.
+Options that would have no effect beside other settings are refused too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from distca.errors import SupportError
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions, Norms, QueryKeyNorm, Rotary
 
 _CHOICES = {"norms": Norms, "query_key_norm": QueryKeyNorm}
-"""Options that have one of a few words as their value."""
+"""Options whose value is one of a few words, with the type that lists these words."""
 _ABOVE_ZERO = ("embedding_scale", "residual_multiplier", "logit_multiplier")
+"""Options that must be above 0."""
 _FROM_ZERO = ("score_softcap", "final_softcap", "step_min", "latent_norm_epsilon")
-"""Options that are 0 or more; those of ``_ABOVE_ZERO`` are more than 0."""
+"""Options that must be 0 or above."""
 
 
 def check_model_options(options: ModelOptions, config: TransformerConfig) -> None:
@@ -35,9 +36,9 @@ def check_model_options(options: ModelOptions, config: TransformerConfig) -> Non
 
 
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
-    """Refuses a GPTModel whose own rotary positions no layer would use, as ``rotations`` has others for all layers.
+    """Refuses a GPTModel built with rotary positions that no layer uses, as ``rotations`` has positions for all layers.
 
-    A GPTModel with Megatron's default positions passes, as the user did not ask for these.
+    A GPTModel with Megatron's default positions passes, as its user asked for no positions.
 
     Raises:
         SupportError: the model's positions are not Megatron's default, and no layer uses them.
@@ -94,14 +95,17 @@ def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
     if options.norm_after_rotation and options.query_scaling is not None:
         yield "`query_scaling` is set, but a norm after the rotation undoes it: set norm_after_rotation to False."
     if not options.norm_bias and config.normalization == "RMSNorm":
-        yield "`norm_bias` is False, but normalization is 'RMSNorm', whose norms have none anyway: leave norm_bias out."
+        yield "`norm_bias` is False, but normalization is 'RMSNorm', which has no bias anyway: leave norm_bias out."
     if options.parallel_mlp and options.norms != "pre":
         yield f"`parallel_mlp` is True, but `norms` is {options.norms!r}: attention and MLP share a norm before them."
     for name in ("attention_output_bias", "mlp_bias"):
         if getattr(options, name) and config.add_bias_linear:
             yield f"`{name}` is True, but add_bias_linear gives all linear layers biases: leave one of them out."
     if options.mlp_bias and config.num_moe_experts:
-        yield "`mlp_bias` is True, but experts have biases by add_bias_linear alone: leave it out, or set that to True."
+        yield (
+            "`mlp_bias` is True, but experts have biases by add_bias_linear alone: leave mlp_bias out, or set "
+            "add_bias_linear to True."
+        )
     if getattr(config, "use_mup", False) and options.final_softcap:
         yield "`final_softcap` is set, but it is not served with use_mup's factor on logits: leave one of them out."
 
@@ -125,7 +129,8 @@ def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str
 
 
 def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
-    """Returns a sentence for each field of ``rotary`` with a wrong value; it begins with the field's name."""
+    """Returns a sentence for each field of ``rotary`` with a wrong value. Each sentence begins with the field's
+    name."""
     assert config.kv_channels is not None
     found = [f"scaling.{problem}" for problem in rotary.scaling.problems()]
     if not rotary.base > 0:

@@ -1,7 +1,7 @@
 """Checks Megatron's process groups, and that all ranks were given the same configuration.
 
-Ranks compute parts of each other's attention, each by its own configuration. So a difference between ranks would give
-wrong results, or ranks would wait for each other forever.
+Ranks compute parts of each other's attention. So different configurations would give wrong results, or ranks would wait
+for each other forever.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def check_groups(config: TransformerConfig) -> None:
                 f"{name} is {getattr(config, name)} in the configuration, but Megatron's process groups were made with "
                 f"{size}: give the configuration and parallel_state.initialize_model_parallel the same {name}."
             )
-    # By group, the difference between the numbers of two neighbouring ranks. Two of these differences can be equal only
-    # if the groups of the first one have a single rank each; then there is nothing to check in them.
+    # For each kind of group, the difference between the numbers of two neighbouring ranks. If two kinds have the same
+    # difference, the groups of the first kind have one rank each and need no check.
     strides = {
         1: parallel_state.get_tensor_model_parallel_group(),
         tp: parallel_state.get_data_parallel_group(),
@@ -58,8 +58,8 @@ def check_groups(config: TransformerConfig) -> None:
     }
     if any((np.diff(dist.get_process_group_ranks(group)) != stride).any() for stride, group in strides.items()):
         raise SupportError(
-            "Megatron's process groups number ranks in an order of their own, but server pools are made of "
-            "tensor-parallel ranks first, then data-parallel ones, then stages: leave `order` of "
+            "Megatron's process groups do not have the default order of ranks, but core attention disaggregation needs "
+            "tensor-parallel ranks first, then data-parallel ranks, then stages: leave `order` of "
             "parallel_state.initialize_model_parallel at its default."
         )
 
@@ -67,14 +67,14 @@ def check_groups(config: TransformerConfig) -> None:
 def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) -> None:
     """Refuses a configuration or arguments that differ between ranks; all ranks call it together.
 
-    It compares numbers, texts, booleans and None.
+    Only numbers, strings, booleans and None are compared.
 
     Args:
         config: Megatron's configuration.
         arguments: arguments of ``CAD`` that have to be the same on all ranks, by name.
 
     Raises:
-        SupportError: a value differs; all ranks raise the same message, which names the first.
+        SupportError: a value differs. All ranks raise the same message, which names the first such value.
     """
     plain = (bool, int, float, str, type(None))
     mine = {name: value for name, value in (fields_of(config) | arguments).items() if isinstance(value, plain)}

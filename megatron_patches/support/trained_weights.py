@@ -1,8 +1,8 @@
-"""Refuses weights whose gradients would not be reduced, or that the optimizer would not reach.
+"""Refuses weights whose gradients would not be reduced, or that the optimizer would not update.
 
-Megatron's wrapper for data parallelism adds gradients up in buffers, as ``main_grad`` of each weight. It fixes at
-construction which weights have a place there. Some checks run in ``CAD.data_parallel``; :func:`check_trained_weights`
-runs before every step.
+``CAD.data_parallel`` wraps a model in Megatron's DistributedDataParallel. The wrapper adds gradients up in buffers, as
+``main_grad`` of each weight. At construction it decides which weights have a place in the buffers. Some checks run
+before a model is wrapped. :func:`check_trained_weights` runs before every step with a backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from distca.errors import SupportError
 from megatron_patches.te.fp8_weights import is_fp8
 
 _FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
-"""The attributes of Megatron's and of Transformer Engine's linear layers which say that a matrix product adds the
+"""Attributes of linear layers, in Megatron and in Transformer Engine. If True, the matrix product of backward adds the
 weight's gradient to ``main_grad`` itself."""
 
 
@@ -31,8 +31,8 @@ def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
     """
     if gradients != torch.float32 and not gradients == weights == torch.bfloat16:
         raise SupportError(
-            f"`gradients` is {gradients} and the weights are {weights}; gradients are added up in torch.float32, or, "
-            "of torch.bfloat16 weights, in torch.bfloat16."
+            f"`gradients` is {gradients} and the weights are {weights}; set `gradients` to torch.float32, or, for "
+            "torch.bfloat16 weights, to torch.bfloat16."
         )
 
 
@@ -50,12 +50,13 @@ def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) ->
 
 
 def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, device: torch.device) -> None:
-    """Refuses weights with another dtype or on another device than the CAD has, before the model is wrapped.
+    """Refuses weights with another dtype than ``params_dtype``, or on another type of device than ``device``.
 
     Args:
-        model: the model. Its dtype is not checked if ``params_dtype`` is bfloat16, as Megatron then casts it.
+        model: the model, before it is wrapped. Its dtype is not checked if ``params_dtype`` is bfloat16, as Megatron
+            then casts the weights.
         params_dtype: the configuration's ``params_dtype``.
-        device: the CAD's device.
+        device: this rank's device.
 
     Raises:
         SupportError: a weight is refused; the message names the first.
@@ -67,15 +68,15 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
             )
         if params_dtype != torch.bfloat16 and weight.dtype != params_dtype:
             raise SupportError(
-                f"{name} has type {weight.dtype}, but the configuration's params_dtype is {params_dtype}: cast no "
-                "weights, and set params_dtype to the type that is to be trained with."
+                f"{name} has type {weight.dtype}, but the configuration's params_dtype is {params_dtype}: do not cast "
+                "weights, and set params_dtype to the type for training."
             )
 
 
 def check_trained_weights(model: DistributedDataParallel) -> None:
-    """Refuses changes to weights after ``CAD.data_parallel``, and hooks on gradients that would see garbage.
+    """Refuses a model with weights that were frozen, unfrozen, added, replaced or moved after ``CAD.data_parallel``.
 
-    Changes are: a weight was frozen or unfrozen, replaced, or moved to other memory.
+    Hooks on gradients that would get unwritten memory are refused too.
 
     Raises:
         SupportError: a weight is refused; the message names the first.
@@ -85,15 +86,15 @@ def check_trained_weights(model: DistributedDataParallel) -> None:
         if weight.requires_grad != (weight in reduced):
             what = "frozen" if weight in reduced else "added, replaced or set free to learn"
             raise SupportError(
-                f"{_bare(name)} was {what} after CAD.data_parallel, which decides whose gradients are reduced: set "
-                "requires_grad, and add or replace weights, before CAD.data_parallel."
+                f"{_bare(name)} was {what} after CAD.data_parallel, which decides for which weights gradients are "
+                "reduced: set requires_grad, and add or replace weights, before CAD.data_parallel."
             )
     _check_places(model)
     _check_hooks(model)
 
 
 def _check_places(model: DistributedDataParallel) -> None:
-    """Refuses weights outside Megatron's buffers. Its distributed optimizer updates the buffers, not the weights."""
+    """Refuses weights outside Megatron's buffers, as the distributed optimizer updates the buffers alone."""
     for buffer in model.buffers + model.expert_parallel_buffers:
         if buffer.param_data is None:
             continue
@@ -101,14 +102,14 @@ def _check_places(model: DistributedDataParallel) -> None:
         for weight in buffer.params:
             if not is_fp8(weight) and weight.untyped_storage().data_ptr() != here:
                 raise SupportError(
-                    f"{_name_of(model, weight)} has other memory than CAD.data_parallel gave it, which the distributed "
-                    "optimizer would not reach: move and cast the model before, and copy into weights "
-                    "(weight.data.copy_)."
+                    f"{_name_of(model, weight)} has other memory than CAD.data_parallel gave it, and the distributed "
+                    "optimizer would not update it: move and cast the model before CAD.data_parallel, and set weights "
+                    "by weight.data.copy_."
                 )
 
 
 def _check_hooks(model: DistributedDataParallel) -> None:
-    """Refuses hooks on gradients that a matrix product adds to ``main_grad``: they would get unwritten memory."""
+    """Refuses hooks on gradients that a matrix product adds to ``main_grad``: hooks would get unwritten memory."""
     for weight in _fused_weights(unwrap_model(model)):
         if weight.requires_grad and (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)):
             raise SupportError(
@@ -123,7 +124,7 @@ def _fused_weights(model: Any) -> Iterator[torch.nn.Parameter]:
     for module in model.modules():
         if any(getattr(module, name, False) for name in _FUSED):
             weight = getattr(module, "weight", None)
-            if weight is None and model.share_embeddings_and_output_weights:  # the output layer has no own weight
+            if weight is None and model.share_embeddings_and_output_weights:  # the output layer shares its weight
                 weight = model.shared_embedding_or_output_weight()
             if isinstance(weight, torch.nn.Parameter):
                 yield weight
@@ -134,7 +135,7 @@ def _name_of(model: DistributedDataParallel, weight: torch.nn.Parameter) -> str:
 
 
 def _bare(name: str) -> str:
-    """Returns a weight's name without the prefixes of wrappers: the name that it has in the GPTModel."""
+    """Returns the name that a weight has in the unwrapped model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

@@ -1,5 +1,7 @@
 """Experts that would not be computed as they are asked for are refused, with value, reason and setting."""
 
+import re
+
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -64,18 +66,13 @@ def test_a_model_with_experts_is_served():
 )
 def test_what_is_not_served_is_named(changed, begins):
     said = refusal(check_config, _config(**changed))
-    assert (
-        said is not None
-        and said.startswith(begins)
-        and ": set it to " in said.replace("set sequence_parallel", "set it")
-    )
+    assert said is not None and said.startswith(begins) and re.search(": set [a-z_]+ to ", said)
 
 
 def test_ranks_that_share_experts_lie_within_a_stage():
     assert refusal(check_expert_groups, 4, 4) is None
     assert refusal(check_expert_groups, 4, 3) == (
-        "expert_model_parallel_size is 3, which does not divide the 4 ranks of a pipeline stage, who share its "
-        "experts: set it to a divisor."
+        "expert_model_parallel_size is 3, which does not divide the 4 ranks of a pipeline stage: set it to a divisor."
     )
 
 

@@ -61,7 +61,7 @@ def test_models_without_either_are_not_looked_at() -> None:
     [
         ({"tensor_model_parallel_size": 2}, {}, "tensor_model_parallel_size is 2, without sequence_parallel: set it"),
         ({"num_moe_experts": 8}, {}, "num_moe_experts is 8: set it to None"),
-        (_STAGES, {}, "linear_attention_freq is 4, which gives the 2 stages of pipeline_model_parallel_size other"),
+        (_STAGES, {}, "linear_attention_freq is 4, which gives the 2 stages of pipeline_model_parallel_size diff"),
         (_STAGES | _EVEN, {"disaggregate": False}, "pipeline_model_parallel_size is 2: set it to 1"),
         ({"normalization": "LayerNorm"}, {}, "normalization is 'LayerNorm': set it to 'RMSNorm'"),
         ({"activation_func": functional.gelu}, {}, "activation_func is not SiLU"),
@@ -122,7 +122,7 @@ def test_patterns_that_are_refused(pattern: str, changed: dict[str, Any], said: 
             ModelOptions(plain_recurrent_norm=True),
             "`plain_recurrent_norm` is True, but hybrid_layer_pattern is",
         ),
-        ("G-*-", ModelOptions(step_min=0.1), "'G-*-', without M, whose layers alone have it: leave it out"),
+        ("G-*-", ModelOptions(step_min=0.1), "'G-*-', and only layers M read `step_min`: leave it out"),
         ("", ModelOptions(step_min=0.1), "`step_min` is 0.1, but hybrid_layer_pattern is ''"),
         ("G-*-", ModelOptions(norms="post"), "more than rotations, plain_recurrent_norm, step_min: leave it out"),
     ],
