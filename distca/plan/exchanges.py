@@ -69,19 +69,19 @@ class Segments:
 class RowExchange:
     """The way of q rows, or of k and v rows, from homes to servers, seen from one rank.
 
-    A kernel reads one *region* of k,v rows for each task. A server receives each row once. While it computes, it copies
-    rows that several tasks share to the regions of these tasks.
+    A kernel reads one *region* of k,v rows for each task. A server receives each row once. While the server computes,
+    it copies rows that several tasks share to the regions of these tasks.
 
     Attributes:
         source_rows: rows of this rank's home tensor.
         destination_rows: rows of this rank's buffer as a server; each of them arrives once.
         send: home rows of this rank that other servers need.
         receive: rows that other homes send to this server.
-        keep: home rows of this rank that it needs as a server.
+        keep: home rows of this rank that the rank needs as a server.
         repeat: copies from the server buffer to the regions of tasks; in backward, gradients of all copies of a row are
             added up. Empty if the buffer already consists of the regions.
         before: copies from the server buffer of the previous nano-batch to the regions of tasks; in backward, gradients
-            are added to the gradients of that buffer.
+            of copies are added to the gradients of that buffer.
         travelling: rows that travel between any two ranks. The number is the same on every rank, so all ranks know when
             to leave an exchange out.
         ahead_at_server: [R] int64 rows that each server receives from homes below this rank. Receivers pack rows by
@@ -156,7 +156,7 @@ class Exchanges:
     Args:
         pieces: the row ranges that servers read.
         source_rows: [R] rows of every sender's tensor.
-        only: the one rank whose exchange will be asked for, which saves time; None for any rank.
+        only: the one rank whose exchange will be asked for, which saves time; None if any rank may be asked for.
     """
 
     def __init__(self, pieces: Pieces, source_rows: np.ndarray, only: int | None) -> None:

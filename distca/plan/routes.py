@@ -5,7 +5,7 @@ query rows of one document on one server. A kernel reads one *region* of k,v row
 keys on one server share a *context*: the range of k,v rows that these tasks need together (``plan.py``).
 
 The rows of a context travel to the server once, into its buffer. While the server computes, it copies shared rows from
-the buffer to the region of each task. The server may keep the buffer for the next nano-batch, the second part of the
+the buffer to each task's region. The server may keep the buffer for the next nano-batch, the second part of the
 micro-batch. Between nodes, k,v rows travel once to each node, to a server called the *gateway*. A second exchange, the
 *relay*, brings them to other servers of the node (``network.py``).
 
@@ -37,7 +37,7 @@ class Route:
     Attributes:
         rank: this rank.
         ranks: number of ranks in the plan.
-        q: exchange of query rows; o takes the way back.
+        q: exchange of query rows; o returns by the reverse exchange.
         kv: exchange of key and value rows that come straight from home.
         relay: exchange of the rows that gateways hand on; it follows ``kv``, and comes before ``kv`` on the way back.
             Here gateways are the homes, and their server buffers are the home tensors. None if all rows of the plan
@@ -87,7 +87,7 @@ class Routes(Sequence[Route]):
     Args:
         plan: over R ranks.
         links: which ranks share a node; key and value rows travel once to each node. None if all ranks share one.
-        only: the one rank whose route will be asked for, which saves time; None for any rank.
+        only: the one rank whose route will be asked for, which saves time; None if any rank may be asked for.
     """
 
     def __init__(self, plan: Plan, links: Links | None = None, only: int | None = None) -> None:

@@ -21,13 +21,12 @@ import numpy as np
 
 _DENSE = 0.6
 """An item is *sparse* if its work per token is below this multiple of the mean over all items and filler. Room that
-shares leave free on a rank is expected to be filled with sparse items. With 0.4 plans move 1.1 % fewer bytes
-(benchmarks/results/planner.md)."""
+shares leave free on a rank is expected to be filled with sparse items. Other values: benchmarks/results/planner.md."""
 _SAME_SIZE = 1.5
 """Items are dealt in groups of similar length: the longest item of a group has less than this many times the rows of
 the shortest. Bins are sorted once for each group, which saves time."""
 OVERFULL = 0.012
-"""The work that a rank may get above its goal so that an item stays whole; the mean rank's work is 1."""
+"""The most work that a rank may get above its goal so that an item stays whole; the mean rank's work is 1."""
 _OVERFULL_WITH_KEYS = 0.09
 """The limit in place of ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``). It is large, because
 a further rank would have to read all keys of the document for little work."""
@@ -232,7 +231,7 @@ class _Bins:
     def order_by(self, rate: float) -> None:
         """Sorts the bins by the surplus that they lack, most first, for filler with ``rate`` work per token.
 
-        A bin lacks its missing work, minus the work of filler in all of its room."""
+        The surplus that a bin lacks is the work that it lacks, minus the work of filler in all of its room."""
         self._rate, self._newest = rate, -1
         pairs = zip(self._need, self._space, strict=True)
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
@@ -242,7 +241,8 @@ class _Bins:
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
         """Puts whole items from index ``first`` up to ``end``, each into the bin that lacks most surplus at that time.
 
-        Returns the index of the first item that is not ``small``, or for which this bin has no tokens, or ``end``."""
+        Returns the index of the first item that is not ``small`` or does not fit into its bin; ``end`` if all were
+        put."""
         if first == end or not small[first]:
             return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace
@@ -264,8 +264,8 @@ class _Bins:
     def put_whole(self, item: int, own: float, brings: float) -> bool:
         """Puts a whole item of ``own`` rows into the bin that lacks most surplus among those with enough tokens.
 
-        Returns whether it did. Such a bin may get at most ``OVERFULL`` work above its goal. The limit does not hold if
-        the item's work ``brings``, or the part of it that fits, is less than a least share.
+        Returns whether the item was put. The bin may get at most ``OVERFULL`` work above its goal. This limit does not
+        hold if the item's work ``brings``, or the part of this work that fits, is less than a least share.
         """
         aside = []
         while self._heap and self._space[self._heap[0][1]] < own:

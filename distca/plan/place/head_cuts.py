@@ -133,7 +133,7 @@ def cut_whole(
         head = np.array(found, np.int64)
         again = np.flatnonzero(off[owner] > 0)
         if len(again):
-            # If one cut on a rank is not enough, all its documents may be cut instead. This is done only if ping's work
+            # If one cut on a rank is not enough, all its documents may be cut instead. That is done if ping's work then
             # comes nearer to the wanted work.
             heads = documents.take(again).heads(wanted, *room)
             nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
@@ -166,8 +166,8 @@ class _OnRank(NamedTuple):
     Attributes:
         rows: [W] tokens.
         surplus: [W] work, minus the work of as many tokens of filler.
-        square: [W] the work of a whole document that grows with the square of its rows.
-        slope: [W] the surplus that grows in proportion to rows, per row.
+        square: [W] the part of a document's work that grows with the square of a head's rows.
+        slope: [W] for each row of a head, the surplus that grows in proportion to the head's rows.
         ping: tokens that fit into ping.
         pong: tokens that fit into pong.
     """
@@ -222,8 +222,8 @@ class _Documents(NamedTuple):
     Attributes:
         rank: [N] home rank.
         rows: [N] tokens.
-        square: [N] the work of a whole document that grows with the square of its rows.
-        slope: [N] the surplus that grows in proportion to rows, per row.
+        square: [N] the part of a document's work that grows with the square of a head's rows.
+        slope: [N] for each row of a head, the surplus that grows in proportion to the head's rows.
         dense: [N] ``square`` over the square of ``rows``.
     """
 

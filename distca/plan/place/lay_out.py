@@ -199,7 +199,7 @@ def _in_shares(
 ) -> list[tuple[Shards, np.ndarray]] | None:
     """Places the documents of ping and pong together by work.
 
-    Returns the shards and the [R] rows per rank of each nano-batch; None if documents in shares do not fit. With
+    Returns the shards and the [R] rows per rank of each nano-batch; None if documents on several ranks do not fit. With
     ``lean``, documents on several ranks may be wholly in pong, if all fit that way."""
     if not len(length):
         return None

@@ -30,7 +30,7 @@ _TRIES = 3
 """How many of a sender's pieces are tried for a cut, cheapest first."""
 _FAILED = 64
 """The number of cuts that did not pay after which balancing ends, if all servers are within the tolerance. Receivers
-have hardly any room by then, and filling it takes long."""
+have hardly any room by then, and filling this room takes long."""
 _FAILED_UNLIKE = 2
 """The limit in place of ``_FAILED`` if servers are not equally fast. It then holds whether or not servers are within
 the tolerance: ``unlike.py`` raises their limits and tries again."""
@@ -155,10 +155,10 @@ class Balancer:
         return _NO_DOCUMENT if moved else None
 
     def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
-        """Returns the [P] price of each piece: bytes for each query-key pair of the cheapest range in it.
+        """Returns the [P] price of each piece: bytes for each query-key pair of the piece's cheapest range.
 
-        The range takes the time ``work``, in parts of the mean load, or is the whole piece if that takes less time. Its
-        middle is as near to ``geometry.cheapest_middle`` as the piece allows."""
+        The range takes the time ``work``, in parts of the mean load, or is the whole piece if that takes less time. The
+        middle of the range is as near to ``geometry.cheapest_middle`` as the piece allows."""
         if not len(pieces) or work <= ENOUGH:
             return np.full(len(pieces), np.inf)
         # numpy takes twice as long for mixed types, so positions become floats at once.
