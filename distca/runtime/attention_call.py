@@ -4,17 +4,18 @@
 
 A *home* is a rank that holds rows of documents: it sends q, k and v of these rows, and gets o back. A *server* is a
 rank that computes attention for rows that homes send. Most ranks are both. A *nano-batch* is one of the two parts of a
-micro-batch, ping (first) and pong (second). ``ping_pong.py`` makes a call for each layer and nano-batch.
+micro-batch, ping (first) and pong (second). Each layer and nano-batch has an :class:`AttentionCall`, which
+``ping_pong.py`` makes.
 
 One node launches a transfer, and a later node *joins* the transfer: the node waits until all rows have arrived.
 Backward runs the nodes in reverse order, and gradients travel the opposite way. The node that joined in forward
 launches in backward, and the node that launched in forward joins in backward. Between launch and join the caller runs
 the other nano-batch's compute.
 
-Rows are fields of an :class:`AttentionCall`. Nodes pass each other only a *graph token*, a dummy scalar that gives
+Rows are fields of the :class:`AttentionCall`. Nodes pass each other only a *graph token*, a dummy scalar that gives
 autograd an edge from node to node. ``kept_rows.py`` has the rows that wait for backward, on servers (*keep*) or at home
 (*resend*). A *sink* is a learned score of a head that takes a share of each softmax. Homes apply sinks to o and lse
-(log-sum-exp of the scores) that come back, so servers have no parameters.
+(log-sum-exp of the scores) that come back.
 
 Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers; H
 query heads, G key/value heads, D head dimension; 2 stands for k and v.
@@ -68,7 +69,7 @@ class AttentionCall(LayerCall):
         self._arriving: list[torch.Tensor] = []  # o at home, and perhaps lse, from launch_o to join_o
         self._gradients: tuple[torch.Tensor, ...] = ()  # dO, later dq and dkv, from one backward node to the next
         self._sink: torch.Tensor | None = None
-        self._home_rows = (0, 0)  # query rows and k,v rows that this rank has as a home
+        self._home_rows = (0, 0)  # numbers of query rows and k,v rows that this rank has as a home
         self._before = before if routes.forward.before else None
         # In ping: gradients of ping's k,v rows that pong's backward computed. None says that they are still to come.
         self._later: Sums | None = {}

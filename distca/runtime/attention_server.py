@@ -326,7 +326,6 @@ class _Server:
         self._store.drop(f"served/{step - _REMEMBERED}/{self._number}")
 
     def _tell_recorded(self, question: int) -> None:
-        """Writes the timeline's recorded spans to the store; an empty list if the pool is broken."""
         spans = [] if self._transport.broken else self._pool.timeline.take(self._number)
         self._store.put(f"timeline/{question}/{self._number}", spans)
 
@@ -357,7 +356,6 @@ class _Server:
                 serve_backward(self._pool, of_phase, [self._layer] * len(of_phase))
 
     def _serve_micro_batch(self, routes: Sequence[LayerRoutes], forward_only: bool) -> None:
-        """Runs forward and backward of all layers without tokens of its own."""
         options = self._terms.options
         kinds = options.layer_kinds[0] if options.layer_kinds else (0,) * len(routes)
         layers = [_TracedLayer(self._layer, options.kinds[kind].sink) for kind in kinds]

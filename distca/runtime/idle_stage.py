@@ -161,7 +161,7 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
         # On ranks with a micro-batch, autograd waits for dq, dk, dv of the layer above right before it sends dO of this
-        # layer. All ranks must launch and join exchanges in one order.
+        # layer. All ranks must launch and join exchanges in the same order.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

@@ -16,7 +16,8 @@ If nothing is recomputed, a ``post`` that sends rows to experts on other ranks r
 travel to the experts, and while the experts' outputs travel back. During a pause the other nano-batch computes.
 
 A recurrent layer (linear attention, SSM) has the same order with other transfers. In place of q,k,v it sends *halo*
-rows: inputs of its convolution that another rank needs. In place of o it sends recurrent states.
+rows: inputs of its convolution that another rank needs. In place of o it sends what ranks with later rows of a document
+need to compute their first recurrent state.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class _Run:
         residuals: list[tuple[torch.Tensor, ...]],
         graph_tokens: list[torch.Tensor],
     ) -> None:
-        """Does the work of :meth:`between` for a post that sends rows to experts on other ranks."""
+        """Does what :meth:`between` does, for a post that sends rows to experts on other ranks."""
         split: Any = self._layers[layer]
         posts, last, paused = [], layer + 1 == len(self._layers), True
         for nano, call in enumerate(calls):

@@ -84,8 +84,8 @@ class RecurrentCall(LayerCall):
         self._passed: dict[int, torch.Tensor] = {}
         self._passed_back: dict[int, torch.Tensor] = {}
         self._of_halo: torch.Tensor | None = None  # in ping, pong's gradient of ping's halo rows
-        self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and the halo, between two nodes
-        self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta
+        self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and halo rows, between two nodes
+        self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta, between two nodes
         # Numbers of this rank's pieces that are the only, the first, an inner or the last piece of their document.
         pairs = list(zip(routes.opens, routes.closes, strict=True))
         self._only = [n for n, each in enumerate(pairs) if each == (True, True)]
@@ -392,19 +392,9 @@ def recurrent_core(
     g: torch.Tensor,
     beta_NH: torch.Tensor,
 ) -> torch.Tensor:
-    """Runs the five nodes one after the other, without ping-pong; returns o_NHV.
+    """Runs the five nodes of a :class:`RecurrentCall` one after the other, without ping-pong; returns o_NHV.
 
-    Args:
-        pool: this rank's transport and timeline.
-        routes: this rank's pieces, and the halo rows and summaries that this rank sends and receives.
-        what: the recurrence's formula and shapes.
-        kernel: the kernel that computes the recurrence.
-        layer: layer number, for the timeline.
-        parameters: the core's weights.
-        mixed_NC: the convolution's input, with q, k and v side by side.
-        g: g_NH or g_NHK, logarithms of the state's decay, 0 or less.
-        beta_NH: factors on what each row adds to the state.
-    """
+    ``g`` is g_NH or g_NHK."""
     call = RecurrentCall(pool, routes, what, kernel, layer, 0)
     token = call.summarise(call.join_halo(call.launch_halo(mixed_NC, g, beta_NH)), parameters)
     return call.join_states(call.launch_states(token))

@@ -1,4 +1,4 @@
-"""Attention that a rank computes as a *server*, which is its role of computing attention for rows of any rank.
+"""How a rank computes attention as a *server*: a rank that computes attention for rows of itself and other ranks.
 
 A *task* is a range of a document's queries with all keys and values that these queries see. A plan gives each task to a
 server, and the task's rows travel to that server. The server's buffer holds each k,v row once, even if several tasks
@@ -55,7 +55,6 @@ def together(k_SGD: torch.Tensor, v_SGD: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) -> None:
-    """Copies rows of the buffer ``source`` to the regions in ``target``."""
     for each in shared:
         for offset, place, rows in each.places:
             begin = each.first + offset
@@ -74,7 +73,7 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
 
     Args:
         dkv_S2GD: gradients of the regions.
-        later: in ping, gradients that pong's tasks computed for rows of this buffer, which are added last. Else empty.
+        later: in ping, gradients that pong's tasks computed for rows of this buffer. They are added last.
         route: this server's tasks, and where their k,v rows lie.
     """
     # The last task that reads a range reads up to the range's end. So the last task's gradients are copied first. Then

@@ -47,8 +47,8 @@ class CollectiveTransport:
         """
         check_ranks(parts, self.ranks)
         if self._newest is not None:
-            # All ranks must start a group's collectives in one order, and they wait at different times. So the second
-            # hop of the last exchange starts now, even if the caller has not waited for that exchange.
+            # All ranks must start a group's collectives in the same order, but they wait at different times. So the
+            # second hop of the last exchange starts now, even if the caller has not waited for that exchange.
             self._newest.hand_on()
             self._newest = None
         hops = Hops.of(parts)

@@ -117,9 +117,9 @@ class Handle(Protocol):
 class Transport(Protocol):
     """Moves rows between the ranks of a pool.
 
-    All ranks must launch their exchanges in one order. A rank takes part in an exchange even if no row of the rank
-    moves. On a GPU, a rank must launch exchanges and wait for them on one stream. Torch's allocator may give freed
-    memory to later work of this stream.
+    All ranks must launch the same exchanges in the same order, even if no row of a rank moves. On a GPU, a rank must
+    launch exchanges and wait for them on one stream. Torch's allocator may give freed memory to later work of this
+    stream.
 
     Attributes:
         name: "nccl", "gloo" or "nvshmem", for logs.

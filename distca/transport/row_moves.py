@@ -4,7 +4,8 @@ The *home* of a row is the rank that holds the row between layers; a *server* is
 row. A rank may be both. The planner says in numpy which rows travel (``RowExchange``). :class:`RowMoves` has these rows
 as tensors, for one direction.
 
-Rows that travel are *packed*: they lie one after the other, sorted by peer and then by row in the server's buffer.
+Rows that travel are *packed*: they lie one after the other, sorted by their *peer* and then by row in the server's
+buffer. The peer is the rank to which a row goes or from which it comes.
 
 Several servers may return a gradient for one k,v row. The home adds these gradients in float32, in the order of the
 servers' ranks, and rounds the sum. Between nodes, a k,v row may travel once to one server of a node, the *gateway*. A

@@ -1,8 +1,8 @@
 """The choice of a transport, which moves attention rows between the ranks of a *pool*: by NVSHMEM, NCCL or gloo.
 
 With NVSHMEM, GPUs write into each other's memory. NCCL and gloo run torch.distributed's all-to-all. All ranks must
-choose one transport, so ranks tell each other the reasons against NVSHMEM. ``distca.CAD``, the object that a training
-script makes, chooses its transport here (``megatron_patches/pool.py``).
+choose the same transport, so ranks tell each other the reasons against NVSHMEM. ``distca.CAD``, the object that a
+training script makes, chooses its transport here (``megatron_patches/pool.py``).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def why_not_nvshmem() -> str | None:
 def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> str | None:
     """Returns the reason why the ranks of ``group`` cannot or should not use NVSHMEM, or None.
 
-    All ranks must call it at the same time, and all get one answer.
+    All ranks must call it at the same time, and all get the same answer.
 
     Args:
         group: process group of the pool.

@@ -24,7 +24,7 @@ class PoolCost(CostModel):
     """Seconds of tasks by server. Methods without a server use the first table.
 
     Attributes:
-        tables: the different tables of the servers.
+        tables: cost models, of which each server has one.
         of_server: [R] index of each server's table.
         shape, block, linear: fields of the first table.
 
@@ -123,8 +123,8 @@ class ServerWork:
     Attributes:
         direction: the directions that are counted.
         costs: for each table, a cost model that gives work in place of seconds.
-        of_server: [R] index of each server's table; None if there is one table for all servers.
-        slowness: [K, R] seconds that a server takes for one second of work; None if there is one table for all servers.
+        of_server: [R] index of each server's table; None if all servers have the same table.
+        slowness: [K, R] seconds that a server takes for one second of work; None if all servers have the same table.
     """
 
     direction: Direction
@@ -140,7 +140,7 @@ class ServerWork:
         return ServerWork(direction, (cost,))
 
     def same(self, server: int, other: int) -> bool:
-        """Whether two servers have one table."""
+        """Whether two servers have the same table."""
         return self.of_server is None or bool(self.of_server[server] == self.of_server[other])
 
     def on(self, server: int | np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:

@@ -125,7 +125,6 @@ def recurrent_nanos(layouts: Sequence[Layout], width: int) -> tuple[RecurrentNan
 
 
 def _summaries(pieces: DocumentPieces, nano_batches: int, backward: bool) -> list[Summaries]:
-    """Returns the summaries of each nano-batch in one direction."""
     reads = ChainReads.of(pieces, backward)
     nano, ranks = pieces.nano[reads.order], pieces.ranks
     home, reader = reads.home[reads.piece], reads.reader

@@ -1,9 +1,9 @@
 """The interface between the NVSHMEM transport (transport.py) and its *fabric*: the memory and signals of all ranks.
 
 Every rank has a receive buffer into which the other ranks, its *peers*, write rows. An *exchange* moves rows between
-all ranks, and has one number on every rank. After a sender has written rows, it signals that its rows of the exchange
-have *arrived*. After a receiver has copied the rows out of its buffer, it signals that it has *consumed* the exchange.
-Senders may then write to this memory again. Streams wait for signals, and the host does not.
+all ranks, and has the same number on every rank. After a sender has written rows, it signals that its rows of the
+exchange have *arrived*. After a receiver has copied the rows out of its buffer, it signals that it has *consumed* the
+exchange. Senders may then write to this memory again. Streams wait for signals, and the host does not.
 
 ``NvshmemFabric`` (symmetric_memory.py) implements the interface on GPUs; a test double implements it on CPUs.
 """

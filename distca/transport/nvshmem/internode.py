@@ -1,7 +1,7 @@
 """NVSHMEM's writes of rows and signals to *inter-node peers*: ranks on other nodes, whose memory this rank cannot map.
 
-NVSHMEM's memory is *symmetric*: each rank has a block of memory, and all blocks have one layout. A block has, among
-other things, a receive buffer. *Exchanges* of rows between all ranks are numbered. A sender signals an exchange's
+NVSHMEM's memory is *symmetric*: each rank has a block of memory, and all blocks have the same layout. A block has,
+among other things, a receive buffer. *Exchanges* of rows between all ranks are numbered. A sender signals an exchange's
 number after the sender's rows have *arrived*. A receiver signals the number after it has *consumed* the rows: copied
 them out of its receive buffer. A peer has *room* once it has consumed the rows that lie where new rows are to be
 written.
@@ -57,8 +57,8 @@ def staging_bytes(capacity: int) -> int:
 class InternodeQueue(Streams, Protocol):
     """Streams and NVSHMEM's calls. On GPUs it is a :class:`distca.transport.nvshmem.internode.NvshmemQueue`.
 
-    NVSHMEM names a place in a peer's block by the address of this place in the caller's own block. A *slot* is a 64-bit
-    word that holds a signal.
+    NVSHMEM names a place in a peer's block by the address of the same place in the caller's own block. A *slot* is a
+    64-bit word that holds a signal.
     """
 
     def put(self, to: int, source: int, size: int, peer: int, stream: Any) -> None:
@@ -316,13 +316,9 @@ class Peers:
         self._intranode, self._internode, self._internode_peers = intranode, internode, frozenset(internode_peers)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """Queues the writes of exchange ``number``, behind the current stream's work so far, and the signals.
+        """Queues the writes of exchange ``number`` and the signals.
 
-        Args:
-            number: number of the exchange.
-            reuses: number of the exchange that a peer must have consumed before rows are written to the peer; 0 for no
-                wait.
-            puts: the rows to write, by peer.
+        ``puts`` are the rows to write, by peer. Writes to a peer wait until the peer has consumed exchange ``reuses``.
         """
         internode = {peer: pieces for peer, pieces in puts.items() if peer in self._internode_peers}
         if self._internode is None or not internode:

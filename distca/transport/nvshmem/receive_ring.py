@@ -1,10 +1,10 @@
 """The place of each exchange in the receive buffers of the NVSHMEM transport, and when the place may be used again.
 
 An *exchange* moves rows between all ranks: senders write rows straight into the receivers' buffers. Exchanges are
-numbered 1, 2, 3 and so on. All ranks compute one place for an exchange, so senders need not ask where to write. Places
-follow each other in the buffer and begin again at byte 0, as in a ring. A receiver *consumes* an exchange when it
-copies the rows out of the buffer. Before senders write to a place again, they wait until the receiver has consumed the
-exchanges that lay there.
+numbered 1, 2, 3 and so on. All ranks compute the same place for an exchange, so senders need not ask where to write.
+Places follow each other in the buffer and begin again at byte 0, as in a ring. A receiver *consumes* an exchange when
+it copies the rows out of the buffer. Before senders write to a place again, they wait until the receiver has consumed
+the exchanges that lay there.
 
 Example: a buffer of 1 MiB and exchanges of 384 KiB. Exchange 1 has bytes from 0, exchange 2 from 384 KiB, and exchange
 3 from 0 again. Senders of exchange 3 first wait until the receiver has consumed exchange 1.
@@ -94,7 +94,7 @@ class ReceiveRing:
         return self._number
 
     def why_not(self, sizes: tuple[int, ...]) -> str | None:
-        """Returns the message of the error that :meth:`place` would raise, or None; all ranks get one answer."""
+        """Returns the message of the error that :meth:`place` would raise, or None; all ranks get the same answer."""
         _, size = _offsets(sizes)
         return None if self._is_free(size, self._next_place(size)[1]) else self._too_small(size)
 

@@ -1,8 +1,8 @@
 """NVSHMEM's memory and signals for the NVSHMEM transport (transport.py).
 
-NVSHMEM gives every rank a *block* of memory, and all blocks have one layout. A rank can map the blocks of *intra-node
-peers*, the other ranks of its node. Copy engines or a kernel write to these blocks (``intranode.py``). Ranks on other
-nodes are *inter-node peers*: NVSHMEM's own calls write to their blocks (``internode.py``).
+NVSHMEM gives every rank a *block* of memory, and all blocks have the same layout. A rank can map the blocks of
+*intra-node peers*, the other ranks of its node. Copy engines or a kernel write to these blocks (``intranode.py``).
+Ranks on other nodes are *inter-node peers*: NVSHMEM's own calls write to their blocks (``internode.py``).
 
 *Exchanges* of rows between all ranks are numbered 1, 2, 3 and so on. A *slot* is a 64-bit word in a block. A rank
 writes an exchange's number to a peer's slot as a signal, and a stream of the peer waits for the number. A block has, in
@@ -167,7 +167,6 @@ class _Layout:
 
     @staticmethod
     def of(ranks: int, capacity: int, staging_bytes: int) -> _Layout:
-        """Returns the layout with a receive buffer of ``capacity`` bytes."""
         receive_buffer = _whole_pages(2 * ranks * 8)
         staging = receive_buffer + _whole_pages(capacity)
         return _Layout(ranks, receive_buffer, staging, staging_bytes, staging + staging_bytes)
@@ -191,7 +190,7 @@ class _Layout:
     def internode_addresses(self, base: int, rank: int) -> InternodeAddresses:
         """Returns the addresses that ``rank`` uses with inter-node peers; its block begins at ``base``.
 
-        NVSHMEM names a place in a peer's block by the address of this place in the rank's own block."""
+        NVSHMEM names a place in a peer's block by the address of the same place in the rank's own block."""
         return InternodeAddresses(
             receive_buffer=base + self.receive_buffer,
             staging=base + self.staging,
@@ -204,7 +203,6 @@ class _Layout:
 
 
 def _whole_pages(size: int) -> int:
-    """Returns ``size`` bytes, rounded up to a multiple of a page."""
     return -(-size // _PAGE) * _PAGE
 
 

@@ -1,8 +1,8 @@
 """The NVSHMEM transport: a rank writes rows straight into the receive buffer of the rank that needs them.
 
 An *exchange* moves rows of several tensors (its *parts*) between all ranks of the pool. ``ReceiveRing``
-(receive_ring.py) gives each exchange a number and a place in the receive buffers, with one result on all ranks. The
-*fabric* (interface.py) writes rows and signals. A receiver waits until rows have arrived, copies the rows to their
+(receive_ring.py) gives each exchange a number and a place in the receive buffers, the same on all ranks. The *fabric*
+(interface.py) writes rows and signals. A receiver waits until rows have arrived, copies the rows to their
 destinations, and signals that it has *consumed* the exchange. A sender waits if the receiver has not yet consumed the
 rows that lie where new rows are to be written. GPU streams wait, and the host does not.
 
@@ -87,7 +87,7 @@ class OneSidedTransport:
         if not hops.first:
             return OneSidedHandle(self, (), [], None, self._fabric.keep(parts, None))
         sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
-        # All ranks get one answer from their rings, so all ranks use the fallback for this exchange, or none does.
+        # All ranks get the same answer from their rings, so all ranks use the fallback for this exchange, or none does.
         if self._fallback is not None and (reason := self._ring.why_not(sizes)):
             self._tell(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
