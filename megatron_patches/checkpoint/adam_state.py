@@ -106,5 +106,4 @@ def join(top: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(adam: Any) -> bool:
-    """Whether this Adam may store scaled numbers. Only Transformer Engine's Adam has the method."""
     return hasattr(adam, "get_unscaled_state")

@@ -49,8 +49,6 @@ doubles the time of the check that parts are complete."""
 
 
 class _Name(NamedTuple):
-    """The full name of a class or function that a pickle names."""
-
     text: str
 
 
@@ -153,7 +151,6 @@ def _is_whole(tensor: TensorStorageMetadata) -> bool:
 
 
 def _bytes(tensor: TensorStorageMetadata) -> int:
-    """Returns the size of a whole tensor in bytes."""
     return math.prod(tensor.size) * tensor.properties.dtype.itemsize
 
 
@@ -219,7 +216,6 @@ class _Machine:
         self._stack = []
 
     def _to_mark(self) -> list[Any]:
-        """Removes the values above the last mark from the stack, and returns them."""
         above, self._stack = self._stack, self._marks.pop()
         return above
 
@@ -230,7 +226,6 @@ class _Machine:
         self._memo[number] = self._stack[-1]
 
     def _append(self, values: list[Any]) -> None:
-        """Appends values to the list on top of the stack."""
         _of(list, self._stack[-1]).extend(values)
 
     def _set(self, pairs: list[Any]) -> None:
@@ -250,7 +245,6 @@ class _Machine:
         self._push(_Name(text))
 
     def _make(self, allowed: set[str]) -> None:
-        """Replaces the name and the arguments on top of the stack by a record."""
         arguments, name = _of(tuple, self._stack.pop()), _of(_Name, self._stack.pop())
         if name.text == "collections.OrderedDict" and not arguments:
             self._push({})
@@ -268,8 +262,6 @@ class _Machine:
 
 
 class _Builder:
-    """Builds torch's description from records and checks the type of every value."""
-
     def __init__(self) -> None:
         self._properties: dict[int, TensorProperties] = {}  # by id() of the record, which many tensors share
         self._parts_left = 0  # number of parts of tensors that may still be read
@@ -285,7 +277,6 @@ class _Builder:
         return Metadata(described, storage_data=stored, version=_maybe(str, said.get("version")))
 
     def _stored(self, made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-        """Returns the description of a tensor, or of an object that is not a tensor."""
         if _of(_Record, made).name == f"{_TORCH}BytesStorageMetadata":
             return BytesStorageMetadata()
         said = _fields(made, "TensorStorageMetadata")
@@ -313,13 +304,11 @@ class _Builder:
 
 
 def _chunk(made: Any) -> ChunkStorageMetadata:
-    """Returns the offsets and sizes of a part."""
     said = _fields(made, "ChunkStorageMetadata")
     return ChunkStorageMetadata(_shape(said["offsets"]), _shape(said["sizes"]))
 
 
 def _index(made: Any) -> MetadataIndex:
-    """Returns the name of a tensor or object, and the offsets of one part."""
     said = _fields(made, "MetadataIndex")
     offset = said.get("offset")
     return MetadataIndex(
@@ -344,7 +333,6 @@ def _info(made: Any) -> _StorageInfo:
 
 
 def _shape(made: Any) -> torch.Size:
-    """Returns sizes or offsets; negative numbers are refused."""
     sizes = made
     if isinstance(made, _Record) and made.name == "torch.Size":
         (sizes,) = made.arguments
@@ -357,7 +345,6 @@ def _shape(made: Any) -> torch.Size:
 
 
 def _record(made: Any, name: str) -> _Record:
-    """Returns ``made``, which must be a record of torch's class ``name``."""
     record = _of(_Record, made)
     if record.name != f"{_TORCH}{name}" or record.arguments:
         raise UnpicklingError(f"it has a {record.name} in place of a {name}")
@@ -365,18 +352,15 @@ def _record(made: Any, name: str) -> _Record:
 
 
 def _fields(made: Any, name: str) -> dict[str, Any]:
-    """Returns the fields of ``made``, which must be a record of torch's class ``name``."""
     fields: dict[str, Any] = _of(dict, _record(made, name).state)
     return fields
 
 
 def _of(kind: type, value: Any) -> Any:
-    """Returns ``value``, which must have exactly the type ``kind``."""
     if type(value) is not kind:
         raise UnpicklingError(f"it has a {type(value).__name__} in place of a {kind.__name__}")
     return value
 
 
 def _maybe(kind: type, value: Any) -> Any:
-    """Returns ``value``, which must be None or have exactly the type ``kind``."""
     return None if value is None else _of(kind, value)

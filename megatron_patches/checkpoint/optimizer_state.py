@@ -5,8 +5,7 @@ begin and end inside a weight, but a checkpoint needs rectangular parts of a wei
 whole state on every rank, which takes 12 bytes of host memory for each element of a weight. Here each rank splits its
 range of a weight into rectangular *boxes*, and saves the boxes. Names and shapes in the checkpoint are Megatron's own.
 
-Example: elements [2, 9) of a 3 x 4 weight are three boxes. The boxes are columns 2 and 3 of row 0, all of row 1, and
-column 0 of row 2.
+Example: elements [2, 9) of a 3 x 4 weight are columns 2 and 3 of row 0, all of row 1, and column 0 of row 2.
 
 A model with FP8 weights has no bfloat16 weights. Values for a checkpoint then come from the optimizer's float32 copies
 of the weights, called *main weights*.
@@ -38,7 +37,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def keep_parts(optimizer: Any) -> None:
     """Makes Megatron's optimizer save and load this rank's own part only.
 
-    Methods that ``sharded_state_dict`` and ``load_state_dict`` of the optimizer call are replaced.
+    This function replaces methods that the optimizer's ``sharded_state_dict`` and ``load_state_dict`` call.
     """
     for each in optimizer_parts(optimizer):
         if not holds_weights(each):
@@ -60,7 +59,7 @@ def holds_weights(part: Any) -> bool:
 
 
 def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
-    """Returns the distributed optimizers of :func:`optimizer_parts`."""
+    """Returns the distributed optimizers among :func:`optimizer_parts`."""
     return [each for each in optimizer_parts(optimizer) if isinstance(each, DistributedOptimizer)]
 
 
@@ -68,13 +67,13 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
     """Returns a model's state for a checkpoint, without FP8 numbers.
 
     For saving, each FP8 weight is replaced by this rank's boxes of the main weight, in the type that the weight would
-    have without FP8. So a checkpoint does not show whether a run had FP8 weights. For loading, FP8 weights are left
-    out: ``save_load.py`` computes them from the loaded main weights.
+    have without FP8. For loading, FP8 weights are left out: ``save_load.py`` computes them from the loaded main
+    weights.
 
     Args:
         optimizer: the model's optimizer.
         model_state: the result of the model's ``sharded_state_dict``.
-        is_loading: whether the state is for loading; if not, it is for saving.
+        is_loading: True for loading, False for saving.
     """
     quantised = {
         name: each
@@ -125,8 +124,7 @@ def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
     """Yields the boxes of elements [start, stop) of a row-major array of ``shape``, in the order of the elements.
 
-    A row is a slice along the first dimension. If only part of the first or the last row is in the range, the part is
-    split into boxes of its own.
+    Example: elements [2, 9) of a 3 x 4 array are three boxes, one in each row.
     """
     if start >= stop:
         return
@@ -145,7 +143,6 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yields the boxes of elements [start, stop), which all lie in row number ``row``."""
     before = row * math.prod(shape[1:])
     for offsets, sizes in boxes(start - before, stop - before, shape[1:]):
         yield (row, *offsets), (1, *sizes)
@@ -189,7 +186,6 @@ def _take_own_part(optimizer: DistributedOptimizer, part: dict[int, dict[str, di
 
 
 def _sharded_weights(model_state: Any) -> dict[torch.Tensor, ShardedTensor | ShardedTensorFactory]:
-    """Returns for each weight Megatron's description of the weight in a checkpoint."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     return {each.data: each for each in nested_values(sharded)}
 
@@ -225,15 +221,15 @@ def _boxes_of(
     prefix: str,
     values: torch.Tensor,
 ) -> Iterator[ShardedTensor]:
-    """Yields Megatron's descriptions of the boxes of a range of a weight.
+    """Yields Megatron's descriptions of the boxes of elements [start, stop) of a weight.
 
     Args:
         described: Megatron's description of the weight.
         weight: the weight.
-        start: first element of the range.
-        stop: the element behind the range.
-        prefix: what precedes the weight's key in the checkpoint.
-        values: the range's values, flat.
+        start: first element.
+        stop: one past the last element.
+        prefix: put before the weight's key in the checkpoint.
+        values: values of the elements, flat.
     """
     # The place of a piece in the weight is computed from storage offsets. An FP8 weight has no storage of its own, so
     # an empty tensor of the same shape takes its place.
@@ -266,10 +262,7 @@ def _boxes_of(
 
 
 def _pieces(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Returns the tensors that Megatron saves for a weight.
-
-    Most weights are saved as one tensor. The weight of an MLP's gate and up projection, for example, is saved as two.
-    """
+    """Returns the tensors that Megatron saves for a weight: two for an MLP's gate and up projection, mostly one."""
     if isinstance(described, ShardedTensor):
         return [described]
     built = described.build_fn(described.key, described.data, described.replica_id, described.flattened_range)

@@ -91,7 +91,6 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
 
 
 def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the state of a checkpoint, with loaded tensors in place of their descriptions in ``sharded``."""
     with readable():
         check_small_files(path)  # torch would log long traces for a damaged file
         state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
@@ -99,11 +98,8 @@ def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _check_readable(path: Path) -> None:
-    """Refuses a checkpoint that the installed Megatron-Core cannot read.
-
-    Older versions need the file common.pt, with values that are equal on all ranks. Newer versions can read
-    checkpoints with and without common.pt. They lack a module that older versions have.
-    """
+    """Refuses a checkpoint without the file common.pt, which older versions of Megatron-Core need. Newer versions lack
+    the module ``strategies.base``."""
     older = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
     if older and not (path / "common.pt").exists():
         raise VersionError(
@@ -117,11 +113,6 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
 
     The checkpoint has the parameter groups of the first rank only, which do not fit the weights of other pipeline
     stages. Settings in the groups, such as learning rates, come from the resumed run's configuration and schedule.
-
-    Args:
-        optimizer: Megatron's optimizer.
-        loaded: the optimizer's state in the checkpoint.
-        step: number of optimizer steps done.
     """
     parts = optimizer_parts(optimizer)
     states = [loaded] if len(parts) == 1 else [loaded.get(number, {}) for number in range(len(parts))]
@@ -156,14 +147,13 @@ def _restore_step(optimizer: Any, step: int) -> None:
     """Sets the number of steps from which Adam corrects the bias of moments.
 
     With torch's Adam, loading in Megatron 0.16.1 leaves the old number, in one tensor that all weights share. Each step
-    would then add 1 for every weight. With other Adams, :func:`_load_optimizer` leaves the old number.
+    would then add 1 for every weight. With other Adams, :func:`_load_optimizer` keeps the old number.
     """
     for adam in inner_adams(optimizer):
         set_step(adam, step)
 
 
 def _metadata() -> dict[str, Any]:
-    """Returns the settings with which Megatron describes model and optimizer for a checkpoint."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
@@ -172,7 +162,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded_state(model: DistributedDataParallel, optimizer: OptimizerAndSchedule, is_loading: bool) -> dict[str, Any]:
-    """Returns Megatron's descriptions of all tensors of this rank: each says where the tensor is in the whole model."""
+    """Returns Megatron's descriptions of all tensors of this rank."""
     keep_parts(optimizer.optimizer)
     metadata = _metadata()
     sharded_model = unwrap_model(model).sharded_state_dict(metadata=metadata)

@@ -92,7 +92,6 @@ class HostStaging:
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
 
     def _copy(self, tensors: Sequence[ShardedTensor], places: Sequence[int]) -> None:
-        """Copies tensors to ``places`` in the memory, in bytes."""
         for each, place in zip(tensors, places, strict=True):
             values = each.data.detach().contiguous()
             if self._stream is not None and values.is_cuda:

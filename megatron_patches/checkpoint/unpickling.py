@@ -95,7 +95,6 @@ def only_data() -> Iterator[None]:
 
 
 def _load_format(file: BinaryIO) -> CheckpointingConfig:
-    """Reads metadata.json, which names the checkpoint's format."""
     found = CheckpointingConfig(**json.load(file))
     if not all(isinstance(value, str | int) for value in vars(found).values()):
         raise ValueError("it names no format")

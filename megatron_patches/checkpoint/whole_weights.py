@@ -1,9 +1,8 @@
 """Reads the weights of a Megatron checkpoint as tensors of a Hugging Face folder, without building the model.
 
-The command ``distca checkpoint`` uses :class:`SavedWeights` to convert a checkpoint to a folder. As no model is built,
-the names of all parameters are listed in tables here and in ``hybrid_names.py``. A *slot* (``hugging_face/slots.py``)
-says which tensors of a folder a parameter is made of. :func:`save_weights` writes a checkpoint with a model's weights
-alone.
+As no model is built, the names of all parameters are listed in tables here and in ``hybrid_names.py``. A *slot*
+(``hugging_face/slots.py``) says which tensors of a folder a parameter is made of. :func:`save_weights` writes a
+checkpoint with a model's weights alone.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from megatron_patches.hugging_face.weights import slot_of
 _Parameter = tuple[tuple[str, ...], int | None, Slot]
 """A parameter of the model: keys in the checkpoint, an index or None, and the parameter's slot.
 
-If there are several keys, the parameter is the concatenation of the keys' tensors along the first dimension. With an
-index, the parameter is that element of the tensor's first dimension, in which layers or experts are stacked.
+The tensors of several keys are concatenated along the first dimension. An index selects a layer or an expert from a
+tensor in which layers or experts are stacked along the first dimension.
 """
 
 _LAYER = (
@@ -80,13 +79,7 @@ _EXPERT_BIASES = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.bi
 
 
 def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
-    """Whether a layer has a parameter of ``_LAYER``.
-
-    Args:
-        model: the description of the model.
-        part: the parameter's name.
-        mixture: whether the layer has experts in place of an MLP.
-    """
+    """Whether a layer has a parameter of ``_LAYER``."""
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
     # With latent attention, keys and values are projected from narrow rows. ``low``: so are queries.
@@ -171,7 +164,6 @@ class SavedWeights:
             yield from zip(slot.names, slot.tensors([parameter]), strict=True)
 
     def _parts(self) -> Iterator[_Parameter]:
-        """Yields all parameters of the model."""
         model, name = self._model, "embedding.word_embeddings.weight"
         yield (name,), None, slot_of(name, -1, model)
         hybrid = bool(model.hybrid.pattern)
@@ -181,7 +173,6 @@ class SavedWeights:
             yield (name,), None, slot_of(name, -1, model)
 
     def _of_hybrid(self) -> Iterator[_Parameter]:
-        """Yields the parameters of all layers of a hybrid model, in which each layer has a symbol in the pattern."""
         model = self._model
         for layer, symbol in enumerate(model.hybrid.symbols(model.layers)):
             place = f"decoder.layers.{layer}"
@@ -193,7 +184,6 @@ class SavedWeights:
                 yield from self._of_experts(layer)
 
     def _of_layers(self) -> Iterator[_Parameter]:
-        """Yields the parameters of all layers of a model that is not hybrid."""
         model = self._model
         for layer, kind in enumerate(model.layer_kinds):
             mixture = kind.mlp.experts.count > 0
@@ -208,7 +198,6 @@ class SavedWeights:
                 yield from self._of_experts(layer)
 
     def _of_experts(self, layer: int) -> Iterator[_Parameter]:
-        """Yields the parameters of all experts of a layer."""
         model, place = self._model, f"decoder.layers.{layer}"
         for expert in range(model.experts.count):
             for part in (*_EXPERTS, *(_EXPERT_BIASES if model.experts.biases else ())):
@@ -238,7 +227,6 @@ class _PartReader(checkpoint.FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Returns the given description."""
         return self._metadata
 
 

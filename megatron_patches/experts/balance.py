@@ -7,17 +7,15 @@ experts. Megatron's auxiliary loss of a layer is
 
 T is the number of rows in the micro-batch. c_i counts the rows that have expert i among their ``topk`` highest scores.
 P_i is the sum of all rows' scores for expert i. The loss is multiplied by T, because the losses of a step are divided
-by the number of its tokens.
+by the number of tokens.
 
-c_i has no gradient. So a row's score for expert i has the gradient coeff x E x c_i / (topk x T). To compute the
-gradient, backward needs only the counts c_i of the whole micro-batch. The rows of a micro-batch lie on many ranks. Each
-rank computes its rows in one or two parts, called *nano-batches*. Forward counts the rows of each nano-batch. At the
-end of forward, one all-reduce adds up the counts of all ranks of the pipeline stage.
+c_i has no gradient. So a row's score for expert i has the gradient coeff x E x c_i / (topk x T), as in Megatron-Core
+0.19.2. Backward needs only the counts c_i of the whole micro-batch, whose rows lie on many ranks. Each rank computes
+its rows in one or two parts, called *nano-batches*, and forward counts the rows of each part. At the end of forward,
+one all-reduce adds up the counts of all ranks of the pipeline stage.
 
-The gradient equals the gradient in Megatron-Core 0.19.2.
-
-Shape suffixes: N rows of a nano-batch on this rank, E experts, D documents of the micro-batch. D is 1 if the loss does
-not look at documents one by one.
+Shape suffixes: N rows of a nano-batch on this rank, E experts, D documents of the micro-batch. D is 1 without a loss
+for each document.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
-    """Returns the coefficient of one of Megatron's balancing losses; 0 if the model does not have this loss.
+    """Returns the coefficient of a balancing loss of Megatron; 0 if the model does not have the loss.
 
     Args:
         config: the model's configuration.
@@ -53,7 +51,7 @@ def coefficient(config: TransformerConfig, kind: str) -> float:
 
 
 class MicroBatchBalance:
-    """The counts of a pipeline stage's routers in one micro-batch. Forward counts, and backward reads the counts.
+    """Counts of rows in the routers of a pipeline stage, for one micro-batch. Backward reads the counts of forward.
 
     Args:
         config: the model's configuration.
@@ -101,11 +99,11 @@ class MicroBatchBalance:
         nano_rows: Sequence[int],
         documents: int,
     ) -> MicroBatchBalance:
-        """Returns the counts, all zero, of a micro-batch whose forward begins now. All expert-parallel ranks call this
-        method together.
+        """Returns zero counts for a micro-batch whose forward begins now. All expert-parallel ranks call this method
+        together.
 
-        The arguments are explained at the class. With sequence parallelism they describe the rows of all
-        tensor-parallel ranks, among which every nano-batch is divided equally.
+        The arguments are those of the class. With sequence parallelism they describe the rows of all tensor-parallel
+        ranks, among which every nano-batch is divided equally.
         """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
@@ -113,7 +111,6 @@ class MicroBatchBalance:
         return cls(config, layers, mine, rows, documents, torch.is_grad_enabled(), _rows_of_peers(rows, mine.device))
 
     def nano_batch(self, number: int) -> NanoBatch:
-        """Returns nano-batch ``number``, 0 or 1."""
         return NanoBatch(self, number, self.document_of[number])
 
     def rows_of_peers(self, nano_batch: NanoBatch) -> list[int]:
@@ -124,10 +121,9 @@ class MicroBatchBalance:
         return rows
 
     def dispatch(self, layer: int, nano_batch: NanoBatch, make: Callable[[], Dispatch]) -> Dispatch:
-        """Returns the indices by which a layer's rows travel to experts. Forward calls ``make`` for the indices.
+        """Returns the indices by which a layer's rows travel to experts. In forward ``make`` makes the indices.
 
-        If backward computes the layer again, it gets the indices of forward. So rows go to the same experts again, and
-        ranks exchange no counts.
+        A layer that is computed again in backward gets the indices of forward.
         """
         if not self.training:
             return make()
@@ -138,12 +134,10 @@ class MicroBatchBalance:
     def count(
         self, layer: int, nano_batch: NanoBatch, best_NE: torch.Tensor, chosen_NE: torch.Tensor, entropy_N: Any
     ) -> None:
-        """Adds a nano-batch's rows to the counts of a layer.
-
-        Nothing is counted if no backward follows, or if backward computes the layer again.
+        """Adds a nano-batch's rows to the counts of a layer, in the forward of training only.
 
         Args:
-            layer: the layer's number.
+            layer: the layer's number, from 1.
             nano_batch: the nano-batch.
             best_NE: bool, true for the ``topk`` experts with a row's highest scores.
             chosen_NE: bool, true for the experts that a row is sent to. With a bias of experts, or with groups of
@@ -176,7 +170,7 @@ class MicroBatchBalance:
 
     def gradient(self, layer: int, nano_batch: NanoBatch) -> torch.Tensor:
         """Returns the gradient of the balancing losses for a layer's scores: [N, E], or [1, E] if all rows have equal
-        gradients. In padding rows the values mean nothing."""
+        gradients. Values for padding rows are arbitrary."""
         assert not self._counting, "backward comes after the whole forward pass"
         config, best_DE = self._config, self._best[self._index[layer]]
         rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)  # each row was counted at topk experts
@@ -189,10 +183,6 @@ class MicroBatchBalance:
 
 
 def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None:
-    """Returns [expert-parallel ranks, nano-batches] number of rows of each rank; None with one expert-parallel rank.
-
-    All expert-parallel ranks call this function together.
-    """
     group = parallel_state.get_expert_model_parallel_group()
     if group.size() == 1:
         return None
@@ -217,7 +207,6 @@ class NanoBatch:
 
     @property
     def real_N(self) -> torch.Tensor:
-        """[N] bool, false for padding."""
         return self.document_N >= 0
 
 
@@ -247,15 +236,14 @@ class ExpertLoad:
         self._total: torch.Tensor | None = None
 
     def add(self, balance: MicroBatchBalance) -> None:
-        """Finishes the counts of a micro-batch and adds them. All ranks of the stage call this method together, at the
-        end of the micro-batch's forward."""
+        """Finishes and adds the counts of a micro-batch. All ranks of the stage call this method together, at the end
+        of forward."""
         balance.finish()
         report = balance.report()
         self._total = report if self._total is None else self._total + report
 
     def take(self) -> dict[int, LayerLoad]:
-        """Returns for each layer's number its load in the micro-batches since the last call; empty if there were
-        none."""
+        """Returns each layer's load since the last call, by the layer's number; empty if no micro-batch was added."""
         total, self._total = self._total, None
         if total is None:
             return {}

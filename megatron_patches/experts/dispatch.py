@@ -5,9 +5,9 @@ micro-batch, or half of one. The router chose K experts for each row. A row trav
 the row's K experts. A rank that has two of the K experts computes two *pairs* of row and expert. The rank sends back
 the sum of the two outputs. The indices with which ``exchange.py`` sends rows are in :class:`Dispatch`.
 
-If almost every row has an expert on every rank, all rows are sent to all ranks (``goes_everywhere``). Then the host
-knows beforehand how many rows each rank sends and receives. The number of pairs of each expert is always counted on the
-device and copied to the host. The copy starts when rows are routed, and is read when the rows have arrived.
+Counts of rows are made on the device and copied to the host. If almost every row has an expert on every rank, all rows
+are sent to all ranks (``goes_everywhere``). Then the host needs the counts only when rows have arrived. Otherwise the
+host waits for the counts before rows are sent.
 
 Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row, H hidden.
 S rows that this rank sends; a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs that
@@ -56,8 +56,8 @@ class Dispatch:
         expert_NK: int32 numbers of each row's experts.
         experts: number of the layer's experts.
         group: the expert-parallel ranks; rank r has the r-th of G equal ranges of experts.
-        question: [G, E] number of rows that each rank has for each expert, while copied to the host. If not all rows
-            are sent to all ranks, G more columns have the number of rows that each rank sends to each rank.
+        question: a copy to the host, [G, E] number of rows that each rank has for each expert. If not all rows are sent
+            to all ranks, G more columns have the number of rows that each rank sends to each rank.
         counts_GE: the first E columns of ``question``, on the device.
         rows_G: number of rows in each rank's nano-batch; read only if all rows are sent to all ranks.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
@@ -119,8 +119,6 @@ class Dispatch:
         numbers = _experts_of(chosen_NE, topk)
         return cls(numbers, experts, group, question, counts_G[:, :experts], rows_G, goes_NG, last_first)
 
-    # Rows that leave this rank, and the sums that come back.
-
     def spread(self, x_N: torch.Tensor) -> torch.Tensor:
         """Returns [S, ...] the rows to send, sorted by receiving rank."""
         if self._ranks == 1:
@@ -137,11 +135,9 @@ class Dispatch:
             return x_S.view(self._ranks, -1, *x_S.shape[1:]).sum(0)
         return expert_sums(x_S, self._place_NG)
 
-    # Rows that arrive from all ranks.
-
     @property
     def has_arrived(self) -> bool:
-        """Whether :meth:`arrive` was called. It was if backward computes the layer again."""
+        """Whether :meth:`arrive` was called, as is the case where backward computes a layer again."""
         return self._pairs is not None
 
     def arrive(self, expert_RK: torch.Tensor) -> None:
@@ -166,7 +162,6 @@ class Dispatch:
 
     @property
     def groups(self) -> Groups:
-        """The number of pairs of each expert of this rank."""
         return self._known.groups
 
     def by_expert(self, x_R: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -200,7 +195,7 @@ def asked(counts: torch.Tensor) -> Question:
 def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
     """Returns [N, K] int32 numbers of each row's chosen experts, for example [[0, 2], [1, 3]] for 1010 and 0101.
 
-    ``nonzero`` would compute this too, but makes the host wait for the device.
+    ``nonzero`` would make the host wait for the device.
     """
     rows, experts = chosen_NE.shape
     device = chosen_NE.device
@@ -218,10 +213,6 @@ def _places(goes_NG: torch.Tensor, sent: int) -> tuple[torch.Tensor, torch.Tenso
     Example: row 0 goes to ranks 0 and 1, row 1 to rank 1 and row 2 to rank 0. Rows are sent in the order 0, 2 (to rank
     0), 0, 1 (to rank 1). So the places are (0, 2) for row 0, (4, 3) for row 1 and (1, 4) for row 2. 4 = S stands for a
     row that is not sent to the rank.
-
-    Args:
-        goes_NG: bool, whether a row is sent to a rank.
-        sent: S, the number of true elements.
 
     Returns:
         [S] number of each sent row, sorted by receiving rank; [N, G] place of each row in the first result, or S.

@@ -30,7 +30,7 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 class Exchange:
-    """The transfers of one layer and nano-batch, in forward and backward. At most one transfer is under way.
+    """The transfers of one layer and nano-batch, in forward and backward. At most one transfer runs at a time.
 
     Args:
         dispatch: the indices by which rows travel.
@@ -39,16 +39,13 @@ class Exchange:
 
     def __init__(self, dispatch: Dispatch, again: bool = False) -> None:
         self.dispatch, self.again = dispatch, again
-        # For each tensor under way: the receive buffer, the tensor that is sent, and the handle to wait for.
+        # For each tensor of the transfer: the receive buffer, the tensor that is sent, and the handle to wait for.
         self._under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         self._sent_again_NH: torch.Tensor | None = None
         self._freed: tuple[torch.Tensor, int] | None = None  # the experts' input, and its bytes before it was freed
 
-    # The four nodes, in the order in which the layer with experts calls them.
-
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
-        """Starts to send rows and probabilities to the ranks of experts; returns the graph token for
-        :meth:`join_rows`."""
+        """Starts to send rows and probabilities to experts; returns the graph token for :meth:`join_rows`."""
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token
 
@@ -71,8 +68,6 @@ class Exchange:
         summed: torch.Tensor = _JoinOutputs.apply(token, self)
         return summed
 
-    # Called by the nodes below.
-
     def start(self, tensors: Sequence[torch.Tensor], to_experts: bool) -> None:
         """Starts to send tensors of rows to the ranks of their experts, or back to the rows' own ranks."""
         ways = self.dispatch.sent, self.dispatch.received
@@ -88,7 +83,7 @@ class Exchange:
             self._under_way.append((arriving, given, work))
 
     def finish(self) -> list[torch.Tensor]:
-        """Waits for the transfer that :meth:`start` started; returns the tensors that arrived."""
+        """Waits for the transfer; returns the tensors that arrived."""
         under_way, self._under_way = self._under_way, []
         for *_, work in under_way:
             if work is not None:
@@ -104,8 +99,8 @@ class Exchange:
     def arrived(self, rows_PH: torch.Tensor) -> None:
         """Remembers the experts' input, whose memory :meth:`forget` frees."""
         if self.again:
-            # Autograd refuses saved tensors that were changed, but does not see changes through .data. The change is
-            # harmless: :meth:`restore` writes the same numbers back before autograd reads the tensor.
+            # .data hides the change from autograd, which refuses saved tensors that were changed. ``restore`` writes
+            # the same numbers back before autograd reads the tensor.
             self._freed = rows_PH.data, rows_PH.untyped_storage().nbytes()
 
     def forget(self) -> None:

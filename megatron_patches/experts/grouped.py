@@ -24,7 +24,7 @@ from distca.ops.swiglu import swiglu
 from megatron_patches.patches.fused_ops import gate_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""The attributes in which torch keeps a module's hooks. A grouped product calls no hooks."""
+"""The attributes in which torch keeps a module's hooks."""
 
 
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,6 @@ def lie_last_first(experts: SequentialMLP) -> bool:
 
 
 def _linears(experts: SequentialMLP) -> list[tuple[Any, Any]]:
-    """Returns the first and the second linear layer of each expert."""
     return [(expert.linear_fc1, expert.linear_fc2) for expert in experts.local_experts]
 
 
@@ -86,8 +85,7 @@ def _is_bare(linear: Any) -> bool:
 
 
 def _activated(config: TransformerConfig, x_PF: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
-    """Returns the activation between an expert's two products, times each pair's probability: [P, F], or [P, F / 2] if
-    the first half of the columns of ``x_PF`` are gates."""
+    """Returns the activation times each pair's probability: [P, F], or [P, F / 2] if ``x_PF`` begins with gates."""
     if (gate_and_up := gate_of(config)) is not None:
         return swiglu(x_PF, probs_P, gate_and_up)
     function, probs = config.activation_func, probs_P[:, None]

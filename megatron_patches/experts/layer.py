@@ -103,8 +103,8 @@ class NanoBatchExperts(MoELayer):
         return last_of(self.parts(hidden, nano_batch)), None
 
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
-        """Computes what :meth:`forward` does, as a generator. The generator yields while rows travel to experts, and
-        again while outputs travel back."""
+        """Computes what :meth:`forward` does, as a generator that yields twice: while rows travel to experts, and while
+        outputs travel back."""
         again = self.moe_layer_recompute and torch.is_grad_enabled()
         probs, dispatch = self._routed(hidden, nano_batch, again)
         exchange = Exchange(dispatch, again)
@@ -119,10 +119,7 @@ class NanoBatchExperts(MoELayer):
         return summed if shared is None else summed + shared
 
     def _routed(self, hidden: torch.Tensor, nano_batch: NanoBatch, again: bool) -> tuple[torch.Tensor, Dispatch]:
-        """Returns [rows, experts] probabilities and the indices by which rows travel.
-
-        With ``again`` backward computes the probabilities once more.
-        """
+        """Returns [rows, experts] probabilities and the indices by which rows travel."""
         chosen: list[torch.Tensor] = []
 
         def route(hidden: torch.Tensor) -> torch.Tensor:
@@ -186,8 +183,7 @@ def take_nano_batches(model: torch.nn.Module) -> list[int]:
         layer.router.__class__ = BalancedRouter
         for parameter in layer.experts.parameters():
             # With allreduce False, DDP adds up gradients over all ranks that hold the same experts. Megatron sets False
-            # only with several expert-parallel ranks. But tensor-parallel ranks with the same experts have rows of
-            # their own, whose gradients must be added up too.
+            # only with several expert-parallel ranks, but tensor-parallel ranks have different rows too.
             parameter.allreduce = False
             # With sequence_parallel True, Megatron adds up gradients over tensor-parallel ranks once more. For an
             # expert's bias that would count rows twice, or mix gradients of different experts.

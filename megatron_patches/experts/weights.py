@@ -38,6 +38,5 @@ def expert_weights(config: TransformerConfig) -> int:
 
 
 def _products(config: TransformerConfig) -> int:
-    """Returns the number of weights of an MLP for each channel between its two products: one row of the up projection,
-    one column of the down projection, and one row of the gate if there is a gate."""
+    """Returns the number of an MLP's weights for each channel between its two products."""
     return (2 + config.gated_linear_unit) * config.hidden_size

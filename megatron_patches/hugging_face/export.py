@@ -150,14 +150,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """Gathers one parameter after the other, and yields the parameter's slot and the folder's tensors.
-
-    Args:
-        own: this stage's parameters with their slots.
-        values: function from a weight to the values to write.
-        exported: the description of the folder, with the dtypes of tensors.
-        writes: whether this rank writes. If not, it gets no tensors.
-    """
+    """Gathers one parameter after the other, and yields the parameter's slot and the folder's tensors."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]

@@ -82,9 +82,8 @@ class Vocabulary:
 class Rows:
     """A parameter whose rows are divided into parts, such as gate and up projection. Each rank has rows of every part.
 
-    Example: gate and up projection have 4 rows each and are one tensor of the folder, so ``parts`` is ((4, 4),). On the
-    first of two ranks the share is rows 0, 1, 4 and 5. If gate and up projection were two tensors of the folder,
-    ``parts`` would be ((4,), (4,)).
+    Example: gate and up projection have 4 rows each. On the first of two ranks the share is rows 0, 1, 4 and 5.
+    ``parts`` is ((4, 4),) if the folder has one tensor with both projections, and ((4,), (4,)) if it has two tensors.
 
     Attributes:
         parts: for each tensor of the folder, the number of rows of each part in the tensor.
@@ -139,7 +138,6 @@ class HeadRows:
         )
 
     def _of_head(self) -> list[list[int]]:
-        """Returns for each tensor the number of rows of each part in one head."""
         return [[size // self.heads for size in sizes] for sizes in self.parts]
 
 
@@ -164,11 +162,11 @@ class Columns:
 
 
 def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: int, rows: slice) -> torch.Tensor:
-    """Returns some rows of a part.
+    """Returns some rows of a part. ``names`` has a tensor for each part, or a single tensor with all parts in order.
 
     Args:
         files: the folder's tensors.
-        names: names of the tensors, one for each part; or the name of a single tensor with the rows of all parts.
+        names: names of tensors.
         sizes: number of rows of each part.
         part: number of the part.
         rows: the rows, counted from the first row of the part.
@@ -196,7 +194,7 @@ class QueryKeyValue:
         groups: number of groups on all ranks together.
         head_dim: number of rows of a head.
         gated: whether each query head has an output gate. In a folder each query head is followed by its gate. In
-            Megatron a group has all query heads, then all gates.
+            Megatron a group has all query heads, then all gates, then key and value.
     """
 
     names: tuple[str, ...]
@@ -233,7 +231,7 @@ class QueryKeyValue:
         return rows.unflatten(1, (*order, self.head_dim)).transpose(1, 2).flatten(1, 3)
 
     def _widths(self) -> list[int]:
-        """Returns the numbers of rows that a group has in q (with gates), in k and in v."""
+        """Returns the number of rows of a group in q (with gates), in k and in v."""
         return [heads * self.head_dim for heads in (self.queries * (1 + self.gated), 1, 1)]
 
 

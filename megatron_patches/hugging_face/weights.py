@@ -81,7 +81,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
             return _gate_up(tuple(f"{place}{part}.weight" for part in parts.shared_gate_up), shared, gated=True)
         if name == "mlp.shared_experts.gate_weight":
             return Whole((f"{place}{parts.shared_gate}.weight",))
-        assert name == "mlp.shared_experts.linear_fc2.weight", f"{parameter} is of no shared expert that is served"
+        assert name == "mlp.shared_experts.linear_fc2.weight", f"{parameter} is of no shared expert that is supported"
         return Columns((f"{place}{parts.shared_down}.weight",), shared)
     if name.startswith("mlp.router."):
         return Whole((f"{place}{stored.experts.router}.{kind}",))
@@ -93,18 +93,12 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         return _gate_up(tuple(f"{place}{part}.{kind}" for part in stored.gate_up), model.ffn, model.variant.gated)
     if name == "mlp.linear_fc2.bias":
         return Whole((f"{place}{stored.down}.bias",))
-    assert name == "mlp.linear_fc2.weight", f"{parameter} is no parameter of a model that is served"
+    assert name == "mlp.linear_fc2.weight", f"{parameter} is no parameter of a model that is supported"
     return Columns((f"{place}{stored.down}.weight",), model.ffn)
 
 
 def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
-    """Returns the slot of a parameter that only latent attention has; None for other parameters.
-
-    Args:
-        name: the parameter's name in its layer.
-        place: the prefix of the folder's names for this layer.
-        model: the description of the folder's model.
-    """
+    """Returns the slot of a parameter that only latent attention has; None for other parameters."""
     names, latent = model.weights.latent, model.latent
     of_heads = {
         "linear_q_proj": (names.query, model.head_dim),
@@ -127,21 +121,14 @@ def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
 
 
 def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> Slot:
-    """Returns the slot of a weight or bias of an expert.
-
-    Args:
-        name: the parameter's name in its layer.
-        place: the prefix of the folder's names for this layer.
-        number: number of the expert in the whole layer.
-        model: the description of the folder's model.
-    """
+    """Returns the slot of a weight or bias of an expert."""
     stored, ffn = model.weights.experts, model.experts.ffn
     linear, kind = name.split(".")[-2:]
     parts = stored.gate_up if linear == "linear_fc1" else (stored.down,)
     names = tuple(place + stored.of(number, part, kind) for part in parts)
     if stored.input_first:
         return InputFirst(names, in_turn=linear == "linear_fc1")
-    assert kind == "weight", f"{name} is no parameter of an expert that is served"
+    assert kind == "weight", f"{name} is no parameter of an expert that is supported"
     return _gate_up(names, ffn, gated=True) if linear == "linear_fc1" else Columns(names, ffn)
 
 
@@ -158,14 +145,7 @@ def _gate_up(names: tuple[str, ...], rows: int, gated: bool) -> Slot:
 
 
 def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) -> Slot:
-    """Returns the slot of a parameter of a recurrent layer's mixer.
-
-    Args:
-        name: the parameter's name in the mixer.
-        place: the prefix of the folder's names for this layer.
-        mixer: symbol of the mixer, a gated delta net or Mamba.
-        model: the description of the folder's model.
-    """
+    """Returns the slot of a parameter of a recurrent layer's mixer."""
     hybrid, stored = model.hybrid, model.weights.recurrent
 
     def whole_name(part: str) -> str:
@@ -184,7 +164,7 @@ def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) ->
         return Whole((whole_name("norm.weight"),))
     if name == "norm.weight":
         return Rows((whole_name(name),), ((hybrid.values,),))
-    assert name == "out_proj.weight", f"{name} is no parameter of a recurrent layer that is served"
+    assert name == "out_proj.weight", f"{name} is no parameter of a recurrent layer that is supported"
     return Columns((whole_name(name),), hybrid.values)
 
 

@@ -1,8 +1,8 @@
 """Megatron's transformer block with another forward, in which ranks compute core attention for each other.
 
 Each layer is cut before and behind its *core*, softmax attention or a recurrence without projections. Rows travel to
-the ranks that compute the core, and the core's outputs travel back. The micro-batch may be split into two
-*nano-batches*: rows of one nano-batch travel while the other nano-batch is computed (``distca/runtime/ping_pong.py``).
+the ranks that compute the core, and outputs travel back. The micro-batch may be split into two *nano-batches*: rows of
+one nano-batch travel while the other nano-batch is computed (``distca/runtime/ping_pong.py``).
 
 A training script makes a ``distca.CAD``. ``CAD.block_spec`` returns the spec with which the script builds its model,
 and ``CAD.attach`` calls :func:`disaggregate_block` with the model's block.
@@ -72,7 +72,7 @@ class DisaggregatedForward(MegatronModule):
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
-        """The norm behind the last layer, on the stage that has it."""
+        """The norm behind the last layer; None on stages without this norm."""
         raise NotImplementedError
 
     def forward(  # type: ignore[override]
@@ -91,7 +91,7 @@ class DisaggregatedForward(MegatronModule):
             rotary_pos_emb: RoPE's rotations of all rows, in the order of the micro-batch.
 
         Returns:
-            [rows, 1, hidden], after the last norm on the stage that has it.
+            [rows, 1, hidden], on the last stage after the last norm.
         """
         micro_batch = attention_mask
         if self.config.pipeline_model_parallel_size > 1 and not self.in_phases:
@@ -147,14 +147,13 @@ def refuse_other_schedule() -> NoReturn:
 
 
 def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) -> Any:
-    """Returns ``function(*tensors)``, which backward calls again. With ``offload`` the tensors are kept on the host."""
+    """Returns ``function(*tensors)``, which backward calls again. ``offload`` keeps the tensors on the host."""
     with nullcontext() if offload is None else offload.saved_tensors():
         return tensor_parallel.checkpoint(function, False, *tensors)
 
 
 def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
-    """Gives a model's layers the forward of :class:`DisaggregatedForward`, and its attributes ``pool`` and
-    ``recompute_segments``.
+    """Gives a block or stack the forward of :class:`DisaggregatedForward`, and sets its attributes.
 
     Args:
         block: the block of a GPTModel, which becomes a :class:`DisaggregatedBlock`; or the stack of a HybridModel,
@@ -163,7 +162,7 @@ def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool
         recompute_segments: whether backward computes everything but cores again.
 
     Raises:
-        SupportError: a field of the block's configuration is not served.
+        SupportError: a field of the block's configuration is not supported.
     """
     check_config(block.config)
     check_recomputation(block.config, recompute_segments)
@@ -262,7 +261,6 @@ def layer_spec(
 
 
 def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOptions, te: bool) -> ModuleSpec:
-    """Changes Megatron's local spec of a layer with multi-head latent attention, and returns it."""
     norm, parts = norm_class(config, options.norm_bias), layer.submodules
     layer.module, layer.params = LatentLayer, {**layer.params, "options": options}
     parts.input_layernorm = parts.pre_mlp_layernorm = norm

@@ -1,8 +1,7 @@
 """The stack of layers of Megatron-Core's HybridModel, with another forward, and the spec to build such a stack.
 
 Each layer of a HybridModel is either a mixer (attention, a gated delta net or Mamba) or an MLP. A mixer is cut at its
-*core*, softmax attention or the recurrence, which other ranks may compute. ``layers/units.py`` joins a mixer and the
-MLPs behind it to a *unit*. A training script gets the spec from ``hybrid_stack_spec`` of its ``distca.CAD``.
+*core*, softmax attention or the recurrence, which other ranks may compute. A *unit* is a mixer with the MLPs behind it.
 """
 
 from __future__ import annotations
@@ -67,14 +66,7 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
         return hidden_states if self.last_norm is None else self.last_norm(hidden_states)
 
     def _at_home(self, number: int, unit: Any, micro_batch: PackedMicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the output of a unit whose core this rank computes.
-
-        Args:
-            number: number of the unit in the stage, under which the timeline records the time of a recurrence.
-            unit: the unit with the rotations of this micro-batch.
-            micro_batch: the micro-batch.
-            hidden: [rows, 1, hidden], the unit's input.
-        """
+        """Returns the output of a unit whose core this rank computes."""
         if isinstance(unit, BoundRecurrentUnit):
             *residual, mixed, g, beta = unit.pre(hidden, 0)
             o = micro_batch.recur(self.pool, number, unit.recurrence, unit.core_parameters, mixed, g, beta)
@@ -87,7 +79,6 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
-        """The norm behind the last layer; None on all stages but the last."""
         norm: torch.nn.Module | None = self.final_norm if self.post_process else None
         return norm
 

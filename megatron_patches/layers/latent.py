@@ -33,11 +33,11 @@ class RowAngles:
     angles: torch.Tensor
 
     def of(self, layer_number: int) -> torch.Tensor:
-        """Returns the angles, which do not depend on the layer."""
+        """Returns the angles, which are equal in all layers."""
         return self.angles
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
-        """Returns the angles of each *nano-batch*, a part of the micro-batch that is computed by itself.
+        """Returns the angles of each *nano-batch*. A micro-batch is one nano-batch, or is split into two.
 
         Args:
             nano_rows: number of rows of each nano-batch.

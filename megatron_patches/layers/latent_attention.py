@@ -59,7 +59,6 @@ class WholeRows(IdentityOp):
     """
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Returns a contiguous tensor of the rows."""
         return x.contiguous()
 
 

@@ -1,10 +1,9 @@
 """Megatron's transformer layer, cut into the part before core attention and the part behind it.
 
-Core attention is softmax attention without projections. Other ranks may compute it for this rank's rows. Hybrid models
-also have layers with a recurrence, such as Mamba's, in place of attention. The *mixer* of a layer is its attention or
-its recurrence, and the *core* is the mixer without projections. ``pre`` computes everything before the core, and
-``post`` everything behind it. The rows of a micro-batch may be split into two *nano-batches*: rows of one nano-batch
-travel between ranks while the other nano-batch is computed (``distca/runtime/ping_pong.py``).
+The *mixer* of a layer is its attention, or a recurrence such as Mamba's. The *core* is the mixer without projections,
+which other ranks may compute for this rank's rows. ``pre`` computes everything before the core, and ``post`` everything
+behind the core. The rows of a micro-batch may be split into two *nano-batches*: rows of one nano-batch travel between
+ranks while the other nano-batch is computed (``distca/runtime/ping_pong.py``).
 
 Shape suffixes: N rows (tokens), H query heads, G key/value heads, D head_dim, F columns of the QKV projection. In
 kv_N2GD, index 0 of the dimension of size 2 is keys, and index 1 values. Heads are those of this tensor-parallel rank.
@@ -43,8 +42,7 @@ class SplitLayerParts:
 
     Attributes:
         options: the model's options.
-        keeps_outputs: whether outputs of norms are kept for backward. If not, backward computes them again where it
-            can.
+        keeps_outputs: whether outputs of norms are kept for backward. If not, backward may compute them again.
     """
 
     options = MEGATRONS
@@ -55,7 +53,7 @@ class SplitLayerParts:
     input_layernorm: Any
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Returns the mixer's output, and the residual to which it is to be added.
+        """Returns the mixer's output, and the residual to which the output is to be added.
 
         Args:
             o: the core's output for all rows and this rank's heads.
@@ -75,26 +73,14 @@ class SplitLayerParts:
         return hidden, mixed.squeeze(1)
 
     def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        """Frees ``normed``, unless outputs are kept. Backward fills it again when the gradient of ``used`` is there.
-
-        Args:
-            norm: the norm.
-            hidden: the norm's input.
-            normed: the norm's output; in layers without a norm ``hidden`` itself, which is not freed.
-            used: the output of the only operation that reads ``normed``.
-        """
+        """Frees ``normed``, unless outputs are kept. Backward fills ``normed`` again when it has the gradient of
+        ``used``, the output of the only operation that reads ``normed``."""
         if normed is not hidden and not self.keeps_outputs:
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
 
     def _add(self, branch: Branch, residual: torch.Tensor, combine: Any, norm: Any) -> torch.Tensor:
         """Applies bias, norm, multiplier and dropout to a branch, and returns the residual plus the branch.
-
-        Args:
-            branch: the output of a mixer or an MLP.
-            residual: the rows to which the branch is added.
-            combine: ``get_bias_dropout_add`` of Megatron, which returns the function that adds bias and residual.
-            norm: the norm of the branch, or None.
-        """
+        ``combine`` is Megatron's ``get_bias_dropout_add``."""
         multiplier = self.options.residual_multiplier
         if norm is not None or multiplier != 1.0:
             output, bias = branch
@@ -122,7 +108,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
             self.post_mlp_layernorm = norm(config, size, config.layernorm_epsilon)
 
     def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes the norm, the QKV projection, norms of queries and keys where there are any, and RoPE.
+        """Computes the norm, the QKV projection, norms of queries and keys if the model has these, and RoPE.
 
         Args:
             hidden: [rows, 1, hidden], with sequence parallelism this rank's part of the rows.
@@ -135,7 +121,6 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return hidden, *self._heads(mixed_NF, rotation)
 
     def _heads(self, mixed_NF: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns q_NHD and kv_N2GD from the QKV projection's output, with the heads' norms and RoPE applied."""
         attention = self.self_attention
         has_norms = not isinstance(attention.q_layernorm, IdentityOp | None)
         if has_norms and not self.options.norm_after_rotation:
@@ -148,7 +133,6 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return q_NHD, kv_N2GD
 
     def _normalize_heads(self, mixed_NF: torch.Tensor) -> torch.Tensor:
-        """Returns the QKV projection's output with queries and keys normalized."""
         attention = self.self_attention
         shape = (attention.num_query_groups_per_partition, -1, attention.hidden_size_per_attention_head)
         heads = mixed_NF.unflatten(1, shape)
@@ -161,7 +145,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         Args:
             o_NHD: core attention's output for all rows.
             residual: the hidden rows that :meth:`pre` returned first.
-            nano_batch: where routers count the rows of this nano-batch; None in models without experts.
+            nano_batch: object in which routers count rows; None in models without experts.
 
         Returns:
             [rows, 1, hidden], the layer's output.
@@ -177,12 +161,11 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     ) -> tuple[Branch, torch.Tensor]:
         """Adds a branch to the residual, then computes this layer's norm and MLP or experts.
 
-        In a HybridModel a layer is a mixer or an MLP, so a layer with an MLP gets the branch of the layer before it.
-
         Args:
-            branch: the output of a mixer or an MLP; None if all branches were added already.
+            branch: the output of a mixer or an MLP, of this layer or the layer before. None if all branches were added
+                already.
             hidden: the residual.
-            nano_batch: where routers count the rows of this nano-batch; None in models without experts.
+            nano_batch: object in which routers count rows; None in models without experts.
 
         Returns:
             The MLP's output, and the residual for :meth:`added`.
@@ -198,7 +181,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         self, branch: Branch | None, hidden: torch.Tensor, nano_batch: NanoBatch | None
     ) -> Generator[None, None, tuple[Branch, torch.Tensor]]:
         """Computes what :meth:`behind` does, as a generator. With experts the generator yields twice: while rows travel
-        to the ranks of their experts, and while outputs travel back."""
+        to experts, and while outputs travel back."""
         read, residual, normed, norm = self._before_mlp(branch, hidden)
         if not isinstance(self.mlp, NanoBatchExperts):
             return self._transformed(read, residual, normed, norm, nano_batch)
@@ -233,7 +216,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return self._add(branch, residual, self.mlp_bda, self.post_mlp_layernorm)
 
     def _adds_plainly(self, branch: Branch, residual: torch.Tensor) -> bool:
-        """Whether a mixer's output is added to the residual without bias, norm, multiplier, dropout or cast."""
+        """Whether a branch is added to the residual without bias, norm, multiplier, dropout or cast."""
         output, bias = branch
         plain = bias is None and self.post_attention_layernorm is None and self.options.residual_multiplier == 1.0
         return plain and not (self.hidden_dropout and self.training) and output.dtype == residual.dtype
@@ -247,13 +230,6 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         nano_batch: NanoBatch | None,
     ) -> tuple[Branch, torch.Tensor]:
         """Computes the MLP or the experts.
-
-        Args:
-            hidden: the input of the norm before the MLP.
-            residual: rows that are returned unchanged.
-            normed: the norm's output, which the MLP reads.
-            norm: the norm.
-            nano_batch: where routers count the rows of this nano-batch; None in models without experts.
 
         Returns:
             The MLP's output with its bias, and ``residual``.
@@ -293,8 +269,8 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
 
 
 def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``hidden`` and the normed ``hidden``. With :class:`RMSNorm` one backward kernel adds up the gradients of
-    the two results."""
+    """Returns ``hidden`` and the normed ``hidden``. On GPUs the backward kernel of :class:`RMSNorm` also adds up the
+    gradients of the two results."""
     return norm.beside(hidden) if isinstance(norm, RMSNorm) else (hidden, norm(hidden))
 
 

@@ -106,5 +106,4 @@ class PackedAttention(MegatronModule):
 
 
 def _fill_rows(padded_NHD: torch.Tensor, out_NHD: torch.Tensor) -> None:
-    """Copies rows without padding into ``out_NHD``."""
     out_NHD.copy_(padded_NHD[: len(out_NHD)])

@@ -1,9 +1,8 @@
 """RoPE for models whose layers may rotate queries and keys by different angles, or not at all.
 
-A GPTModel has one rotary embedding, whose output every layer receives. ``CAD.attach`` replaces the embedding by a
-:class:`LayerRotary`. From each row's position in its document a LayerRotary computes every distinct rotation once for
-each micro-batch. Layers look up their rotation in the returned :class:`RowRotations`. The rotation of a layer without
-positions has angle zero.
+A GPTModel has one rotary embedding, whose output every layer receives. A :class:`LayerRotary` takes the embedding's
+place. From each row's position in its document, all distinct rotations are computed once for each micro-batch. Layers
+look up their rotation in the resulting :class:`RowRotations`. A layer without positions has a rotation by angle zero.
 
 Shape suffixes: N rows (tokens), E rotated pairs of a head.
 """
@@ -43,7 +42,7 @@ class RowRotations:
         return self.rotations[self.of_layer[layer_number]]
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowRotations]:
-        """Returns the rotations of each *nano-batch*, a part of the micro-batch that is computed by itself.
+        """Returns the rotations of each *nano-batch*. A micro-batch is one nano-batch, or is split into two.
 
         Args:
             nano_rows: number of rows of each nano-batch.
@@ -91,12 +90,7 @@ class LayerRotary(torch.nn.Module):
         self._positions: torch.Tensor | None = None
 
     def _embedding(self, rotary: Any, own: PositionRotary | None) -> tuple[PositionRotary | None, float]:
-        """Returns the embedding that computes a rotation's angles, and the factor on its cosines and sines.
-
-        Args:
-            rotary: a :class:`Rotary`, ``_OWN`` or ``_NONE``. With ``_NONE`` the embedding is None.
-            own: the embedding with which the model was built.
-        """
+        """Returns the embedding that computes a rotation's angles, and the factor on its cosines and sines."""
         if rotary is _NONE:
             return None, 1.0
         if rotary is _OWN:
@@ -134,7 +128,6 @@ class LayerRotary(torch.nn.Module):
         return RowRotations(rotations, self._of_layer)
 
     def _rotation(self, embedding: PositionRotary | None, factor: float, positions: torch.Tensor) -> Rotation:
-        """Returns an embedding's rotation of the rows at these positions, with cosines and sines times ``factor``."""
         if embedding is None:  # a rotation by zero changes no bit
             return Rotation.of(torch.zeros(len(positions), 1, 1, self._head_dim, device=positions.device))
         rotation = Rotation.of(embedding(), self._head_dim, self._interleaved)
@@ -144,7 +137,6 @@ class LayerRotary(torch.nn.Module):
 
 
 def _different(values: Iterable[Any]) -> list[Any]:
-    """Returns the distinct values, in order of first appearance. Values need not be hashable."""
     found: list[Any] = []
     for value in values:
         if value not in found:

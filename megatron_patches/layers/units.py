@@ -4,8 +4,8 @@ A *mixer* is attention or a recurrence. The *core* of a mixer is the part withou
 compute. A *unit* is a mixer with all MLPs and experts behind it, up to the next mixer. A layer of a GPTModel is a unit.
 In a HybridModel mixers and MLPs are separate layers, so a unit may have several layers.
 
-The runner splits the rows of a micro-batch into one or two *nano-batches*. For each nano-batch the runner calls
-``pre`` of a unit, has the core computed, and calls ``post``.
+The rows of a micro-batch are one *nano-batch*, or are split into two. For each nano-batch the runner calls ``pre`` of a
+unit, has the core computed, and calls ``post``.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def units_in(layers: Iterable[Any]) -> list[Unit]:
 class _Bound:
     """A unit with the rotations of one micro-batch.
 
-    In all methods ``hidden`` is [rows, 1, hidden], the rows of nano-batch number ``nano``, 0 or 1.
+    In methods, ``hidden`` is [rows, 1, hidden], the rows of nano-batch number ``nano`` (0 or 1).
 
     Attributes:
         unit: the unit's layers.
         rotations: RoPE's rotations of each nano-batch's rows.
-        balance: where routers count the rows of each expert; None in models without experts.
+        balance: object in which routers count rows; None in models without experts.
     """
 
     unit: Unit
@@ -90,8 +90,8 @@ class _Bound:
         return any(layer.has_exchanges for layer in self.unit.behind)
 
     def post_parts(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> Parts:
-        """Computes what :meth:`post` does, as a generator. In each layer with experts the generator yields while rows
-        travel to the ranks of their experts, and while outputs travel back."""
+        """Computes what :meth:`post` does, as a generator. In each layer with experts the generator yields twice: while
+        rows travel to experts, and while outputs travel back."""
         last, nano_batch = self.unit.mixer, self._nano_batch(nano)
         branch, hidden = last.mixed(o, *residual)
         for last in self.unit.behind:
@@ -100,7 +100,6 @@ class _Bound:
         return output
 
     def _first(self, hidden: torch.Tensor, nano: int) -> torch.Tensor:
-        """Returns the output of the layers before the mixer."""
         for layer in self.unit.before:
             hidden = layer.added(*layer.behind(None, hidden, self._nano_batch(nano)))
         return hidden
@@ -165,7 +164,7 @@ def bound_units(
     Args:
         layers: the stage's layers.
         rotations: RoPE's rotations of each nano-batch's rows.
-        balance: where routers count the rows of each expert; None in models without experts.
+        balance: object in which routers count rows; None in models without experts.
     """
     return [
         (BoundRecurrentUnit if hasattr(unit.mixer, "recurrence") else BoundUnit)(unit, rotations, balance)

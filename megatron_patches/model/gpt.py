@@ -1,7 +1,7 @@
 """Makes Megatron's TransformerConfig, GPTModel and HybridModel from this project's description of a model.
 
-The description is a :class:`distca.models.shape.ModelShape`: sizes, and differences from LLaMA. The trainer, for
-example, builds models with these functions. A user's own script may build a model in any other way.
+The description is a :class:`distca.models.shape.ModelShape`: sizes, and differences from LLaMA. A user's own script may
+build a model in any other way.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def build_gpt(
             tensor-parallel size. The loss leaves the padding out.
         config: from :func:`transformer_config`.
         spec: the spec of the layers, such as ``CAD.block_spec`` returns.
-        rotary_percent: the part of each head's dimensions that RoPE rotates, from 0 to 1.
+        rotary_percent: share of each head's dimensions that RoPE rotates, from 0 to 1.
 
     Raises:
         SupportError: ``rotary_percent`` is below 1, and the shape's RoPE scaling has an attention factor. The factor

@@ -44,7 +44,6 @@ class _BeforeMegatron:
 
 
 def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a torch.compile that leaves functions of Megatron's modules unchanged."""
 
     @wraps(compile_)
     def compiled(model: Any = None, **options: Any) -> Any:

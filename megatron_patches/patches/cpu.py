@@ -94,7 +94,6 @@ def _names_types_of_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_cuda(device: Any) -> bool:
-    """Whether an argument is a CUDA device or the name of a CUDA device."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, str) and device.startswith("cuda")

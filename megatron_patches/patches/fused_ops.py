@@ -35,8 +35,8 @@ _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702
 def fuse_rotation(config: TransformerConfig) -> None:
     """Makes Megatron's layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
 
-    Some models keep Megatron's operations: models with norms of query and key heads, which come between split and
-    rotation; and models with layers without RoPE, or with RoPE that rotates neighbouring elements.
+    Nothing is changed for models with norms of query and key heads, with layers without RoPE, or with RoPE that rotates
+    neighbouring elements.
     """
     if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
         return
@@ -48,8 +48,7 @@ def fuse_rotation(config: TransformerConfig) -> None:
 def _split_and_rotate(
     mixed: torch.Tensor, angles: torch.Tensor, _: torch.Tensor, sizes: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns q, k and v of one layer, split and rotated. Megatron calls this function in place of Transformer
-    Engine's.
+    """Returns q, k and v of one layer, split and rotated; takes the place of Transformer Engine's function.
 
     Args:
         mixed: [rows, 1, groups, (heads / groups + 2) x head_dim], the output of the QKV projection. A group is a key
@@ -60,7 +59,7 @@ def _split_and_rotate(
     Returns:
         [rows, 1, heads, head_dim] q, and [rows, 1, groups, head_dim] k and v.
     """
-    # All layers use the same angles. As an attribute of ``angles``, cosines and sines are freed together with angles.
+    # All layers use the same angles. Cosines and sines, as an attribute of the angles, are freed together with them.
     rotation = getattr(angles, _KEPT, None)
     if rotation is None:
         rotation = Rotation.of(angles, sizes[-1])
@@ -86,7 +85,8 @@ class SwigluMLP(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns [rows, 1, hidden] the output of the MLP without the second bias, and that bias or None."""
+        """Returns [rows, 1, hidden] the output of the MLP without the bias of the second layer, and this bias or
+        None."""
         assert per_token_scale is None  # Megatron passes a scale to experts only, which keep Megatron's class
         gate_and_up, bias = self.linear_fc1(hidden_states)
         if bias is not None:
@@ -99,12 +99,10 @@ class SwigluMLP(MLP):
 
     @staticmethod
     def _activated(gate_and_up: torch.Tensor) -> torch.Tensor:
-        """Returns the activation of the first layer's output."""
         return swiglu(gate_and_up)
 
     @staticmethod
     def _fill(gate_and_up: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the activation into ``out``, without autograd."""
         fill_swiglu(gate_and_up, out)
 
 
@@ -118,7 +116,6 @@ class LeanMLP(SwigluMLP):
         out.copy_(self._function(x))
 
     def _function(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the result of the operations between the linear layers of Megatron's MLP."""
         config = self.config
         if not config.gated_linear_unit:
             return config.activation_func(x)
@@ -131,8 +128,7 @@ class LeanMLP(SwigluMLP):
 def fuse_swiglu(model: torch.nn.Module) -> None:
     """Turns a built model's MLPs into :class:`SwigluMLP` or, with another activation, into :class:`LeanMLP`.
 
-    Two sorts of MLPs stay unchanged: MLPs with another activation that Megatron fuses, and experts, which are computed
-    in ``experts/grouped.py``.
+    Experts stay unchanged, and so do MLPs with another activation that Megatron fuses.
     """
     for module in model.modules():
         if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):
@@ -162,7 +158,7 @@ def gate_of(config: TransformerConfig) -> Gate | None:
 
 
 class _Products:
-    """Takes the place of the module of Apex's CUDA extension."""
+    """Takes the place of Apex's CUDA extension."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(rows: torch.Tensor, d_out: torch.Tensor, main_grad: torch.Tensor) -> None:

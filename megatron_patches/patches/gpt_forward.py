@@ -1,9 +1,9 @@
 """The forward that ``CAD.attach`` gives to a GPTModel or HybridModel, and changes of the model's logits and embeddings.
 
 A training script makes a ``distca.CAD`` and attaches its model. The new forward takes a micro-batch object
-(``steps/batch_context.py``) in place of the attention mask. On request the forward returns the sum of losses, or the
-labels' log-probabilities. Then the output layer and the softmax are computed together, some rows at a time. So the
-logits of all rows are never in memory at once.
+(``steps/batch_context.py``) in place of the attention mask. The forward can also return the sum of losses, or the
+labels' log-probabilities. For these results the output layer and the softmax are computed for some rows at a time. So
+the logits of all rows are never in memory at once.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class PatchedForward(LanguageModule):
 
         Returns:
             With ``summed_loss`` a scalar, the sum of the tokens' losses, each times its ``loss_mask``. With
-            ``log_probabilities`` [1, rows], the logarithm of every label's probability. Otherwise Megatron's result:
-            with labels [1, rows] losses. On all pipeline stages but the last, hidden states.
+            ``log_probabilities`` [1, rows], the logarithm of every label's probability. Otherwise Megatron's result,
+            for example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
 
         Raises:
             SupportError: an argument is missing or has the wrong class; or the model has an output layer or a loss of
@@ -99,7 +99,6 @@ class PatchedForward(LanguageModule):
         return output
 
     def _with_balance(self, micro_batch: Any) -> Any:
-        """Returns the micro-batch; if this stage has layers with experts, with counts of rows for their routers."""
         layers = self.expert_load.layers
         if not layers:
             return micro_batch
@@ -107,12 +106,11 @@ class PatchedForward(LanguageModule):
         return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs Megatron's forward. If ``_returns`` is not empty, the result on the last stage is that of
+        """Runs Megatron's forward. If ``_returns`` is not empty, the last stage returns the result of
         :meth:`_output`."""
         raise NotImplementedError
 
     def _output(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Returns the sum of losses, or log-probabilities, from the input of the output layer."""
         layer = self.output_layer
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
         shards = VocabularyShards(layer.tp_group, layer.sequence_parallel, self.vocabulary)
@@ -134,15 +132,13 @@ class PatchedGPT(PatchedForward, GPTModel):
         return output
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns Megatron's embeddings and rotations; with latent attention also the angles of rows."""
         made = super()._preprocess(*args, **kwargs)
         if not self.config.multi_latent_attention:
             return made
-        # Megatron returns None as rotations here, because its layers with latent attention make rotations themselves.
+        # Megatron's second result is None here, because its layers with latent attention compute RoPE's angles.
         return made[0], self.rotary_pos_emb(), *made[2:]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the result that ``_returns`` names, or Megatron's losses or hidden states."""
         if not self._returns or not self.post_process:
             return super()._postprocess(hidden_states, *args, **kwargs)
         return self._output(hidden_states, **kwargs)
@@ -242,7 +238,6 @@ def leave_out_padding(model: LanguageModule, vocabulary: int) -> None:
 
 
 def _mask_padding(vocabulary: int, layer: Any, _: Any, output: tuple[torch.Tensor, Any]) -> None:
-    """A hook of the output layer that masks the logits of padding in place."""
     logits = output[0]
     VocabularyShards(layer.tp_group, layer.sequence_parallel, vocabulary).mask_padding_(logits)
 
@@ -262,7 +257,6 @@ def transform_logits(model: LanguageModule, transform: LogitTransform) -> None:
 def _transform_logits(
     transform: LogitTransform, _: Any, __: Any, output: tuple[torch.Tensor, Any]
 ) -> tuple[torch.Tensor, Any]:
-    """A hook of the output layer that returns transformed logits, and the layer's bias."""
     return transform(output[0]), output[1]
 
 
@@ -273,5 +267,4 @@ def scale_embeddings(model: LanguageModule, scale: float) -> None:
 
 
 def _scaled(scale: float, _: Any, __: Any, embeddings: torch.Tensor) -> torch.Tensor:
-    """A hook of the embedding that returns scaled embeddings."""
     return embeddings * torch.tensor(scale, dtype=embeddings.dtype)

@@ -163,5 +163,4 @@ def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: T
 
 
 def _factors(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    """Returns the factors on normalised numbers: the weight, or one plus the weight in float32 or float64."""
     return weight.to(wide(weight.dtype)) + 1 if zero_centered else weight

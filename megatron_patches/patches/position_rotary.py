@@ -1,7 +1,7 @@
 """Takes the place of Megatron's rotary embedding: RoPE's angles are computed from each row's position in its document.
 
-Megatron assumes that a rank has every document from position 0 on. Here a rank may have a later part of a document. So
-the positions of rows are given, and the angles of all rows are computed once for each micro-batch.
+For packed documents Megatron assumes that every document begins at position 0. Here a rank may have a later part of a
+document. So positions of rows are given, and the angles of all rows are computed once for each micro-batch.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class PositionRotary(torch.nn.Module):
         return 0
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Returns [rows, 1, 1, dims] angles. As in Megatron's RotaryEmbedding, both elements of a pair have an
-        angle."""
+        """Returns [rows, 1, 1, dims] angles, one for each rotated element, as Megatron's RotaryEmbedding does."""
         assert self._angles is not None, "set_positions was not called for this micro-batch"
         return self._angles
 
@@ -105,7 +104,7 @@ def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
     """Replaces a model's rotary embedding by a :class:`PositionRotary` with equal frequencies.
 
     Returns:
-        The model's PositionRotary, which may be there before the call; None for a model without rotary embedding.
+        The model's PositionRotary, or None for a model without rotary embedding.
     """
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if rotary is None:

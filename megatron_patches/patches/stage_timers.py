@@ -33,15 +33,11 @@ class StageTimers:
 
 
 class _NoTimer:
-    """A timer that does nothing."""
-
     def start(self, barrier: bool = False) -> None: ...
     def stop(self, barrier: bool = False) -> None: ...
 
 
 class _StageTimer:
-    """A timer that records a span on the timeline from its start to its stop."""
-
     def __init__(self, timeline: Timeline, name: str) -> None:
         self._timeline, self._name = timeline, name
         self._span: AbstractContextManager[Any] | None = None
