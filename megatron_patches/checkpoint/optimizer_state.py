@@ -5,7 +5,7 @@ begin and end inside a weight, but a checkpoint needs rectangular parts of a wei
 whole state on every rank, which takes 12 bytes of host memory for each element of a weight. Here each rank splits its
 range of a weight into rectangular *boxes*, and saves the boxes. Names and shapes in the checkpoint are Megatron's own.
 
-Example: elements [2, 9) of a 3 x 4 weight are columns 2 and 3 of row 0, all of row 1, and column 0 of row 2.
+Example: elements [2, 9) of a 3 x 4 weight are three boxes: the end of row 0, all of row 1, and the beginning of row 2.
 
 A model with FP8 weights has no bfloat16 weights. Values for a checkpoint then come from the optimizer's float32 copies
 of the weights, called *main weights*.
