@@ -75,6 +75,10 @@ class LaunchError(ConfigError):
     next_step = "change it and start again; docs/environment.md lists every variable."
 
 
+class RefusedServerError(LaunchError):
+    """A server without a model that cannot join a run; the run goes on without it."""
+
+
 class OptionError(DistcaError):
     """An option of a command with a value that it cannot use."""
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from distca.cluster.board import Board, Failure
 from distca.cluster.process import Member
 from distca.cluster.waits import Stuck, Wait, Waits
-from distca.errors import DistcaError
+from distca.errors import DistcaError, RefusedServerError
 from distca.log import MISTAKE, console, say_mistake
 
 if TYPE_CHECKING:
@@ -151,9 +151,16 @@ class Health:
 
     @contextmanager
     def ends_failures(self) -> Iterator[None]:
-        """Ends all ranks if the ``with`` block raises an error, before a clean-up could wait for other ranks."""
+        """Ends all ranks if the ``with`` block raises an error, before a clean-up could wait for other ranks.
+
+        Raises:
+            RefusedServerError: the block raised it; other ranks go on.
+        """
         try:
             yield
+        except RefusedServerError:
+            self.stop()
+            raise
         except KeyboardInterrupt:
             self._leave(128 + signal.SIGINT)
         except BaseException as error:

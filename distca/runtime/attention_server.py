@@ -31,7 +31,7 @@ from distca.cluster.pool_watch import PoolWatch
 from distca.cluster.process import Process, machine_name
 from distca.cluster.timeout import TIMEOUT
 from distca.device.host_to_device import uploading
-from distca.errors import DistcaError, LaunchError, SupportError
+from distca.errors import DistcaError, KernelError, RefusedServerError, SupportError
 from distca.plan import PlanOptions
 from distca.plan.step import StepPlan
 from distca.plan.step_file import StepInputs
@@ -127,7 +127,9 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         patience: the longest wait for homes.
 
     Raises:
-        LaunchError: no homes come in time, or the homes already have a server with this number.
+        LaunchError: no homes come in time.
+        RefusedServerError: homes already train, and this server cannot join them: they have a server with this number,
+            or one of the causes below.
         SupportError: homes compute on GPUs and this process on a CPU, or the other way round.
         KernelError: the homes' kernel cannot run in this process, or computes wrong results.
     """
@@ -144,14 +146,20 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
     first: Generation = meeting.take(
         "generation/0", patience, "No homes have come that ask for servers without a model."
     )
-    check_device(first.terms.spec.device.type, device.type, number)
-    kernel = choose_kernel(first.terms.kernel, replace(first.terms.spec, device=device))
-    if me not in first.servers:
+    joins_later = me not in first.servers
+    try:
+        check_device(first.terms.spec.device.type, device.type, number)
+        kernel = choose_kernel(first.terms.kernel, replace(first.terms.spec, device=device))
+    except (SupportError, KernelError) as error:
+        if joins_later:
+            raise RefusedServerError(str(error)) from error
+        raise
+    if joins_later:
         # The homes have begun without this process, so the process asks to join the next generation.
         meeting.put(f"comer/{meeting.count('comers', 1) - 1}", me)
         answer = meeting.take(f"welcome/{me.process}", HOMES_QUIET)
         if isinstance(answer, str):
-            raise LaunchError(answer)
+            raise RefusedServerError(answer)
         first = answer
     return _Server(meeting, me, kernel, device).run(first)
 

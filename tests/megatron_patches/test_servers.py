@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from distca.cluster.pool_store import PoolStore
-from distca.errors import LaunchError, PlanError, SupportError
-from distca.runtime.attention_server import check_device
+from distca.errors import LaunchError, PlanError, RefusedServerError, SupportError
+from distca.runtime.attention_server import Generation, PoolTerms, check_device
 from distca.testing.ranks import run_ranks
 from megatron_patches.arguments import CadArguments
 from megatron_patches.ranks.remote_servers import RemoteServers, check_planned, check_with_servers
@@ -129,6 +129,22 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
     for config, recurrent, offload in refused:
         with pytest.raises(SupportError, match=r"have not been shown to be right with .*: leave `servers` at 0"):
             check_with_servers(config, recurrent, offload)
+
+
+def _refused_later() -> str:
+    from distca import serve
+
+    store = dist.HashStore()
+    spec: Any = SimpleNamespace(device=torch.device("cuda"))
+    begun = Generation(0, (), PoolTerms(None, spec, "auto", "keep"), 0)  # type: ignore[arg-type]
+    PoolStore(store).put("generation/0", begun)
+    with pytest.raises(RefusedServerError) as refused:
+        serve(store, 3)
+    return str(refused.value)
+
+
+def test_a_server_that_comes_to_homes_on_other_devices_is_refused_alone() -> None:
+    assert "Server 3 has device cpu, and the homes compute on cuda" in run_ranks(1, _refused_later)[0]
 
 
 def test_servers_that_do_not_come_or_plan_otherwise_are_sentences() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distca.log import MISTAKE
 from distca.testing.ranks import run_ranks
 from tests.train.small_runs import ROOT, arguments, steps_of, train_all, write_texts
 
@@ -62,6 +63,8 @@ def test_losses_are_those_of_homes_alone_when_the_server_is_killed_and_comes_bac
         with subprocess.Popen(again[0], env=again[1]) as comer:
             _wait_for(run, lambda: "server 0 is there" in said.read_text())
             before = done()
+            twin = subprocess.run(again[0], env=again[1], capture_output=True, text=True, timeout=60)
+            assert twin.returncode == MISTAKE and "have a server 0 already" in twin.stderr
             _wait_for(run, lambda: done() > before + 1)
             run.send_signal(signal.SIGTERM)
             assert run.wait(60) == 0 and comer.wait(30) == 0

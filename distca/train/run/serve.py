@@ -27,7 +27,7 @@ from distca.runtime.attention_server import HOMES_QUIET
 
 
 def main() -> NoReturn:
-    """Serve until the homes' run is over; an error ends it and them."""
+    """Serve until the homes' run is over; an error ends it and them, but not that it cannot join a run."""
     end_with_parent()
     # As homes do, whose shapes differ from step to step as well.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
