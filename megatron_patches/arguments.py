@@ -58,14 +58,14 @@ class CadArguments(CadOptions):
             ranks. Documents with homes stay, and so do all documents without ``disaggregate``.
         level: the work that a plan makes about equal on all ranks: "attention", or "time" for attention and linear
             layers together. "time" needs ``ping_pong``, and pipeline stages, ``servers`` or ``speeds``. "auto" is
-            "time" if these conditions hold, on GPUs, with another transport than "nvshmem", and with known seconds of
-            linear layers; else "auto" is "attention".
+            "time" if these conditions hold, or GPU models differ, on GPUs and with another transport than "nvshmem";
+            else it is "attention". Without a cost table linear layers count as on an H200.
         recompute: with "none" backward recomputes the MLPs if Megatron's configuration says so, and nothing else. With
             "all" backward recomputes everything but core attention. With "all" but without ``disaggregate``, backward
             recomputes every layer as a whole.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time.
             It needs recompute "none", and a configuration without recomputed modules and without FP8.
-        offload: True keeps the inputs of every layer that backward needs in host memory. It needs ``disaggregate``,
+        offload: True moves the inputs of every layer to host memory until backward. It needs ``disaggregate``,
             recompute "all", backward "resend" or "auto", and a model without pipeline stages.
         linears: "local" takes Megatron's own linear layers. "te" takes Transformer Engine's linear layers, which need
             GPUs and bfloat16. "auto" takes Transformer Engine's if they can be used, else Megatron's own. FP8 needs

@@ -1,8 +1,8 @@
 """Makes this rank's access to the server pool, the set of ranks that compute each other's core attention.
 
-A rank needs an attention kernel, and a transport that moves rows of q, k, v and outputs between ranks. Backward of a
-task needs q, k and v again. With "keep" the rank that computed the task's forward keeps these rows. With "resend" the
-home of these rows, the rank that computed them, keeps them and sends them again.
+A rank needs an attention kernel, and a transport that moves rows of q, k, v and outputs between ranks. Backward needs
+q, k and v again. With "keep" the rank that computed core attention keeps q, k and v. With "resend" the rank that sent
+q, k and v keeps these rows and sends them again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def join_pool(
     for recurrence in dict.fromkeys(filter(None, layer_kinds.recurrences)):
         choose_recurrent_kernel(recurrence, device, config.params_dtype, given.deterministic)
     sinks = any(kind.sink for kind in layer_kinds.kinds)
-    # GiB of memory for rows that arrive by NVSHMEM.
+    # GiB of NVSHMEM memory for rows that arrive.
     needed = receive_buffer_gb(attention_shape(config), given.tokens_per_rank, resend=how == "resend", sinks=sinks)
     transport: Transport
     if remote is not None:

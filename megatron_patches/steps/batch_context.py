@@ -65,8 +65,8 @@ class PackedMicroBatch:
     Attributes:
         batch: the borders between this rank's documents, for the attention kernel.
         rows: number of rows that belong to documents; all rows behind them are padding.
-        recurrent: where documents begin and end, for recurrent layers. Each key is a number of rows: the causal
-            convolution of a layer reads that many rows before the current one.
+        recurrent: where documents begin and end, for recurrent layers. The key is the number of rows before the current
+            row that the causal convolution of a layer reads.
         document_lengths: [N] int64 tokens of the whole document to which each row belongs, or None.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
         document_count: number of documents in the micro-batch, over all ranks.

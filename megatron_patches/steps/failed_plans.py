@@ -40,8 +40,8 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
         if path is None:
             raise FailedPlanError(f"{what}, nor could its lengths be written.") from error
         raise FailedPlanError(
-            f"{what}. {path} has its lengths and options; `distca plan {path}` plans it again. Please report it with "
-            "that file, which holds no token ids."
+            f"{what}. {path} has the step's lengths and options; `distca plan {path}` plans the step again. Please "
+            "report the error with that file, which holds no token ids."
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 A rank holds only some tokens of a document, in an order that the plan chose. Each of these tokens is a *row* of the
 rank. From the figures of all ranks' rows :func:`gather_documents` makes the figures of documents. From the figures of
-documents :func:`rows_of` makes the figures of this rank's rows. Users call it ``distca.rows_of``.
+documents :func:`rows_of` makes the figures of this rank's rows. For users that function is ``distca.rows_of``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
     except (TypeError, ValueError, RuntimeError):  # texts, or lists of unequal lengths
         figures = []
     if len(figures) != len(documents) or any(each.ndim != 1 for each in figures):
-        raise PlanError("rows_of takes a list with a row of figures for each document, one for each of its tokens.")
+        raise PlanError("rows_of takes a list with a row of figures for each document, one figure for each token.")
     lengths, given = batch.micro_batch_lengths.tolist(), [len(each) for each in figures]
     if given != lengths:
         if len(given) != len(lengths):
@@ -72,7 +72,7 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
             "step.documents: plans move documents to other micro-batches, unless CAD has deal=False."
         )
     places, here = _places(batch, lengths)
-    whole = (torch.cat(figures) if figures else torch.zeros(0)).to(batch.tokens.device)  # one copy for all
+    whole = (torch.cat(figures) if figures else torch.zeros(0)).to(batch.tokens.device)
     rows = whole.new_zeros(len(here))
     rows[here] = whole[places[here]]
     return rows[None]

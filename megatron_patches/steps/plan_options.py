@@ -2,9 +2,7 @@
 
 The planner divides attention into tasks and gives each task to a rank, its *server*. It needs the seconds of each task.
 Seconds come from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a shape of heads.
-Without such a table seconds are estimated.
-
-Where a pool has several kinds of GPUs, each server counts with the table of its own.
+Without such a table seconds are estimated. Servers on different GPU models have different tables.
 
 A plan *levels* attention: all ranks get tasks of about equal seconds. With pipeline stages some ranks are at times
 without linear layers to compute. Then a plan may level the sum of attention and linear layers ("time").
@@ -81,8 +79,8 @@ def plan_options(
         find = partial(_costs_on, kinds=layer_kinds.kinds, cost=None if given.cost_table else cost, kernel=kernel)
         costs = costs_by_gpu(costs, gpus, find, warns=dist.get_rank() == 0 and not given.speeds)
         unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
-        # "auto" is "attention" on CPUs, as ranks may share cores. With NVSHMEM it is "attention" too: an idle server
-        # would get more rows at once than NVSHMEM's receive memory holds.
+        # "auto" is "attention" on CPUs, where ranks may share cores. It is "attention" with NVSHMEM too, as an idle
+        # server could get more rows at once than NVSHMEM's receive memory holds.
         usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         works = partial(layer_works, config, layer_kinds, given.hybrid_layer_pattern, tp, given.recompute == "all")
         non_attention = _non_attention(config, cost, given.level, usual, works)
@@ -206,13 +204,14 @@ def _cost_of(kind: AttentionKind, cost: CostModel, kernel: str, gpu: str) -> Cos
 def _costs_on(
     gpu: str, kinds: Sequence[AttentionKind], cost: CostModel | None, kernel: Kernel
 ) -> tuple[CostModel, ...] | None:
-    """Returns, by kind of layer, the measured costs of another GPU; None if there is no table, or none of the first.
+    """Returns for each kind of layer the cost table of another GPU model; None if there is no such table.
 
     Args:
-        gpu: its name.
-        kinds: the kinds of layers.
-        cost: the costs of the first rank's GPU, which say which heads are wanted; None if the user named their table.
-        kernel: the kernel of this rank. A GPU on which it does not run takes torch's.
+        gpu: the name of the GPU model.
+        kinds: the kinds of attention layers.
+        cost: the costs on rank 0's GPU, with the shape of heads. If these are estimated, or if ``cost`` is None, None
+            is returned.
+        kernel: this rank's kernel. If ``gpu`` has no table of this kernel, the table of the kernel "torch" is taken.
     """
     if not isinstance(cost, TableCost):
         return None
@@ -263,5 +262,5 @@ def _non_attention(
             "in FP8 (%s); `distca profile` measures them.",
             fp8,
         )
-    of_layers = works()  # stages have equal layers, so the first stage's stand for all
+    of_layers = works()  # all stages have equal layers, so the layers of the first stage are enough
     return between_attentions(in_fp8 or rate, of_layers[: len(of_layers) // stages], tp)

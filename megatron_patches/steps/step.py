@@ -8,7 +8,7 @@ attention only.
 Every rank calls :func:`make_step` with the same documents, and computes the same plan from the documents' lengths. A
 rank's *routes* are the rank's part of the plan: the rows that the rank sends and receives, and the tasks that the rank
 computes. In a *forward phase* each stage runs the forward of one micro-batch. A stage without a micro-batch in that
-phase only computes attention for other stages. Backward phases are alike.
+phase only computes attention for other stages. A *backward phase* is the same for backward.
 """
 
 from __future__ import annotations
@@ -219,9 +219,9 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
     layers.
 
     A nano-batch is one of the parts, usually two, into which a micro-batch is split. A piece is a run of a document's
-    rows that lie on one rank in one nano-batch. Routes of recurrent layers move states between the ranks that have
-    pieces of a document. A causal convolution also reads ``halo_rows`` rows before each row. Layers with equal
-    ``halo_rows`` share their routes.
+    rows that lie on one rank in one nano-batch. Routes of recurrent layers move recurrent states from a document's
+    earlier pieces to later pieces. They also move ``halo_rows`` rows before a piece, which a causal convolution reads.
+    Layers with equal ``halo_rows`` share their routes.
     """
     options = plan.options
     stage, recurrences = taker.stage, taker.recurrences

@@ -92,7 +92,8 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
         if tokens > most:
             raise PlanError(
                 f"Micro-batch {number} has {tokens:,} tokens; {ranks} data-parallel ranks with tokens_per_rank "
-                f"{tokens_per_rank:,} hold {most:,}. Put fewer documents into it, or raise tokens_per_rank."
+                f"{tokens_per_rank:,} hold {most:,}. Put fewer documents into the micro-batch, or raise "
+                "tokens_per_rank."
             )
         homes = documents.homes[number] if documents.homes else None
         if homes is None:
@@ -100,7 +101,7 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
         outside = homes[(homes < 0) | (homes >= ranks)]
         if len(outside):
             raise PlanError(
-                f"Homes of micro-batch {number} name data-parallel rank {outside[0]}; they are 0 to {ranks - 1}."
+                f"Homes of micro-batch {number} name data-parallel rank {outside[0]}; ranks are 0 to {ranks - 1}."
             )
         by_rank = np.bincount(homes, lengths, ranks)
         if by_rank.max() > tokens_per_rank:

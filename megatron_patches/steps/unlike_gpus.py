@@ -1,6 +1,7 @@
-"""Cost tables of a pool with several kinds of GPUs: each server counts with the table of its own GPU.
+"""Makes cost models of servers with different GPU models: the seconds of a server's tasks follow from its own GPU.
 
-A *server* is a rank or another process that computes core attention; the *pool* is all servers of a plan.
+A *server* is a rank, or another process, that computes core attention. The *pool* is all servers of a plan. A *cost
+table* has the measured seconds of attention tasks on one GPU model.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def pool_gpus(tp: int, gpu: str, others: Sequence[str]) -> list[str]:
     """Returns the name of every server's GPU, the same on every rank; all ranks call it together.
 
     Args:
-        tp: number of tensor-parallel ranks. Together they are a server, which counts with the GPU of the first of them.
+        tp: number of tensor-parallel ranks. These ranks together are one server. The first rank's GPU counts.
         gpu: the name of this rank's GPU.
-        others: names of GPUs of the servers without a model, which follow the ranks.
+        others: names of the GPUs of further servers, which are not ranks. These come last in the result.
     """
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, gpu)
@@ -35,18 +36,19 @@ def costs_by_gpu(
     find: Callable[[str], tuple[CostModel, ...] | None],
     warns: bool,
 ) -> tuple[CostModel, ...]:
-    """Returns cost models in which each server has the table of its own GPU.
+    """Returns for each kind of layer a cost model in which each server has the table of its own GPU.
 
-    If a table is missing, all servers count as the first one.
+    If a table is missing, all servers get the cost model of the first server.
 
     Args:
-        costs: by kind of layer, the cost model of the first server's GPU.
-        gpus: [servers] the names of their GPUs.
-        find: a function that returns the same for a GPU by name; None if there is no table.
-        warns: whether to warn of a missing table; not needed where the user says how fast each server is.
+        costs: for each kind of layer, the cost model of the first server's GPU.
+        gpus: [servers] the name of each server's GPU.
+        find: a function that returns cost models for each kind of layer on a GPU of the given name; None if there is no
+            table.
+        warns: whether to log a warning if a table is missing.
 
     Raises:
-        PlanError: tables are for different tiles.
+        PlanError: tables are for different sizes of kernel tiles.
     """
     kinds = list(dict.fromkeys(gpus))
     if len(kinds) == 1:
@@ -57,17 +59,17 @@ def costs_by_gpu(
         return tuple(PoolCost(tables, of_server) for tables in zip(*of_gpu, strict=True))
     if warns:
         logger.warning(
-            "The pool has unlike GPUs (%s), and no cost table of each for this kernel and these heads. So plans take "
-            "all for as fast as the first: measure tables with `distca profile`, or set speeds (cad.speeds).",
+            "The pool has unlike GPUs (%s), and not each has a cost table for this kernel and these heads. So plans "
+            "take all GPUs for as fast as the first: measure tables with `distca profile`, or set speeds (cad.speeds).",
             ", ".join(kinds),
         )
     return costs
 
 
 def linear_factors(cost: CostModel, homes: int) -> tuple[float, ...]:
-    """Returns, for each of the first ``homes`` servers, the time of its linear layers over that of the first table's.
+    """Returns for each of the first ``homes`` servers the time of linear layers, relative to the first server's GPU.
 
-    It is 1 where a table says nothing of linear layers."""
+    A factor is 1 if a table has no times of linear layers."""
     if not isinstance(cost, PoolCost):
         return (1.0,) * homes
     first, rates = cost.tables[0].linear, [cost.tables[number].linear for number in cost.of_server[:homes]]

@@ -44,7 +44,7 @@ def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: to
 def check_hybrid(
     config: TransformerConfig, pattern: str, options: ModelOptions, disaggregate: bool, offload: bool
 ) -> None:
-    """Refuses a setting that is not supported beside recurrent layers or output gates; other models pass.
+    """Refuses a setting that is not supported with recurrent layers or output gates; other models pass.
 
     Args:
         config: Megatron's configuration.

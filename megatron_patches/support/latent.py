@@ -18,7 +18,7 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
 def check_latent(config: TransformerConfig, given: CadArguments) -> None:
-    """Refuses a setting that is not supported beside latent attention; other models pass.
+    """Refuses a setting that is not supported with latent attention; other models pass.
 
     Args:
         config: Megatron's configuration.

@@ -55,9 +55,9 @@ def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
     frequencies = own.inv_freq.cpu() if plain else torch.empty(0)
     if frequencies.shape != default.shape or not torch.allclose(frequencies, default):
         raise SupportError(
-            "`rotations` has rotary positions for every layer, but GPTModel was built with others, which no layer "
-            "would use: leave its rotary_base, rotary_percent and rope_scaling out, or set `rotations` to None for the "
-            "layers that have them."
+            "`rotations` has rotary positions for every layer, but GPTModel was built with other positions, which no "
+            "layer would use: leave GPTModel's arguments rotary_base, rotary_percent and rope_scaling out, or set "
+            "`rotations` to None for layers that are to use GPTModel's positions."
         )
 
 

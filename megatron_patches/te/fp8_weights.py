@@ -1,7 +1,7 @@
 """Weights of Transformer Engine's linear layers that exist as FP8 numbers and scales only, without a bfloat16 copy.
 
-Megatron builds such weights if its configuration sets ``fp8_param``. Megatron's optimizer also keeps a float32 *main
-weight* for each. Main weights are made from the drawn initial values, before these are rounded to FP8.
+Megatron builds such weights if its configuration sets ``fp8_param``. For each weight Megatron's optimizer keeps a
+float32 *main weight*, which is made from the drawn initial values and not from the FP8 numbers.
 
 For backward on Hopper GPUs, Transformer Engine makes a transposed copy of a weight's FP8 numbers. Transformer Engine
 would keep that copy, which doubles the weight's memory. This file drops the copy after use, so a weight takes one byte
@@ -22,7 +22,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 def is_fp8(weight: torch.Tensor) -> bool:
-    """Whether a weight is FP8 numbers and scales; the ``dtype`` of such a weight is bfloat16 all the same."""
+    """Whether a weight is FP8 numbers and scales. The ``dtype`` of such a weight says bfloat16."""
     return bool(fp8_utils.is_float8tensor(weight))
 
 

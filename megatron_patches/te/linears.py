@@ -46,8 +46,8 @@ class _Linear:
 
     @is_first_microbatch.setter
     def is_first_microbatch(self, first: bool) -> None:
-        """Drops the FP8 copies of weights if ``first`` is True, as Megatron sets it before a step. The next forward
-        makes new copies."""
+        """Drops the FP8 copies of weights if ``first`` is True. Megatron sets True before a step, whose first forward
+        then makes new copies."""
         if first:
             self.__dict__.get("_fp8_workspaces", {}).clear()
 
@@ -66,7 +66,7 @@ class _Linear:
     def _recipe(self) -> Any:
         return make_recipe(self.config)  # type: ignore[attr-defined]
 
-    # Transformer Engine's own extra state is a pickle, and loading a pickle can run code. Ours has tensors only.
+    # Transformer Engine's extra state is a pickle, and loading a pickle can run code. The state here has tensors only.
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
         """Returns the scales of delayed scaling and the largest values of earlier steps. Returns None without delayed

@@ -180,7 +180,7 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
             raise SupportError("The forward step took no batch: take one with next(batches), every time it is called.")
         pair = isinstance(returned, tuple | list) and len(returned) == 2
         if not pair or (not callable(returned[1]) and parallel_state.is_pipeline_last_stage()):
-            raise SupportError("The forward step has to return the model's output and a function of it: the loss.")
+            raise SupportError("The forward step has to return the model's output and a function: the output's loss.")
         output, loss_function = returned
         return output, partial(_counted, loss_function)
 

@@ -1,9 +1,9 @@
 """Finds optimizers that train nothing because they read ``weight.grad``.
 
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips weights
-without ``grad`` and raises no error. So a hook runs after every step of every optimizer. It looks for optimizers that
-hold weights of a trained model, all without ``grad``. Megatron's own optimizers set ``grad``, or hold copies of
-weights.
+without ``grad`` and raises no error. So a hook runs after every step of every optimizer. The hook looks for optimizers
+that hold weights of a trained model, all without ``grad``. Megatron's own optimizers pass, as they set ``grad`` or hold
+copies of weights.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""The number of steps without a changed weight that causes a warning of an optimizer from another library than
-torch."""
+"""An optimizer that is not from torch gets a warning after this number of steps without a changed weight."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 """The models that have had a backward pass."""

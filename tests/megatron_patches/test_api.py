@@ -301,7 +301,7 @@ def test_a_micro_batch_of_more_tokens_than_ranks_hold_is_refused(used: list[dict
             "documents, each a row of token ids."
             for found in ("a int64", "an array of 0 dimensions")
         ]
-        assert rank["no such home"] == "PlanError: Homes of micro-batch 0 name data-parallel rank 2; they are 0 to 1."
+        assert rank["no such home"] == "PlanError: Homes of micro-batch 0 name data-parallel rank 2; ranks are 0 to 1."
         assert rank["too many"].startswith("PlanError: Micro-batch 1 has 61 tokens; 2 data-parallel ranks with")
         assert "tokens_per_rank 30 hold 60" in rank["too many"]
 

@@ -186,8 +186,8 @@ def test_a_step_that_the_planner_fails_on_is_written_and_named(tmp_path: Path, c
     path = tmp_path / "failed_plan_of_step_12.json"
     assert str(failed.value) == (
         "Step 12, of 7 documents and 24,632 tokens, could not be planned (IndexError('index 2 is out of bounds')). "
-        f"{path} has its lengths and options; `distca plan {path}` plans it again. Please report it with that file, "
-        "which holds no token ids."
+        f"{path} has the step's lengths and options; `distca plan {path}` plans the step again. Please report the "
+        "error with that file, which holds no token ids."
     )
     plan(str(path))
     assert "24,632 tokens" in capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_a_missing_table_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         assert isinstance(found, PoolCost) and found.of_server == (0, 0, 1, 0)
         assert costs_by_gpu((COST,), GPUS, lambda _: None, False) == (COST,) and not caplog.text
         assert costs_by_gpu((COST,), GPUS, lambda _: None, True) == (COST,)
-    assert "unlike GPUs (new, old), and no cost table of each" in caplog.text
+    assert "unlike GPUs (new, old), and not each has a cost table" in caplog.text
 
 
 def test_linear_layers_and_speeds_go_with_the_table(tmp_path: Path) -> None:
