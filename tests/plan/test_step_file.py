@@ -202,7 +202,7 @@ def test_a_step_that_cannot_be_written_where_it_should_be_is_written_elsewhere(
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with (
-        pytest.raises(FailedPlanError, match=r"failed_plan_of_step_3\.json has its lengths"),
+        pytest.raises(FailedPlanError, match=r"failed_plan_of_step_3\.json has the step's lengths"),
         reporting_failure(StepInputs([[5]], PlanOptions(1, area_cost())), 3, tmp_path / "missing"),
     ):
         raise ZeroDivisionError
