@@ -42,13 +42,9 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the weight under the name "param", and the moments under Adam's names, all in float32.
+    """Returns a parameter of ``adam`` under the name "param", and its moments under Adam's names, all in float32.
 
     Tensors that are stored in float32 are returned without a copy.
-
-    Args:
-        adam: the optimizer.
-        weight: a parameter of ``adam``.
     """
     states = {"param": weight.detach()}
     for name, held in adam.state[weight].items():

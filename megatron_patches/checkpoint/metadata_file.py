@@ -68,10 +68,7 @@ class _Record:
 
 
 def read_metadata(file: BinaryIO) -> Metadata:
-    """Returns a checkpoint's description.
-
-    Args:
-        file: the checkpoint's ``.metadata``.
+    """Returns the description in a checkpoint's ``.metadata``.
 
     Raises:
         UnpicklingError: the file does not describe a checkpoint, or contains more than data. No code in it was run.
@@ -99,10 +96,6 @@ def forget_metadata() -> None:
 
 def check_files(checkpoint: Path, metadata: Metadata) -> None:
     """Refuses a description that does not fit the files: a tensor lacks parts, or a file is missing or too short.
-
-    Args:
-        checkpoint: the checkpoint's folder.
-        metadata: the description of the checkpoint.
 
     Raises:
         UnpicklingError: the description does not fit. The message names the tensor or the file.

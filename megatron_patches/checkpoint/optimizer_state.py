@@ -100,9 +100,6 @@ def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     Each data-parallel rank has a range of the main weight of an FP8 weight, and the function gathers the ranges. So all
     data-parallel ranks call the function together, for the same weights in the same order. Weights that are not FP8 are
     returned detached, without a copy.
-
-    Args:
-        optimizer: the model's optimizer.
     """
     ranges = {
         weight: (part, start, stop) for part in distributed_parts(optimizer) for weight, start, stop in _ranges(part)

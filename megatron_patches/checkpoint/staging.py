@@ -86,7 +86,7 @@ class HostStaging:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Frees the memory, which must not be used any more."""
+        """Frees the memory. Copies must not be read after this call."""
         if self._is_pinned:
             page_unlock(self._memory)
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False

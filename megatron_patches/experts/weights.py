@@ -11,7 +11,7 @@ from megatron_patches.experts.spec import has_experts
 
 
 def mlp_weights(config: TransformerConfig) -> int:
-    """Returns the mean over all layers of the number of weights that a row meets in a layer's MLP or experts."""
+    """Returns the number of weights by which a row is multiplied in a layer's MLP or experts, as a mean over layers."""
     mixtures = has_experts(config)
     experts = sum(mixtures) * expert_weights(config)
     return (experts + mixtures.count(False) * weights_of_mlp(config)) // len(mixtures)
@@ -24,10 +24,8 @@ def weights_of_mlp(config: TransformerConfig) -> int:
 
 
 def expert_weights(config: TransformerConfig) -> int:
-    """Returns the number of weights that a row meets in a layer with experts; 0 for a model without experts.
-
-    The number includes the router, the ``topk`` experts to which a row goes, and the shared expert with its gate.
-    """
+    """Returns the number of weights by which a row is multiplied in a layer with experts: the weights of the router, of
+    the row's ``topk`` experts, and of the shared expert with its gate. 0 for a model without experts."""
     experts = config.num_moe_experts
     if not experts:
         return 0

@@ -280,8 +280,7 @@ def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOpt
 def linear_classes(te: bool) -> tuple[type, type]:
     """Returns two classes of linear layers: split over tensor-parallel ranks by outputs, and split by inputs.
 
-    Args:
-        te: whether the classes are made from Transformer Engine's linear layers.
+    With ``te`` the classes are made from Transformer Engine's linear layers.
     """
     if te:
         from megatron_patches.te.linears import ColumnLinear, RowLinear

@@ -1,6 +1,7 @@
 """Full recomputation: a block keeps only the input of each layer, and backward computes the layer again.
 
-Models whose core attention stays on its own rank use it (``CAD(disaggregate=False)`` with ``recompute="all"``).
+``distca.CAD(disaggregate=False, recompute="all")`` asks for full recomputation. Each rank then computes core attention
+of its own documents.
 
 Megatron's ``recompute_granularity="full"`` saves the attention mask as a tensor. In this project the argument
 ``attention_mask`` is a micro-batch object, which autograd cannot save. So a closure holds the object here.
@@ -18,11 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def recompute_layers(block: TransformerBlock) -> None:
-    """Makes backward compute every layer of a block again, core attention included.
-
-    Args:
-        block: a block whose layers compute core attention themselves; it is changed in place.
-    """
+    """Changes a block in place, so that backward computes every layer again, core attention included."""
     for layer in block.layers:
         layer.forward = partial(_forward, layer, layer.forward)
 

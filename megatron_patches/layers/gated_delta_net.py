@@ -30,11 +30,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         self.gated_delta_rule = _never_called
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Refuses to run: the layer calls projections and norm directly.
-
-        Raises:
-            SupportError: always.
-        """
+        """Raises SupportError: the layer calls projections and norm directly."""
         _never_called()
 
 

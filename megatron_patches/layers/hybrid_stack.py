@@ -33,7 +33,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 class DisaggregatedStack(DisaggregatedForward, HybridStack):
-    """Megatron's stack with the forward of :class:`DisaggregatedForward`.
+    """Megatron's stack with the forward of :class:`DisaggregatedForward`, which lets other ranks compute cores.
 
     Megatron's norm behind the last layer needs Transformer Engine, so a norm of this project is built in its place.
     """
@@ -84,13 +84,7 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
 
 def hybrid_stack_spec(config: TransformerConfig, *, options: ModelOptions = MEGATRONS, te: bool = False) -> ModuleSpec:
-    """Returns the spec of a HybridModel's stack.
-
-    Args:
-        config: the model's configuration.
-        options: the model's options.
-        te: whether linear layers are Transformer Engine's instead of Megatron's.
-    """
+    """Returns the spec of a HybridModel's stack. With ``te`` linear layers are Transformer Engine's."""
     norm, (column, row) = norm_class(config), linear_classes(te)
     layer = layer_spec(config, options=options, te=te)
     # A layer with an MLP alone also adds the output of the mixer before it to the residual, with the mixer's options.

@@ -66,7 +66,7 @@ class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with another constructor, which builds the linear layers and norms of the spec.
 
     Without Transformer Engine, and if queries have no latent rows, Megatron's constructor does not build the norm of
-    the latent rows of keys and values. Here that norm is always built, and latent rows have an epsilon of their own,
+    the latent rows of keys and values. Here that norm is built too. All norms of latent rows have the epsilon
     ``norm_epsilon``.
     """
 

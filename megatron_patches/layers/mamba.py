@@ -33,8 +33,6 @@ from megatron_patches.model.recurrences import mamba_recurrence
 class GroupedGatedNorm(torch.nn.Module):
     """RMSNorm of x · SiLU(gate), separate for each group of channels and in at least float32.
 
-    The constructor takes the arguments with which Megatron's mixer builds its own norm.
-
     Args:
         width: number of channels on this tensor-parallel rank.
         eps: number that is added to the mean square.
@@ -77,11 +75,7 @@ class OwnMambaMixer(MambaMixer):
             super().__init__(*arguments, **named)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses to run: the layer calls projections and norm directly.
-
-        Raises:
-            SupportError: always.
-        """
+        """Raises SupportError: the layer calls projections and norm directly."""
         raise SupportError("A Mamba mixer was called by itself: run its layer in a model that CAD attached.")
 
 
@@ -147,9 +141,5 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         return self._add(branch, residual, self.mamba_bda, None)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Refuses to run: ``layers/units.py`` calls :meth:`pre` and :meth:`mixed` instead.
-
-        Raises:
-            SupportError: always.
-        """
+        """Raises SupportError: ``layers/units.py`` calls :meth:`pre` and :meth:`mixed` instead."""
         raise SupportError("A Mamba layer was called by itself: run it in a model that CAD attached.")

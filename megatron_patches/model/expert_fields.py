@@ -11,11 +11,7 @@ from distca.models.shape import ModelShape
 
 
 def expert_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig for a model's experts; empty for a model without experts.
-
-    Args:
-        shape: sizes and settings of the model.
-    """
+    """Returns the fields of TransformerConfig for a model's experts; empty for a model without experts."""
     experts = shape.experts
     if not experts.count:
         return {}

@@ -157,10 +157,10 @@ def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
 
 
 def build_hybrid_of(shape: ModelShape, vocabulary: int, config: TransformerConfig, spec: ModuleSpec) -> Any:
-    """Builds this pipeline stage's part of Megatron's HybridModel, on the current device.
+    """Builds this pipeline stage's part of Megatron's HybridModel from a shape with a pattern of layers.
 
     Args:
-        shape: sizes and settings of the model, with a pattern of layers.
+        shape: sizes and settings of the model.
         vocabulary: number of token ids, without padding.
         config: from :func:`transformer_config`.
         spec: the spec of the stack of layers, such as ``CAD.hybrid_stack_spec`` returns.

@@ -49,7 +49,7 @@ def use_cpu() -> None:
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # If Megatron was imported before ``before_import.py`` could replace torch.compile, the compiler is switched off.
+    # torch's compiler is imported already if Megatron was imported before ``before_import.py`` replaced torch.compile.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.config.disable = True
 

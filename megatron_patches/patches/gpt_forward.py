@@ -168,9 +168,7 @@ class PatchedHybrid(PatchedForward):
 def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
     """Gives a built model the new forward. The model's new class is a subclass of the old class, with the same name.
 
-    Args:
-        model: a built model.
-        takes: the class of micro-batches that the model's layers can compute.
+    ``takes`` is the class of micro-batches that the model's layers can compute.
     """
     own = type(model)
     patched = PatchedGPT if isinstance(model, GPTModel) else PatchedHybrid
@@ -226,12 +224,7 @@ def check_unwrapped(model: PatchedForward) -> None:
 
 
 def leave_out_padding(model: LanguageModule, vocabulary: int) -> None:
-    """Makes the softmax leave out the output layer's rows of padding.
-
-    Args:
-        model: a built model, whose output layer has more than ``vocabulary`` rows.
-        vocabulary: number of token ids.
-    """
+    """Makes the softmax leave out padding: the output layer's rows from row ``vocabulary`` on."""
     model.vocabulary = vocabulary
     if model.post_process:
         model.output_layer.register_forward_hook(partial(_mask_padding, vocabulary))
@@ -243,12 +236,7 @@ def _mask_padding(vocabulary: int, layer: Any, _: Any, output: tuple[torch.Tenso
 
 
 def transform_logits(model: LanguageModule, transform: LogitTransform) -> None:
-    """Makes the model multiply and limit its logits before the softmax, and before padding is masked.
-
-    Args:
-        model: a model with the new forward.
-        transform: factor and limit.
-    """
+    """Makes the model multiply and limit its logits before the softmax, and before padding is masked."""
     model.logit_transform = transform
     if model.post_process and transform != AS_THEY_ARE:
         model.output_layer.register_forward_hook(partial(_transform_logits, transform), prepend=True)

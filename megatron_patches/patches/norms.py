@@ -94,12 +94,7 @@ class LayerNormWithoutBias(LayerNorm):
 
 
 def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | type[LayerNorm]:
-    """Returns the class of a configuration's norms.
-
-    Args:
-        config: the model's configuration.
-        bias: whether LayerNorms have a bias.
-    """
+    """Returns the class of a configuration's norms. ``bias`` says whether LayerNorms have a bias."""
     if config.normalization == "RMSNorm":
         return RMSNorm
     return LayerNorm if bias else LayerNormWithoutBias

@@ -19,9 +19,6 @@ class StageTimers:
     """An object for the field ``timers`` of Megatron's configuration.
 
     Calling the object with a name returns a timer. The timers of ``_COMPUTE`` record spans, and all others do nothing.
-
-    Args:
-        timeline: the timeline on which spans are recorded.
     """
 
     def __init__(self, timeline: Timeline) -> None:
