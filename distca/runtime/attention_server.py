@@ -241,7 +241,6 @@ class _Server:
         logger.info("Server %d of the pool serves core attention of %d homes.", self._number, options.homes)
 
     def _leave(self) -> None:
-        """Leaves the pool; ranks that wait for this server then get an error."""
         self._watch.end()
         self._transport.give_up()
 
@@ -318,12 +317,10 @@ class _Server:
         return True
 
     def _begin(self) -> None:
-        """Sets the device of the planning thread, which copies plans to the device."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def _tell_served(self, step: int) -> None:
-        """Waits for the device, and writes the report of a step to the store."""
         seconds = self._pool.timeline.take_serves()
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)

@@ -119,7 +119,6 @@ class EmptyRecurrentLayer:
 
     @property
     def _rows(self) -> tuple[torch.Tensor, ...]:
-        """The core's inputs with 0 rows: mixed_NC, g and beta_NH."""
         what, dtype = self.recurrence, torch.promote_types(self.dtype, torch.float32)
         return (
             torch.empty(0, what.channels, dtype=self.dtype, device=self.device),

@@ -169,7 +169,6 @@ class _Run:
         return graph_tokens
 
     def attend(self, layer: int, graph_tokens: list[torch.Tensor]) -> None:
-        """Runs the core of a layer, up to the launch of its results."""
         for nano, call in enumerate(self._calls):
             graph_tokens[nano] = _through_core(call, self._layers[layer], graph_tokens[nano])
 
@@ -203,7 +202,6 @@ class _Run:
         residuals: list[tuple[torch.Tensor, ...]],
         graph_tokens: list[torch.Tensor],
     ) -> None:
-        """Does what :meth:`between` does, for a post that sends rows to experts on other ranks."""
         split: Any = self._layers[layer]
         posts, last, paused = [], layer + 1 == len(self._layers), True
         for nano, call in enumerate(calls):
@@ -256,14 +254,12 @@ class _Run:
 
 
 def _through_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor:
-    """Waits for the core's input rows, computes the core and launches its results; returns the graph token."""
     if isinstance(call, RecurrentCall):
         return call.launch_states(call.summarise(call.join_halo(token), layer.core_parameters))
     return call.launch_o(call.serve(call.join_qkv(token)), layer.sink)
 
 
 def _out_of_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor:
-    """Waits for the core's results; returns o of the rows that this rank holds."""
     return call.join_states(token) if isinstance(call, RecurrentCall) else call.join_o(token, layer.sink)
 
 

@@ -19,7 +19,7 @@ piece is computed:
 | the only piece | forward | | backward | |
 | the first | forward | | | backward |
 | the last | | forward | backward | |
-| an inner piece, between first and last | only A and B | forward | only the state's gradient | backward |
+| an inner piece, between first and last | only A and B | forward | only the gradient of the state before it | backward |
 
 Until backward a nano-batch keeps the convolution's inputs and the states before its pieces. Backward computes the
 convolution once more. Pieces of pong also read halo rows and states that arrived in ping.
@@ -238,7 +238,6 @@ class RecurrentCall(LayerCall):
         return of_kernel, of_bias, of_skip
 
     def _convolution_backward(self, gradients: CoreRows) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns gradients of the convolution's kernel and bias; stores gradients of rows in ``_gradients``."""
         assert self._parameters is not None
         (mixed, g, beta), given = self._rows, self._parameters
         leaves = [each.detach().requires_grad_() for each in (mixed, self._halo_rows(), given.kernel)]
@@ -279,7 +278,6 @@ class RecurrentCall(LayerCall):
     # Shared.
 
     def _halo_rows(self) -> torch.Tensor:
-        """Returns halo_UC of this nano-batch; in pong, ping's halo rows come first."""
         assert self._halo is not None
         if self._before is None:
             return self._halo
@@ -292,11 +290,9 @@ class RecurrentCall(LayerCall):
         return core_rows(mixed, g, beta, self._halo_rows(), self._parameters, self._routes.pieces, self._what)
 
     def _spans(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns for each of these pieces its first row and one past its last row."""
         return [self._routes.pieces.spans[each] for each in numbers]
 
     def _stacked(self, states: States, numbers: Sequence[int]) -> torch.Tensor | None:
-        """Returns the states of these pieces in one tensor; None if the pieces have no states."""
         has_states = bool(numbers) and numbers[0] in states
         return torch.stack([states[each] for each in numbers]) if has_states else None
 

@@ -67,7 +67,6 @@ class CollectiveTransport:
         return handle
 
     def _room(self, part: Part) -> _AllToAll:
-        """Returns the all-to-all of a part, with new send and receive tensors for packed rows."""
         moves = part.moves
         sent = part.source.new_empty((len(moves.send_index), *part.source.shape[1:]))
         received = part.destination.new_empty((sum(moves.receive_counts), *part.destination.shape[1:]))
@@ -85,8 +84,6 @@ class CollectiveTransport:
 
 @dataclass
 class _AllToAll:
-    """The all-to-all of one part, with the packed rows that are sent and received."""
-
     part: Part
     sent: torch.Tensor
     received: torch.Tensor

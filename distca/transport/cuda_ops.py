@@ -34,7 +34,6 @@ _INTERFACE = 2
 
 @cache
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    """Returns the library and None, or None and the reason why the library cannot be loaded."""
     path = Path(__file__).parent / f"_rows{EXTENSION_SUFFIXES[0]}"
     if not path.is_file():
         return (
@@ -54,7 +53,6 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Returns the library, with argument types set; None if the library cannot be loaded."""
     library, _ = _load()
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -241,7 +239,6 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _call(name: str, *arguments: int | None) -> None:
-    """Calls a function of the library; raises NativeError if it returns a CUDA error code."""
     library = _library()
     assert library is not None, "the CUDA library is not there"
     code = getattr(library, name)(*arguments)

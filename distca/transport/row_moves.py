@@ -74,14 +74,7 @@ class RowMoves:
     def in_hops(
         exchange: RowExchange, relay: RowExchange | None, ranks: int, device: Destination
     ) -> tuple[RowMoves, RowMoves]:
-        """Returns the moves from homes to servers and the moves back, with a relay inside nodes if one is given.
-
-        Args:
-            exchange: this rank's part of the rows that move between homes and servers.
-            relay: this rank's part of the rows that move from gateways to other servers; None without a relay.
-            ranks: number of ranks in the pool.
-            device: the rows' device.
-        """
+        """Returns the moves of :meth:`there_and_back`, with the moves of the relay if it is not None."""
         to_server, to_home = RowMoves.there_and_back(exchange, ranks, device)
         if relay is None:
             return to_server, to_home

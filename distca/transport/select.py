@@ -185,12 +185,10 @@ def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
 
 
 def _gpu(index: int) -> str:
-    """Returns the UUID of visible GPU number ``index``."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """Returns the ``mine`` of every rank."""
     everyone = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone

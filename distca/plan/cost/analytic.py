@@ -67,7 +67,6 @@ class AnalyticCost(CostModel):
 
     @cached_property
     def _terms(self) -> dict[Direction, np.ndarray]:
-        """The terms a, b and c, [K, 3] for each direction."""
         both = np.array((self.forward_terms, self.backward_terms))
         return {"both": both, "forward": both[:1], "backward": both[1:]}
 

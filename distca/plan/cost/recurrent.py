@@ -1,8 +1,9 @@
 """The time of a recurrent layer's core (linear attention, SSM), counted in weights of matrix products.
 
-The time of a matrix product is proportional to its rows and weights. The time of a core is proportional to its rows and
-the numbers in its state. So :class:`CoreWeights` says with how many weights a matrix product would take as long as the
-core. The planner adds these weights to the weights of a layer's real products (linear.py).
+The *core* is the layer without its projections. The time of a matrix product is proportional to its rows and weights.
+The time of a core is proportional to its rows and the numbers in its state. So
+:class:`CoreWeights` says with how many weights a matrix product would take as long as the core. The planner adds these
+weights to the weights of a layer's real products (linear.py).
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ class ScaledCost(CostModel):
         return [[factor * own for own in each] for factor, each in zip(self.factors(direction), seconds, strict=True)]
 
     def _column(self, direction: Direction, dimensions: int) -> np.ndarray:
-        """Returns the factors as an array with ``dimensions`` dimensions, all of size 1 but the first."""
         return np.array(self.factors(direction)).reshape(-1, *[1] * (dimensions - 1))
 
 

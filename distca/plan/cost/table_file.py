@@ -125,7 +125,6 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value
 
 
 def _size(head_dim: int, value_dim: int) -> str:
-    """Returns the sizes of heads in words, for messages."""
     return f"{head_dim} with values of {value_dim}" if value_dim else str(head_dim)
 
 
@@ -148,12 +147,10 @@ def load_table(path: str | Path) -> TableCost:
 
 @cache
 def _read_once(path: Path) -> dict[str, Any]:
-    """Reads a file of the package's folder, once per process."""
     return _read(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Reads a file and checks its keys; raises PlanError."""
     try:
         content = read_object(path)
     except OSError as error:

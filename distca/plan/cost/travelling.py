@@ -65,7 +65,6 @@ class TravellingCost(CostModel):
 
 
 def _travel(seconds: tuple[float, float], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-    """Returns [N] seconds for the rows of tasks; 0 for tasks without queries."""
     return np.where(np.asarray(q_rows) > 0, seconds[0] * np.asarray(q_rows) + seconds[1] * np.asarray(kv_rows), 0.0)
 
 

@@ -38,8 +38,8 @@ class DocumentPieces:
     def of(layouts: Sequence[Layout]) -> DocumentPieces:
         """Returns the pieces of a micro-batch.
 
-        ``layouts`` has for each nano-batch the shards of documents: their ranks and rows. Shards whose rows follow each
-        other in the document and in the rank's tensor become one piece."""
+        ``layouts`` has for each nano-batch the *shards*, which are ranges of documents with their rank and rows. Shards
+        whose rows follow each other in the document and in the rank's tensor become one piece."""
         # Shards are sorted by document and position. "joins" says for each shard but the first whether it follows the
         # shard before in the document, and in one nano-batch and tensor. "heads" are the first shards of pieces,
         # "tails" the last shards.

@@ -236,13 +236,11 @@ class InternodePeers:
             time.sleep(0.01)
 
     def _pack(self, load: list[Slice], staging: int) -> Any:
-        """Packs a load into the staging memory at ``staging``; returns an event that comes when the load is packed."""
         pieces = [(each.source, each.rows, staging + each.staged) for each in load]
         self._queue.push_rows(pieces, _NOBODY, 0, self._finished_blocks, _PACK_BLOCKS, self._stream)
         return self._queue.mark(self._stream)
 
     def _put(self, load: list[Slice], staging: int) -> None:
-        """Starts copying a packed load to its peers."""
         for each in load:
             self._queue.put(
                 self._at.receive_buffer + each.lands, staging + each.staged, each.size, each.peer, self._stream

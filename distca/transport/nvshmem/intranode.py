@@ -146,13 +146,9 @@ class IntranodePeers:
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """Queues the writes of exchange ``number``, behind the current stream's work so far, and the signals.
+        """Queues the writes and signals of exchange ``number``, behind the current stream's work so far.
 
-        Args:
-            number: number of the exchange.
-            reuses: number of the exchange that a peer must have consumed before rows are written to the peer; 0 for no
-                wait.
-            puts: the rows to write, by peer.
+        ``puts`` are the rows to write, by peer. Writes to a peer wait until the peer has consumed exchange ``reuses``.
         """
         ready = self._queue.mark(self._queue.current_stream())
         small = {peer: pieces for peer, pieces in puts.items() if self._is_small(pieces)}
@@ -177,7 +173,6 @@ class IntranodePeers:
         return self._keep(by_engine, behind) if by_engine else None
 
     def _keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent:
-        """Queues copies by copy engine, after the writes of ``behind``: other ranks wait for these writes."""
         stream = self._stream("keep", priority=0)
         stream.wait_event(self._queue.mark(self._queue.current_stream()))
         for event in behind.events if behind is not None else ():
@@ -192,13 +187,11 @@ class IntranodePeers:
         return Sent([self._queue.mark(stream)], held, peers, reuses)
 
     def _is_long(self, part: Part) -> bool:
-        """Whether a copy engine copies the rows of a part that stay on this rank."""
         ranges = len(part.moves.keep_ranges)
         least = max(self.policy.keep_from_bytes, ranges * self.policy.keep_from_bytes_per_range)
         return ranges > 0 and len(part.moves.keep_source) * row_bytes(part.source) >= least
 
     def _is_small(self, pieces: list[Put]) -> bool:
-        """Whether a kernel writes the rows for a peer."""
         ranges = sum(len(piece.ranges) for piece in pieces)
         limit = max(self.policy.push_below_bytes, ranges * self.policy.push_below_bytes_per_range)
         return bool(pieces) and sum(piece.bytes for piece in pieces) < limit
@@ -217,7 +210,6 @@ class IntranodePeers:
             yield group
 
     def _copy(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
-        """Queues copies by copy engine to a group of peers, then the signals; returns the event of the end."""
         stream = self._stream("copy")
         self._begin(puts, stream, reuses, ready)
         for peer, pieces in puts.items():
@@ -229,7 +221,6 @@ class IntranodePeers:
         return self._end(puts, stream)
 
     def _push(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
-        """Queues one kernel that writes to all peers of ``puts`` and signals; returns the event of the end."""
         stream = self._stream("push")
         # The stream waits for room. If the kernel waited, its blocks would occupy multiprocessors.
         self._begin(puts, stream, reuses, ready)
@@ -256,7 +247,6 @@ class IntranodePeers:
             self._room.update(dict.fromkeys(late, reuses))
 
     def _end(self, puts: dict[int, list[Put]], stream: Any) -> Any:
-        """Returns an event for the end of the writes, and notes the event for each peer."""
         done = self._queue.mark(stream)
         self._last.update(dict.fromkeys(puts, (stream, done)))
         return done

@@ -99,7 +99,6 @@ class ReceiveRing:
         return None if self._is_free(size, self._next_place(size)[1]) else self._too_small(size)
 
     def _next_place(self, size: int) -> tuple[int, int]:
-        """Returns the first byte of the next exchange, and its ``reuses``."""
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._lying if a < begin + size and begin < b)
         # Exchanges up to self._reused are no longer in self._lying. A rank that has sent nothing since then has not
@@ -107,7 +106,6 @@ class ReceiveRing:
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:
-        """Whether an exchange fits into the buffer and does not overlap the exchange before it."""
         return size <= self.capacity and (reuses < self._number or not self._number)
 
     def consumed(self, number: int) -> int:

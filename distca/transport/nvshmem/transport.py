@@ -108,18 +108,15 @@ class OneSidedTransport:
         self._fallback, self.fallback_exchanges = fallback, 0
 
     def _tell(self, reason: str) -> None:
-        """Counts an exchange of the fallback transport, and logs the ``reason`` of the first such exchange."""
         if not self.fallback_exchanges:
             assert self._fallback is not None
             logger.warning("Exchanges that do not fit go by %s, which is slower: %s", self._fallback.name, reason)
         self.fallback_exchanges += 1
 
     def _put(self, landing: Landing) -> Any:
-        """Starts writing the rows of a hop; returns the fabric's token."""
         return self._fabric.put(landing.number, landing.reuses, self._puts(landing))
 
     def _puts(self, landing: Landing) -> dict[int, list[Put]]:
-        """Returns the rows of a hop that this rank sends, by receiving rank."""
         puts: dict[int, list[Put]] = {}
         # Each rank begins with the next higher rank. If all ranks began with rank 0, rank 0's link would be full.
         for peer in ((self.rank + step) % self.ranks for step in range(1, self.ranks)):
