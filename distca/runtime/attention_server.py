@@ -128,8 +128,8 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
 
     Raises:
         LaunchError: no homes come in time.
-        RefusedServerError: homes already train, and this server cannot join them: they have a server with this number,
-            or one of the causes below.
+        RefusedServerError: this server comes while homes train, and homes have a server with this number, or one of
+            the reasons below applies.
         SupportError: homes compute on GPUs and this process on a CPU, or the other way round.
         KernelError: the homes' kernel cannot run in this process, or computes wrong results.
     """

@@ -19,7 +19,7 @@ piece is computed:
 | the only piece | forward | | backward | |
 | the first | forward | | | backward |
 | the last | | forward | backward | |
-| an inner piece, between first and last | only A and B | forward | only the gradient of the state before it | backward |
+| an inner piece (any other) | only A and B | forward | only the gradient of the state before it | backward |
 
 Until backward a nano-batch keeps the convolution's inputs and the states before its pieces. Backward computes the
 convolution once more. Pieces of pong also read halo rows and states that arrived in ping.
