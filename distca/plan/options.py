@@ -53,9 +53,10 @@ class PlanOptions:
         server_gb_s: GB/s over the network of a server without a model; 0 takes the rate of ``links``.
         scheduler: plans one nano-batch, for tests; None takes the default scheduler.
 
-    Raises: PlanError: a size is below 1; ``servers`` is negative, or not 0 while attention stays at home;
-    ``server_gb_s`` is negative. Several stages keep rows for backward, or have unequal numbers of layers. There are too
-    few or too many cost tables, factors or costs. A layer's kind is unknown.
+    Raises:
+        PlanError: a size is below 1; ``servers`` is negative, or not 0 while attention stays at home; ``server_gb_s``
+            is negative. Several stages keep rows for backward, or have unequal numbers of layers. There are too few or
+            too many cost tables, factors or costs. A layer's kind is unknown.
     """
 
     ranks: int

@@ -9,6 +9,8 @@ The shortest documents, the *filler*, are not dealt here. They later fill the ro
 work too. So a bin with much room left will get work in any case. Items are therefore compared by their *surplus*: their
 work minus the work of as many tokens of filler. Example: filler has 0.1 work per 1,000 tokens. Then an item of 2,000
 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
+
+Array legend: I items, B bins, N parts.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _LEAST_ROWS = 0.2
 
 @dataclass(frozen=True)
 class Items:
-    """Documents, or nodes' parts of documents, longest first. Array legend: I items.
+    """Documents, or nodes' parts of documents, longest first.
 
     Attributes:
         rows: [I] tokens.
@@ -82,7 +84,7 @@ class Parts(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """Bins and the parts of items in them. Array legend: B bins.
+    """Bins and the parts of items in them.
 
     Attributes:
         parts: the parts of items.

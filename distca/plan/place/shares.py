@@ -114,8 +114,8 @@ class NanoSplit:
             # that fills the rank, a quarter of the work fits into ping. The longest whole document sets ping's part.
             ping = min(max((0.5 / max(longest, 0.5)) ** 2, _PING), 0.5)
             return NanoSplit(ping, ping**0.5, 1.0, 1.0)
-        # Pong needs the work of documents in shares, with a reserve. Half of its tokens bring at least the work of
-        # documents with little work per token. The rest may be ping's.
+        # Pong needs the work of documents in shares, with a reserve. Pong also has half of all tokens, which bring at
+        # least half of ``filler``. The rest of the work may be ping's.
         ping = min(1.0 - filler / 2 - _SPARE * shared, _PING)
         if ping >= _LITTLE_PING and rows <= _MOST_ROWS_IN_PONG:
             return NanoSplit(ping, 0.0, 1.0 - ping, 0.5)
