@@ -2,8 +2,8 @@
 
 *Core attention* is attention without its projections. Its work grows with the square of a document's length, so ranks
 with equally many tokens have unequal work. CAD plans every step so that ranks compute parts of each other's core
-attention. Rows of q, k and v travel to other ranks, and rows of outputs come back. All other work stays on the ranks
-that hold the tokens.
+attention. Rows of q, k and v travel to other ranks, and rows of outputs come back. Projections, norms and dense MLPs
+stay on the ranks that hold the tokens.
 
     distca.join_world()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
@@ -92,7 +92,7 @@ Model = TypeVar("Model", bound=LanguageModule)
 
 
 class CAD:
-    """Core attention disaggregation for one model on this rank.
+    """Core attention disaggregation on this rank, for models with the same configuration.
 
     All ranks create it together, after ``distca.join_world()`` and ``parallel_state.initialize_model_parallel``, and
     before the model is built.
@@ -197,7 +197,7 @@ class CAD:
         if speeds:  # a server that came later has speed 1: as fast as the cost table says
             of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
-        # Nodes that the user gave need not divide the present servers. Then the machines' names count.
+        # If `ranks_per_node` does not divide the number of servers any more, plans take nodes from machines' names.
         nodes = given.ranks_per_node
         if nodes and (homes + len(numbers) // tp) % nodes:
             nodes = 0
@@ -298,7 +298,7 @@ class CAD:
         elif self._own_layers:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
-            model.position_embedding_type = "rope"  # a HybridModel asks for rotations only with it
+            model.position_embedding_type = "rope"  # with "none" a HybridModel would ask for no rotations
         # CAD may have several models. Steps have documents' lengths if any of the models needs the lengths.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
@@ -470,7 +470,7 @@ class CAD:
         return () if self._remote is None else self._remote.numbers
 
     def as_run(self, step: Step) -> Step:
-        """Returns the step that ran in place of ``step``, which ran last: ``step`` itself, or a new plan of ``step``.
+        """Returns the step that just ran for ``step``: ``step`` itself, or a new plan of the same documents.
 
         Steps are planned again if servers without a model have left or joined."""
         return self._ran or step

@@ -191,12 +191,12 @@ class RemoteServers:
                 step too. None records nothing.
         """
         if self._leads:
-            # The plan has moved documents between micro-batches. A server that has to plan again gets the moved
-            # documents, and with room None does not move documents once more.
+            # The plan may have moved documents between micro-batches. A server that has to plan again gets documents in
+            # their new micro-batches, and room None prevents a second move.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
 
     def is_served(self) -> bool:
-        """Whether all exchanges of the step that just ran came to their end; all homes call it together."""
+        """Whether all exchanges of the step that just ran have succeeded; all homes call it together."""
         return not (self._may_change and self._anywhere(not self.transport.came_to_end(self._device)))
 
     def served(self, number: int) -> list[Served | None] | None:
@@ -299,7 +299,6 @@ class RemoteServers:
         return True
 
     def _is_gone(self, server: Comer) -> bool:
-        """Whether a server's process has ended, or has given no sign of life for a while."""
         return self._watch.is_gone(server.process)
 
     def _begin_watch(self) -> None:
@@ -359,7 +358,6 @@ class RemoteServers:
 
 
 def _say(before: Sequence[int], now: Sequence[int]) -> None:
-    """Logs on rank 0 which servers have gone and come, by their numbers."""
     gone, come = sorted(set(before) - set(now)), sorted(set(now) - set(before))
     if dist.get_rank() == 0:
         for numbers, what in ((gone, "gone"), (come, "there")):

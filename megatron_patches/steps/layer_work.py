@@ -49,7 +49,6 @@ def layer_works(
 
 
 def _weights_of(config: TransformerConfig, letter: str) -> int:
-    """Returns the weights of an MLP or a layer of experts; ``letter`` says which."""
     return {MLP: weights_of_mlp, EXPERTS: expert_weights}[letter](config)
 
 

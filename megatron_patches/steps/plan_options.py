@@ -170,11 +170,7 @@ def _name(device: torch.device) -> str:
 
 
 def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
-    """Returns on every rank the table that rank 0 finds, so that all ranks plan alike.
-
-    Raises:
-        PlanError: on every rank, where ``find`` raises it on rank 0.
-    """
+    """Returns on every rank the table that rank 0 finds, or raises the PlanError that rank 0 raises."""
     found: list[TableCost | PlanError | None] = [None]
     try:
         found = [find()]
@@ -236,9 +232,6 @@ def _non_attention(
         level: "attention", "time" (attention and linear layers together), or "auto".
         usual: whether ``level`` "auto" means "time".
         works: a function that returns the work of the model's layers.
-
-    Raises:
-        PlanError: ``level`` is "time", but the rate of linear layers was not measured.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()

@@ -273,9 +273,6 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
         batches: this rank's rows, by micro-batch.
         vocabulary: token ids have to be below this number.
         drawn: by micro-batch, [documents, 2] the micro-batch and place in which the caller gave each document.
-
-    Raises:
-        DataError: a token id is negative or too large; the message has the place that the caller gave the document.
     """
     for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))

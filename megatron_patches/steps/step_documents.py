@@ -154,9 +154,6 @@ def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Seq
         kinds: the kinds of numpy dtypes that are allowed, such as "iu" for whole numbers.
         given: for each micro-batch, one value per document, or None.
         micro_batches: the documents.
-
-    Raises:
-        PlanError: the number of micro-batches or of values is wrong, or values have another type.
     """
     if len(given) != len(micro_batches):
         raise PlanError(f"`{name}` are for {len(given)} micro-batches, and the step has {len(micro_batches)}.")

@@ -106,7 +106,6 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
 
 
 def _check_hooks(model: Any) -> None:
-    """Refuses hooks on modules whose ``forward`` is never called."""
     for number, layer in enumerate(model.decoder.layers):
         for part, module in layer.named_modules():
             if part in _NEVER_CALLED and any(getattr(module, hooks) for hooks in _HOOKS):

@@ -1,4 +1,4 @@
-"""Says for every field of Megatron's configuration which values are supported.
+"""Says which values of each field of Megatron's configuration are supported.
 
 ``_SERVED_BY`` lists fields of which all values are supported. ``LIMITS`` lists fields of which some values are
 supported, with the reason for refusing others. ``experts.py`` lists fields of mixtures of experts. Any other field

@@ -1,4 +1,4 @@
-"""Says for fields of Megatron's configuration about mixtures of experts which values are supported.
+"""Says which values are supported in the fields of Megatron's configuration about mixtures of experts.
 
 Tokens' hidden states ("rows") go to experts by exchanges of this project, and not by Megatron's token dispatcher. A
 micro-batch may run as two parts, called nano-batches, each with its own exchanges. ``config_fields.py`` has the tables

@@ -120,7 +120,6 @@ def _check_hooks(model: DistributedDataParallel) -> None:
 
 
 def _fused_weights(model: Any) -> Iterator[torch.nn.Parameter]:
-    """Yields the weights whose gradients a matrix product adds to ``main_grad`` itself."""
     for module in model.modules():
         if any(getattr(module, name, False) for name in _FUSED):
             weight = getattr(module, "weight", None)

@@ -57,7 +57,6 @@ def check_products(config: TransformerConfig, device: torch.device) -> str | Non
 
 
 def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str | None:
-    """Returns why this rank's products are wrong, as part of a sentence; None if products are right."""
     try:
         actual, exact = _products(fp8, config, device)
     except Exception as error:  # Transformer Engine's libraries raise errors of any kind

@@ -69,7 +69,7 @@ def run_ticks(
         batches: this rank's tokens, by micro-batch; the same on all stages.
         forward_step: runs the model on one micro-batch, with the arguments that Megatron's schedules give.
         plan: the plan, which says which micro-batch each stage runs in a phase.
-        routes: the queries, keys and values that this rank sends and receives in each phase.
+        routes: the rows of q, k, v and outputs that this rank sends and receives in each phase.
         pool: this rank's attention kernel, and the transport to the ranks that share core attention.
         forward_only: True computes losses only.
 

@@ -1,8 +1,8 @@
 """Prepares a model for a step: checks that model and step go together, and sets gradients to zero.
 
 ``distca.CAD``, the object that a training script makes, calls :func:`made_ready` before a step and :func:`note_trained`
-after the step. If an exception ended the previous step, :func:`made_ready` also resets Megatron's unfinished reduction
-of gradients.
+after a step with a backward. If an exception ended the previous step, :func:`made_ready` also resets Megatron's
+unfinished reduction of gradients.
 """
 
 from __future__ import annotations
@@ -136,9 +136,6 @@ def _check_replicas(model: Any) -> None:
     If the model was wrapped for a distributed optimizer, a rank reduces gradients of its own shard only. A distributed
     optimizer updates this shard and gathers all shards. Any other optimizer updates all weights on each rank, most of
     them by unreduced gradients.
-
-    Raises:
-        SupportError: weights differ between data-parallel ranks; all ranks of the data-parallel group raise it.
     """
     # Only a distributed optimizer gathers weights.
     if getattr(model, "weights_gathered", True):
@@ -152,7 +149,6 @@ def _check_replicas(model: Any) -> None:
 
 
 def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Refuses weights whose sums differ between ranks of a group."""
     if not weights or group.size() == 1:
         return
     sums = torch.stack([weight.detach().sum(dtype=torch.float64) for weight in weights])

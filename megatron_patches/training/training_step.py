@@ -130,9 +130,6 @@ def _check_uses(model: DistributedDataParallel) -> None:
     """Refuses a step whose last micro-batch gave a weight more or fewer gradients than in the first step.
 
     A bucket is reduced once its weights have as many gradients as in the first step. Later gradients would be lost.
-
-    Raises:
-        SupportError: a weight got more or fewer gradients.
     """
     groups = model.bucket_groups + model.expert_parallel_bucket_groups
     for group in groups if model.ddp_config.overlap_grad_reduce else ():

@@ -42,11 +42,7 @@ def note_gradients(model: DistributedDataParallel) -> None:
 
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    """Refuses an optimizer of torch that just trained nothing, and watches optimizers from other libraries.
-
-    Raises:
-        SupportError: the optimizer is one of torch's and trained nothing.
-    """
+    """Refuses an optimizer of torch that just trained nothing, and watches optimizers from other libraries."""
     held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     for model in list(_trained):
         weights = [weight for weight in model.param_to_bucket_group if id(weight) in held and not is_fp8(weight)]
