@@ -1,7 +1,7 @@
 """Reads a checkpoint's ``.metadata`` without running code in it.
 
 torch's distributed checkpoints describe their tensors in the file ``.metadata``: shapes, and for each part of a tensor
-the file that holds the part. ``.metadata`` is a pickle, a small program that could call any function. It is read in two
+the file that holds the part. ``.metadata`` is a pickle, a small program that could call any function. Reading takes two
 steps. ``_Machine`` runs only the operations of a pickle that make numbers, text, lists, dicts and tuples. For an object
 of a class the machine records the name of the class and the arguments, and imports nothing. Then ``_Builder`` checks
 the types of all values and builds torch's objects.
@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 
 _TORCH = "torch.distributed.checkpoint.metadata."
 _PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
-"""The classes of paths in different versions of Python. The file has the path at which it was saved, which is not
-read."""
+"""The classes of paths in different versions of Python. The file also contains the
+checkpoint's path, which is not read."""
 _MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
 _MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
 _MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
@@ -71,7 +71,7 @@ def read_metadata(file: BinaryIO) -> Metadata:
     """Returns the description in a checkpoint's ``.metadata``.
 
     Raises:
-        UnpicklingError: the file does not describe a checkpoint, or contains more than data. No code in it was run.
+        UnpicklingError: the file does not describe a checkpoint, or contains more than data. No code was run.
     """
     return copy(_built(file.read()))  # a copy, as torch's reader sets a field of the result
 

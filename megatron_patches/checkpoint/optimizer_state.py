@@ -54,7 +54,8 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
 
 
 def holds_weights(part: Any) -> bool:
-    """Whether an optimizer has weights on this rank. An optimizer of experts has none on a stage without experts."""
+    """Whether an optimizer has weights on this rank. An optimizer of experts has no weights on a stage without
+    experts."""
     return any(group["params"] for group in part.param_groups)
 
 
@@ -67,8 +68,8 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
     """Returns a model's state for a checkpoint, without FP8 numbers.
 
     For saving, each FP8 weight is replaced by this rank's boxes of the main weight, in the type that the weight would
-    have without FP8. For loading, FP8 weights are left out: ``save_load.py`` computes them from the loaded main
-    weights.
+    have without FP8. For loading, FP8 weights are left out: ``save_load.py`` computes FP8 weights from the loaded
+    main weights.
 
     Args:
         optimizer: the model's optimizer.
@@ -259,7 +260,7 @@ def _boxes_of(
 
 
 def _pieces(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Returns the tensors that Megatron saves for a weight: two for an MLP's gate and up projection, mostly one."""
+    """Returns the tensors that Megatron saves for a weight, for example two for an MLP's gate and up projection."""
     if isinstance(described, ShardedTensor):
         return [described]
     built = described.build_fn(described.key, described.data, described.replica_id, described.flattened_range)

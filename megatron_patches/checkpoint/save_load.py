@@ -66,7 +66,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule) -> dict[str, Any]:
-    """Restores the state that :func:`save_checkpoint` wrote; returns its ``extra``.
+    """Restores the state that :func:`save_checkpoint` wrote; returns ``extra``.
 
     Raises:
         VersionError: the checkpoint has a format of a newer Megatron-Core, which the installed version cannot read.
@@ -134,7 +134,7 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
 
 def _allocate_state(optimizer: Any) -> None:
     """Gives every weight an Adam state to load into. torch's Adam makes its state only at the first step, but
-    Megatron's distributed optimizer (0.16.1) reads the state when it loads."""
+    Megatron's distributed optimizer (0.16.1) reads the state at loading."""
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
             for weight in group["params"]:

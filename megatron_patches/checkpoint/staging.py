@@ -100,7 +100,7 @@ class HostStaging:
             each.data = there.copy_(values, non_blocking=True)
 
     def _has_room(self, more: int) -> bool:
-        """Whether every node has room for the memory of its ranks; this rank allocates ``more`` bytes."""
+        """Whether every node has enough free memory for all ranks on it; this rank allocates ``more`` bytes."""
         need, free = fullest_node(more, free_host_memory(), self.group)
         if need > _USABLE * free:
             self._warn(need, free)

@@ -102,8 +102,8 @@ class MicroBatchBalance:
         """Returns zero counts for a micro-batch whose forward begins now. All expert-parallel ranks call this method
         together.
 
-        The arguments are those of the class. With sequence parallelism they describe the rows of all tensor-parallel
-        ranks, among which every nano-batch is divided equally.
+        The arguments are those of the class. With sequence parallelism the arguments describe the rows of all
+        tensor-parallel ranks, among which every nano-batch is divided equally.
         """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]

@@ -5,7 +5,8 @@
 A launch starts an all-to-all among expert-parallel ranks, and a join waits for the all-to-all. A micro-batch may be
 split into two *nano-batches*. Between launch and join of one nano-batch, the other nano-batch can be computed
 (``distca/runtime/ping_pong.py``). Backward runs the nodes in reverse order: backward of a join launches gradients, and
-backward of a launch joins them. A *graph token*, a scalar that is never read, links a launch to its join in the graph.
+backward of a launch joins gradients. A *graph token*, a scalar that is never read, links a launch to its join in the
+graph.
 
 If experts are computed again in backward, the experts' input is freed after use. Backward then sends the rows once
 more, together with the gradients of the experts' outputs.
@@ -42,7 +43,7 @@ class Exchange:
         # For each tensor of the transfer: the receive buffer, the tensor that is sent, and the handle to wait for.
         self._under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         self._sent_again_NH: torch.Tensor | None = None
-        self._freed: tuple[torch.Tensor, int] | None = None  # the experts' input, and its bytes before it was freed
+        self._freed: tuple[torch.Tensor, int] | None = None  # the experts' input, and the input's size in bytes
 
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
         """Starts to send rows and probabilities to experts; returns the graph token for :meth:`join_rows`."""

@@ -1,4 +1,4 @@
-"""Computes all experts of a rank at once, in place of Megatron's loop over them.
+"""Computes all experts of a rank at once, in place of Megatron's loop over experts.
 
 The modules and weights are Megatron's SequentialMLP, one MLP for each expert. :func:`computed` multiplies the rows of
 all experts in one grouped product.
@@ -60,7 +60,7 @@ def lie_last_first(experts: SequentialMLP) -> bool:
     """Whether a rank's last expert should come first, because the last expert's weights come first in memory.
 
     With a distributed optimizer, Megatron's DDP puts weights into one buffer in reverse order. A grouped product copies
-    weights unless they lie in memory in the order of the experts, at equal distances.
+    weights that do not lie in memory in the order of the experts, at equal distances.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):

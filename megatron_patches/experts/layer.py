@@ -141,7 +141,7 @@ class NanoBatchExperts(MoELayer):
 
 
 def last_of(parts: Parts) -> torch.Tensor:
-    """Runs the generator to its end; returns the tensor that it returns."""
+    """Runs the generator to its end; returns the result."""
     while True:
         try:
             next(parts)

@@ -37,7 +37,8 @@ class DrawnExperts(SequentialMLP):
 def has_experts(config: TransformerConfig) -> list[bool]:
     """Returns for each layer of the whole model whether the layer has experts.
 
-    If ``moe_layer_freq`` is a number N, layers 0, N, 2N and so on have experts. If it is a list, layers with a 1 do.
+    If ``moe_layer_freq`` is a number N, layers 0, N, 2N and so on have experts. In a list, layers with a 1 have
+    experts.
     """
     if not config.num_moe_experts:
         return [False] * config.num_layers
@@ -69,7 +70,7 @@ def experts_spec(config: TransformerConfig) -> Any:
 
     The result is a ModuleSpec for older versions of Megatron-Core, and a partial of a class for newer versions.
     """
-    # Without Transformer Engine, Megatron-Core 0.16.1 does not define this name, but its router reads it.
+    # Without Transformer Engine, Megatron-Core 0.16.1 does not define this name, which the router reads.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)

@@ -66,7 +66,7 @@ def export_weights(
         problem = _on_first_rank(lambda: finish(folder, whole, exported))
     if problem is not None:
         if dist.get_rank() == 0:
-            clear(folder)  # the disk may be full, so its space is freed
+            clear(folder)  # frees space, as the disk may be full
         raise CheckpointError(f"{folder} could not be written ({problem}).")
 
 

@@ -210,7 +210,7 @@ def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
 def load_weights(
     gpt: Any, model: ModelDescription, files: TensorFiles, advance: Callable[[int], object] = lambda size: None
 ) -> None:
-    """Copies this rank's shares of a folder's tensors into a built model, and converts them to the model's type.
+    """Copies this rank's shares of a folder's tensors into a built model, in the model's type.
 
     Args:
         gpt: this rank's part of a GPTModel or a HybridModel, not yet inside DistributedDataParallel.

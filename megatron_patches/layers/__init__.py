@@ -1,1 +1,1 @@
-"""Layers that are cut at their core attention, and the block that runs them."""
+"""Layers that are cut at their core attention, and the block that runs these layers."""

@@ -153,7 +153,8 @@ def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) 
 
 
 def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
-    """Gives a block or stack the forward of :class:`DisaggregatedForward`, and sets its attributes.
+    """Gives a block or stack the forward of :class:`DisaggregatedForward`, and sets ``pool`` and
+    ``recompute_segments``.
 
     Args:
         block: the block of a GPTModel, which becomes a :class:`DisaggregatedBlock`; or the stack of a HybridModel,

@@ -34,7 +34,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 from megatron_patches.te.quantization import keeps_inputs
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
-"""The output of a mixer or an MLP before it is added to the residual, and its bias where it has one."""
+"""The output of a mixer or an MLP, which is not yet added to the residual; and the bias or None."""
 
 
 class SplitLayerParts:
@@ -42,7 +42,7 @@ class SplitLayerParts:
 
     Attributes:
         options: the model's options.
-        keeps_outputs: whether outputs of norms are kept for backward. If not, backward may compute them again.
+        keeps_outputs: whether outputs of norms are kept for backward. If not, backward may compute the outputs again.
     """
 
     options = MEGATRONS
@@ -73,8 +73,8 @@ class SplitLayerParts:
         return hidden, mixed.squeeze(1)
 
     def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        """Frees ``normed``, unless outputs are kept. Backward fills ``normed`` again when it has the gradient of
-        ``used``, the output of the only operation that reads ``normed``."""
+        """Frees ``normed``, unless outputs are kept. Backward fills ``normed`` again when the gradient of ``used``
+        is there. ``used`` is the output of the only operation that reads ``normed``."""
         if normed is not hidden and not self.keeps_outputs:
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
 

@@ -1,8 +1,8 @@
 """A layer of Mamba-2 cut at its core, with the parameters and projections of Megatron's mixer.
 
 The *core* is the convolution and the scan, which mix the rows of a document. Kernels of this project compute the core,
-on whichever rank has time. Megatron's constructor asks for packages with CUDA kernels, but the mixer is built without
-these packages here, as no kernel of theirs is called.
+on whichever rank has time. Megatron's constructor asks for packages with CUDA kernels. The mixer is built without
+these packages here, as none of their kernels is called.
 
 Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution, H heads, V elements of a
 head of the output.
@@ -91,7 +91,7 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
 
     @property
     def input_layernorm(self) -> Any:  # type: ignore[override]
-        """The norm before the mixer, under the name that it has in other layers."""
+        """The norm before the mixer, under the name of this norm in other layers."""
         return self.norm
 
     @cached_property

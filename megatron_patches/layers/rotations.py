@@ -78,7 +78,7 @@ class LayerRotary(torch.nn.Module):
         assert config.kv_channels is not None
         self._head_dim, self._interleaved = config.kv_channels, config.rotary_interleaved
         self._query_scaling = options.query_scaling
-        # ``needs_lengths`` must be equal on all stages, so it is computed from the layers of all stages.
+        # ``needs_lengths`` must be equal on all stages, so the value is computed from the layers of all stages.
         rotaries = [_of_layer(config, options, number) for number in range(1, config.num_layers + 1)]
         every = _different(rotaries)
         made = [self._embedding(each, own) for each in every]
@@ -90,7 +90,7 @@ class LayerRotary(torch.nn.Module):
         self._positions: torch.Tensor | None = None
 
     def _embedding(self, rotary: Any, own: PositionRotary | None) -> tuple[PositionRotary | None, float]:
-        """Returns the embedding that computes a rotation's angles, and the factor on its cosines and sines."""
+        """Returns the embedding that computes a rotation's angles, and the factor on cosines and sines."""
         if rotary is _NONE:
             return None, 1.0
         if rotary is _OWN:

@@ -1,7 +1,7 @@
 """Groups a model's layers into units, each with one mixer, for the runner of layers (``distca/runtime/ping_pong.py``).
 
 A *mixer* is attention or a recurrence. The *core* of a mixer is the part without projections, which other ranks may
-compute. A *unit* is a mixer with all MLPs and experts behind it, up to the next mixer. A layer of a GPTModel is a unit.
+compute. A *unit* is a mixer with all MLPs and experts up to the next mixer. A layer of a GPTModel is a unit.
 In a HybridModel mixers and MLPs are separate layers, so a unit may have several layers.
 
 The rows of a micro-batch are one *nano-batch*, or are split into two. For each nano-batch the runner calls ``pre`` of a

@@ -123,7 +123,7 @@ def build_gpt(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=rows,
-        max_sequence_length=0,  # only learned positions and exports read it
+        max_sequence_length=0,  # read for learned positions and exports only
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",

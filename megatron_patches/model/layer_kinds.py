@@ -4,8 +4,8 @@ A *kind* of attention says how many keys a query sees, how scores are scaled and
 A sink is a learned score that joins a head's softmax without a value.
 
 In Megatron's configuration ``window_size`` (w - 1, 0) is a window of w keys: the query's own key and w - 1 keys before.
-If ``window_attn_skip_freq`` is a number N, every N-th layer has no window. If it is a list, layers with a 1 have a
-window. ``softmax_type`` "learnable" adds a sink to each head.
+If ``window_attn_skip_freq`` is a number N, every N-th layer has no window. In a list, layers with a 1 have a window.
+``softmax_type`` "learnable" adds a sink to each head.
 """
 
 from __future__ import annotations

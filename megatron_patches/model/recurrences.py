@@ -4,8 +4,8 @@ A recurrent layer has a recurrence, such as the gated delta rule or Mamba-2's sc
 :class:`Recurrence` is the formula between the layer's projections, with the sizes of heads.
 
 A GPTModel has recurrent layers if ``experimental_attention_variant`` is "gated_delta_net". If
-``linear_attention_freq`` is a number N, every N-th layer has attention and all others are recurrent. If it is a list,
-layers with a 1 are recurrent. In a HybridModel a pattern names the recurrent layers (``pattern.py``).
+``linear_attention_freq`` is a number N, every N-th layer has attention and all others are recurrent. In a list, layers
+with a 1 are recurrent. In a HybridModel a pattern names the recurrent layers (``pattern.py``).
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
 def do_without_triton() -> None:
     """Puts an empty module in place of Megatron's module of Triton kernels, if Triton is missing.
 
-    Newer versions of Megatron import the module of kernels with every model, although only experts on GPUs need it.
+    Newer versions of Megatron import the module of kernels with every model, although only experts on GPUs need the
+    kernels.
     """
     if find_spec("triton") is None:
         kernels: Any = ModuleType("megatron.core.transformer.moe.ops.paged_stash")

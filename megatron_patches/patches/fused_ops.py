@@ -59,7 +59,7 @@ def _split_and_rotate(
     Returns:
         [rows, 1, heads, head_dim] q, and [rows, 1, groups, head_dim] k and v.
     """
-    # All layers use the same angles. Cosines and sines, as an attribute of the angles, are freed together with them.
+    # All layers use the same angles. Cosines and sines, as an attribute of the angles, are freed with the angles.
     rotation = getattr(angles, _KEPT, None)
     if rotation is None:
         rotation = Rotation.of(angles, sizes[-1])
@@ -146,7 +146,8 @@ def is_swiglu(config: TransformerConfig) -> bool:
 
 
 def gate_of(config: TransformerConfig) -> Gate | None:
-    """Returns slope, offset and limit of an MLP's gated activation; None if no fused operation computes it.
+    """Returns slope, offset and limit of an MLP's gated activation; None if no fused operation computes the
+    activation.
 
     The activation is gate · sigmoid(slope · gate) · (up + offset), with gate and up clamped if there is a limit.
     """

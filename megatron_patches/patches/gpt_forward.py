@@ -1,6 +1,6 @@
 """The forward that ``CAD.attach`` gives to a GPTModel or HybridModel, and changes of the model's logits and embeddings.
 
-A training script makes a ``distca.CAD`` and attaches its model. The new forward takes a micro-batch object
+A training script makes a ``distca.CAD`` and attaches a model. The new forward takes a micro-batch object
 (``steps/batch_context.py``) in place of the attention mask. The forward can also return the sum of losses, or the
 labels' log-probabilities. For these results the output layer and the softmax are computed for some rows at a time. So
 the logits of all rows are never in memory at once.

@@ -85,7 +85,7 @@ class PositionRotary(torch.nn.Module):
             self._inv_freq = self._inv_freq.to(positions.device)
             scaled = positions.to(self._inv_freq.dtype)
             if self._interpolation is not None:
-                scaled *= 1 / self._interpolation  # not a division, so that it rounds as Megatron does
+                scaled *= 1 / self._interpolation  # rounds as in Megatron, unlike a division
             angles = torch.outer(scaled, self._inv_freq)
         both = angles.repeat_interleave(2, dim=-1) if self._interleaved else torch.cat((angles, angles), dim=-1)
         self._angles = both[:, None, None, :]
