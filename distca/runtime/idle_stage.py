@@ -145,8 +145,8 @@ def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Se
 def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
     """Serves a backward phase in which this rank has no micro-batch.
 
-    Exchanges have autograd's order on the other ranks: from the last layer to the first, in each layer pong before
-    ping.
+    Exchanges come in the order that autograd gives them on the other ranks: from the last layer to the first, and in
+    each layer pong before ping.
 
     Args:
         pool: this rank's transport, attention kernel and timeline.

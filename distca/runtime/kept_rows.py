@@ -45,7 +45,7 @@ class ServerRows:
 
 @dataclass
 class HomeRows:
-    """Rows of which this rank is the home, on its device or in host memory.
+    """Rows of which this rank is the home, on the device or in host memory.
 
     Attributes:
         q: q_NHD.
@@ -84,9 +84,9 @@ def moved(
 
 
 class Keep:
-    """Servers keep q, k, v and lse of the rows that they computed, and homes send dO, and lse if heads have sinks.
+    """Servers keep q, k, v and lse of the rows that they computed.
 
-    A server also keeps o, but only of rows from other homes: this rank's own rows have o at home.
+    A server also keeps o of rows from other homes. In backward homes send dO, and lse if heads have sinks.
 
     Args:
         routes: the rows that this rank sends, receives and computes.

@@ -37,7 +37,7 @@ class Timeline:
     Attributes:
         clock: this rank's clock; on GPUs it takes times of the current stream.
         recording: whether spans are recorded.
-        zero: the time at which recorded spans have time 0, in seconds since 1970.
+        zero: the moment that is time 0 of recorded spans, in seconds since 1970.
         times_waits: whether :meth:`waiting` measures; callers set the field.
         order: the recorded actions in the order in which the host queued them. An entry has action, layer, nano-batch
             and direction: "launch q,k,v 3 ping forward".
@@ -59,7 +59,7 @@ class Timeline:
         """Starts recording, after a barrier over all ranks.
 
         Args:
-            zero: the time at which spans have time 0, in seconds since 1970; None takes this moment.
+            zero: the moment that is time 0 of spans, in seconds since 1970; None takes the present.
         """
         self.clock.synchronize()
         self._began = time.time()

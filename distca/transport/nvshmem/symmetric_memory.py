@@ -172,11 +172,11 @@ class _Layout:
         return _Layout(ranks, receive_buffer, staging, staging_bytes, staging + staging_bytes)
 
     def arrived(self, rank: int) -> int:
-        """Returns the first byte, in a block, of the slot with the newest exchange that arrived from ``rank``."""
+        """Returns the first byte, in a block, of the slot to which ``rank`` signals that rows have arrived."""
         return 8 * rank
 
     def consumed(self, rank: int) -> int:
-        """Returns the first byte, in a block, of the slot with the exchanges that ``rank`` has consumed."""
+        """Returns the first byte, in a block, of the slot to which ``rank`` signals what it has consumed."""
         return 8 * (self.ranks + rank)
 
     def addresses(self, bases: Sequence[int], rank: int) -> Addresses:
