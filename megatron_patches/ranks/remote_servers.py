@@ -226,12 +226,19 @@ class RemoteServers:
             return False
         wanted = self.transport.broken
         if self._leads:
+            new = self._store.count("comers") > self._seen
             while self._store.count("comers") > self._seen:
                 self._comers.append(self._store.take(f"comer/{self._seen}"))
                 self._seen += 1
             self._answer_comers()
-            complete = len(self._let_in(self._comers)) > 0
-            wanted |= complete or bool(self._lost) or any(map(self._is_gone, self._servers))
+            joining = self._let_in(self._comers)
+            waiting = [each.number for each in self._comers if each not in joining]
+            if new and waiting:
+                logger.warning(
+                    "Without a model: %s waiting, as servers join %d at a time, one for each tensor-parallel rank.",
+                    *(_servers(waiting), self._tp),
+                )
+            wanted |= bool(joining) or bool(self._lost) or any(map(self._is_gone, self._servers))
         return self._anywhere(wanted)
 
     def let_go(self, number: int) -> None:
@@ -362,7 +369,12 @@ def _say(before: Sequence[int], now: Sequence[int]) -> None:
     if dist.get_rank() == 0:
         for numbers, what in ((gone, "gone"), (come, "there")):
             if numbers:
-                logger.warning("Without a model: server %s is %s; the run goes on.", ", ".join(map(str, numbers)), what)
+                logger.warning("Without a model: %s %s; the run goes on.", _servers(numbers), what)
+
+
+def _servers(numbers: Sequence[int]) -> str:
+    """Servers as the beginning of a sentence: "server 0 is" or "servers 0, 1 are"."""
+    return f"server {numbers[0]} is" if len(numbers) == 1 else f"servers {', '.join(map(str, numbers))} are"
 
 
 def check_planned(found: int | str, server: int, fingerprint: int) -> None:
