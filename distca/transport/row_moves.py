@@ -74,7 +74,7 @@ class RowMoves:
     def in_hops(
         exchange: RowExchange, relay: RowExchange | None, ranks: int, device: Destination
     ) -> tuple[RowMoves, RowMoves]:
-        """Returns the moves of :meth:`there_and_back`, with the moves of the relay if it is not None."""
+        """Returns the moves of :meth:`there_and_back`; moves of ``relay`` are added unless ``relay`` is None."""
         to_server, to_home = RowMoves.there_and_back(exchange, ranks, device)
         if relay is None:
             return to_server, to_home
@@ -91,7 +91,7 @@ class RowMoves:
             exchange: this rank's part of the rows that move.
             ranks: number of ranks in the pool.
             device: the rows' device.
-            adds: whether rows that come back are added to values in the destination; otherwise they replace the values.
+            adds: whether rows that come back are also added to the values that the destination has before.
         """
         # Row numbers: "sent" and "kept" count in a home's tensor, "received" and "placed" in a server's buffer.
         send, receive, keep = exchange.send, exchange.receive, exchange.keep
