@@ -82,7 +82,7 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
     """Whether a layer has a parameter of ``_LAYER``."""
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
-    # With latent attention, keys and values are projected from narrow rows. ``low``: so are queries.
+    # With latent attention, keys and values are projected from narrow rows; if ``low``, queries too.
     latent, low = model.latent.kv_rank > 0, model.latent.q_rank > 0
     absent = {
         "self_attention.linear_qkv.bias": not model.qkv_bias,

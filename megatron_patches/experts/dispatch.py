@@ -61,7 +61,7 @@ class Dispatch:
         counts_GE: the first E columns of ``question``, on the device.
         rows_G: number of rows in each rank's nano-batch; read only if all rows are sent to all ranks.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
-        last_first: whether this rank computes its last expert first (``grouped.py`` has the reason).
+        last_first: whether this rank computes its last expert first, because weights lie in memory in this order.
     """
 
     def __init__(

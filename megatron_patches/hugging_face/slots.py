@@ -237,7 +237,7 @@ class QueryKeyValue:
 
 @dataclass(frozen=True)
 class InputFirst:
-    """A projection of an expert that is transposed in the folder, as [inputs, outputs]; or the projection's bias.
+    """An expert's projection that the folder stores as [inputs, outputs], or the projection's bias.
 
     Attributes:
         in_turn: whether outputs alternate between gate and up projection in the folder. In Megatron all outputs of the

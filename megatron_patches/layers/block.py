@@ -4,8 +4,8 @@ Each layer is cut before and behind its *core*, softmax attention or a recurrenc
 the ranks that compute the core, and outputs travel back. The micro-batch may be split into two *nano-batches*: rows of
 one nano-batch travel while the other nano-batch is computed (``distca/runtime/ping_pong.py``).
 
-A training script makes a ``distca.CAD``. ``CAD.block_spec`` returns the spec with which the script builds its model,
-and ``CAD.attach`` calls :func:`disaggregate_block` with the model's block.
+A training script makes a ``distca.CAD`` and builds its model with the spec from ``CAD.block_spec``. Then ``CAD.attach``
+gives the model's block the new forward.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DisaggregatedForward(MegatronModule):
     """The forward that a GPTModel's block and a HybridModel's stack share.
 
     Attributes:
-        pool: kernel, transport and timeline of the ranks that compute cores for each other.
+        pool: kernel and transport of the ranks that compute cores for each other.
         pre_process: whether this is the first pipeline stage.
         input_tensor: the stage's input; not read on the first stage.
         layers: the stage's layers.
@@ -86,8 +86,7 @@ class DisaggregatedForward(MegatronModule):
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of every nano-batch.
-            attention_mask: the micro-batch, with the rows to send and receive in every layer. Megatron's models pass
-                the argument ``attention_mask`` on without reading it.
+            attention_mask: the micro-batch, with the rows to send and receive in every layer, in place of a mask.
             rotary_pos_emb: RoPE's rotations of all rows, in the order of the micro-batch.
 
         Returns:
@@ -134,8 +133,7 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
 def refuse_other_schedule() -> NoReturn:
     """Refuses Megatron's own pipeline schedules, in which stages would wait for each other's attention forever.
 
-    This function is also set as a model's ``no_sync_func``, which Megatron's schedules call before any stage waits for
-    another stage.
+    As a model's ``no_sync_func``, this function is called by Megatron's schedules before any stage waits.
 
     Raises:
         SupportError: always.
@@ -159,7 +157,7 @@ def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool
     Args:
         block: the block of a GPTModel, which becomes a :class:`DisaggregatedBlock`; or the stack of a HybridModel,
             which was built with that forward.
-        pool: kernel, transport and timeline of the ranks that compute cores for each other.
+        pool: kernel and transport of the ranks that compute cores for each other.
         recompute_segments: whether backward computes everything but cores again.
 
     Raises:
@@ -185,12 +183,12 @@ def block_spec(
 
     Args:
         config: the model's configuration.
-        layer: Megatron's local spec of a layer with an MLP, or its spec with Transformer Engine. None takes the local
-            spec.
+        layer: Megatron's local spec of a layer with an MLP, or Megatron's spec with Transformer Engine. None takes the
+            local spec.
         options: the model's options.
         disaggregate: whether layers are cut at core attention. False leaves Megatron's own layers, unless the model has
             experts or options that Megatron's layers cannot compute.
-        te: whether linear layers are Transformer Engine's. Norms stay separate modules.
+        te: whether linear layers are Transformer Engine's.
 
     Raises:
         SupportError: ``layer`` is the spec of another kind of layer.
@@ -219,7 +217,8 @@ def layer_spec(
 
     Args:
         config: the model's configuration.
-        layer: Megatron's local spec of such a layer, or its spec with Transformer Engine. None takes the local spec.
+        layer: Megatron's local spec of such a layer, or Megatron's spec with Transformer Engine. None takes the local
+            spec.
         options: the model's options.
         disaggregate: whether the layer is cut at core attention.
         te: whether linear layers are Transformer Engine's.

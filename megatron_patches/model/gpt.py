@@ -102,10 +102,10 @@ def build_gpt(
 
     Args:
         shape: sizes and settings of the model.
-        vocabulary: number of token ids. The embedding and the output layer get rows of padding, up to a multiple of the
-            tensor-parallel size. The loss leaves the padding out.
+        vocabulary: number of token ids. The embedding and the output layer are padded to a multiple of the
+            tensor-parallel size, and the loss leaves the padding out.
         config: from :func:`transformer_config`.
-        spec: the spec of the layers, such as ``CAD.block_spec`` returns.
+        spec: the spec of the layers, for example from ``block_spec`` of ``distca.CAD``.
         rotary_percent: share of each head's dimensions that RoPE rotates, from 0 to 1.
 
     Raises:
@@ -163,7 +163,7 @@ def build_hybrid_of(shape: ModelShape, vocabulary: int, config: TransformerConfi
         shape: sizes and settings of the model.
         vocabulary: number of token ids, without padding.
         config: from :func:`transformer_config`.
-        spec: the spec of the stack of layers, such as ``CAD.hybrid_stack_spec`` returns.
+        spec: the spec of the stack of layers, for example from ``hybrid_stack_spec`` of ``distca.CAD``.
     """
     model = build_hybrid(
         vocabulary,
@@ -193,13 +193,12 @@ def build_hybrid(
     """Builds this pipeline stage's part of Megatron's HybridModel, on the current device.
 
     Args:
-        vocabulary: number of token ids. The embedding and the output layer get rows of padding, up to a multiple of the
-            tensor-parallel size. The loss leaves the padding out.
+        vocabulary: number of token ids, without padding.
         config: from :func:`transformer_config`.
-        spec: the spec of the stack of layers, such as ``CAD.hybrid_stack_spec`` returns.
+        spec: the spec of the stack of layers, for example from ``hybrid_stack_spec`` of ``distca.CAD``.
         pattern: Megatron's ``hybrid_layer_pattern``, one symbol for each layer.
         rotary_base: base of RoPE's frequencies.
-        rotary_percent: the part of each head's dimensions that RoPE rotates, from 0 to 1.
+        rotary_percent: share of each head's dimensions that RoPE rotates, from 0 to 1.
         positions: "rope", or "none" for attention without positions.
         tied: whether the embedding and the output layer share their weights.
     """

@@ -80,7 +80,7 @@ def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int)
 def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, str]:
     """Returns a mapping from a parameter's name on this rank to the parameter's name in the whole model.
 
-    The names differ in the numbers of layers and experts, because each rank counts its own layers and experts from 0.
+    The names differ because each rank counts its own layers and experts from 0.
 
     Args:
         model: this rank's part of the model.
@@ -107,9 +107,9 @@ def gather_gradients(
     All ranks call this function together.
 
     Args:
-        model: this rank's part of the model, with gradients in ``main_grad``.
+        model: this rank's part of the model.
         names: the result of :func:`names_in_whole`.
-        weights: weights of the whole model, of which only shapes are read.
+        weights: weights of the whole model, for their shapes.
     """
     parts = {names[name]: p.main_grad for name, p in model.named_parameters()}
     return gather_whole(parts, weights, divisions_of(model))
@@ -124,7 +124,7 @@ def gather_whole(
 
     Args:
         parts: this rank's parts, by name in the whole model.
-        weights: weights of the whole model, of which only shapes are read.
+        weights: weights of the whole model, for their shapes.
         divisions: sections of the model's parameters.
     """
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
