@@ -94,8 +94,8 @@ Model = TypeVar("Model", bound=LanguageModule)
 class CAD:
     """Core attention disaggregation on this rank, for models with the same configuration.
 
-    All ranks create it together, after ``distca.join_world()`` and ``parallel_state.initialize_model_parallel``, and
-    before the model is built.
+    All ranks create the object together, after ``distca.join_world()`` and
+    ``parallel_state.initialize_model_parallel``, and before the model is built.
 
     Args:
         config: the model's configuration. CAD sets some of its fields. ``gradient_accumulation_fusion`` becomes True.
@@ -325,7 +325,7 @@ class CAD:
     ) -> DistributedDataParallel:
         """Returns Megatron's DistributedDataParallel around an attached model that is on this rank's device.
 
-        Weights become bfloat16 where the configuration says so. Without pipeline stages gradients are reduced while
+        Weights become bfloat16 if the configuration says so. Without pipeline stages gradients are reduced while
         backward goes on.
 
         Args:
@@ -372,8 +372,8 @@ class CAD:
     ) -> Generator[Step, None, None]:
         """Yields steps, each planned in a background thread while the previous one runs; all ranks call it together.
 
-        Such loops may be nested, for example a validation inside training. Ranks may leave a loop early if all ranks
-        leave it after the same step. One more step may then have been taken from ``steps``.
+        Loops may be nested, for example a validation inside training. All ranks together may leave a loop early. One
+        more step may then have been taken from ``steps``.
 
         Args:
             steps: the documents of every step, in the form that :meth:`plan_step` takes. A background thread iterates
@@ -496,7 +496,7 @@ class CAD:
         """Runs without the server without a model ``number`` from the next step on; all ranks call it together.
 
         Raises:
-            SupportError: servers have to stay to the end on this kind of device; on CPUs and GPUs they may go.
+            SupportError: servers have to stay to the end on this kind of device; on CPUs and GPUs servers may leave.
         """
         if self._remote is not None:
             self._remote.let_go(number)

@@ -47,7 +47,7 @@ _MAY_DIFFER = {
 
 @dataclass(frozen=True, kw_only=True)
 class CadArguments(CadOptions):
-    """The keyword arguments of ``distca.CAD``: the fields of :class:`distca.cad_options.CadOptions`, and these.
+    """The keyword arguments of ``distca.CAD``: the fields of :class:`distca.cad_options.CadOptions`, and these fields.
 
     Attributes:
         tokens_per_rank: the most tokens of a micro-batch, divided by the number of data-parallel ranks. If documents
@@ -57,9 +57,9 @@ class CadArguments(CadOptions):
         deal: True lets a plan move documents to other micro-batches of the step, so that fewer rows move between
             ranks. Documents with homes stay, and so do all documents without ``disaggregate``.
         level: the work that a plan makes about equal on all ranks: "attention", or "time" for attention and linear
-            layers together. "time" needs ``ping_pong``, and pipeline stages, ``servers`` or ``speeds``. "auto" is
-            "time" if these conditions hold, or GPU models differ, on GPUs and with another transport than "nvshmem";
-            else it is "attention". Without a cost table linear layers count as on an H200.
+            layers together. "time" needs ``ping_pong``, and pipeline stages, ``servers`` or ``speeds``. On GPUs "auto"
+            is "time" with ``ping_pong`` and with pipeline stages, ``servers``, ``speeds`` or unlike GPUs, but not with
+            transport "nvshmem". Else "auto" is "attention". Without a cost table linear layers count as on an H200.
         recompute: with "none" backward recomputes the MLPs if Megatron's configuration says so, and nothing else. With
             "all" backward recomputes everything but core attention. With "all" but without ``disaggregate``, backward
             recomputes every layer as a whole.

@@ -1,9 +1,9 @@
 """The training ranks' side of servers without a model, which are processes that only compute core attention.
 
-The ranks that train are called *homes*: they hold the tokens' hidden states ("rows"), the model and the optimizer. In
-this file a *server* is always a server without a model. A *pool* is all homes with the same tensor-parallel rank,
-followed by the servers for them. Servers are in none of Megatron's process groups. Each pool has a process group, in
-which homes and servers exchange rows. Servers plan each step themselves, from documents' lengths.
+The ranks that train are called *homes*. Homes hold the tokens' hidden states ("rows"), the model and the optimizer. In
+this file a *server* is always a server without a model. A *pool* is all homes with the same tensor-parallel rank, and
+the servers for these homes. Servers are in none of Megatron's process groups. Each pool has a process group, in which
+homes and servers exchange rows. Servers plan each step themselves, from documents' lengths.
 
 Rank 0 of the homes gives orders to servers: it writes messages into a key-value store, and all servers read every
 message. Servers write answers into the store. Servers may leave during a run and others may join. Each change makes a
@@ -39,7 +39,8 @@ from distca.transport.breakable import BreakableTransport
 logger = logging.getLogger(__name__)
 
 _HERE_S = 15.0
-"""Seconds that homes wait for a server's answer, where servers may leave. Then the run goes on without the server."""
+"""Seconds that homes wait for a server's answer, on devices on which servers may leave. After that time the run goes on
+without the server."""
 _TRIES = 5
 """The number of attempts to form a pool after a change. The run ends if every attempt fails."""
 _pools = count()
@@ -122,7 +123,7 @@ class RemoteServers:
         self._released: set[int] = set()  # numbers of servers that are to leave because the user let them go
         self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
         weakref.finalize(self, self._watch.stop)
-        # Where homes have gloo, they agree on the CPU, without waiting for the GPU.
+        # If homes have a gloo group, they use it to agree with each other without waiting for the GPU.
         self._asking = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
         if self._leads:
             # Servers are told to end when this object is collected, or when this process ends.
@@ -373,7 +374,7 @@ def _say(before: Sequence[int], now: Sequence[int]) -> None:
 
 
 def _servers(numbers: Sequence[int]) -> str:
-    """Servers as the beginning of a sentence: "server 0 is" or "servers 0, 1 are"."""
+    """Returns the beginning of a sentence: "server 0 is" or "servers 0, 1 are"."""
     return f"server {numbers[0]} is" if len(numbers) == 1 else f"servers {', '.join(map(str, numbers))} are"
 
 

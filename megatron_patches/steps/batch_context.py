@@ -105,8 +105,8 @@ class PackedMicroBatch:
             v_NGD: values of the same rows; latent attention may have narrower heads of v than D.
             kind: the layer's window, softmax scale and softcap (bound on scores).
             timer: returns the context in which the kernel's "forward" or "backward" is timed.
-            sink_H: for each head a learned logit, which the softmax has beside the scores; None in a layer without
-                sinks.
+            sink_H: for each head a learned logit, which takes part in the softmax like one more score; None in a layer
+                without sinks.
         """
         if not self.rows:
             return q_NHD * 0

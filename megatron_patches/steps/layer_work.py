@@ -1,4 +1,4 @@
-"""Counts the weights by which each layer of a model multiplies a token's hidden state: the work beside core attention.
+"""Counts the weights by which each layer of a model multiplies a token's hidden state, without core attention.
 
 The planner multiplies these counts by measured seconds per weight. A *unit* is an attention or recurrent layer, with
 the MLPs and experts up to the next such layer. A unit of a GPTModel is one layer. In a HybridModel each MLP is a layer

@@ -58,7 +58,7 @@ def plan_options(
         kernel: the attention kernel that runs.
         device: this rank's device.
         given: the user's arguments of ``CAD``.
-        how: "keep" if servers keep q, k and v for backward, "resend" if they are sent to servers again.
+        how: "keep" if servers keep q, k and v for backward, "resend" if servers get q, k and v once more.
         remote: the processes that compute attention and have no model; None without such processes.
 
     Raises:
@@ -185,8 +185,8 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
 def _cost_of(kind: AttentionKind, cost: CostModel, kernel: str, gpu: str) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
-    For layers without a window it is ``cost``. For a window it is the package's table of that window, if there is one
-    and ``cost`` is a table. Otherwise seconds with the window are estimated from ``cost``.
+    For layers without a window ``cost`` is returned. For a window, if ``cost`` is a table, the package's table of that
+    window is returned. If the package has no such table, seconds with the window are estimated from ``cost``.
     """
     if kind.window and isinstance(cost, TableCost):
         heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
@@ -205,8 +205,7 @@ def _costs_on(
     Args:
         gpu: the name of the GPU model.
         kinds: the kinds of attention layers.
-        cost: the costs on rank 0's GPU, with the shape of heads. If these are estimated, or if ``cost`` is None, None
-            is returned.
+        cost: the costs on rank 0's GPU, with the shape of heads. If ``cost`` is no table, None is returned.
         kernel: this rank's kernel. If ``gpu`` has no table of this kernel, the table of the kernel "torch" is taken.
     """
     if not isinstance(cost, TableCost):

@@ -220,8 +220,8 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
     A nano-batch is one of the parts, usually two, into which a micro-batch is split. A piece is a run of a document's
     rows that lie on one rank in one nano-batch. Routes of recurrent layers move recurrent states from a document's
-    earlier pieces to later pieces. They also move ``halo_rows`` rows before a piece, which a causal convolution reads.
-    Layers with equal ``halo_rows`` share their routes.
+    earlier pieces to later pieces. These routes also move the ``halo_rows`` rows before a piece, which a causal
+    convolution reads. Layers with equal ``halo_rows`` share routes.
     """
     options = plan.options
     stage, recurrences = taker.stage, taker.recurrences
@@ -267,7 +267,7 @@ def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
-    """Refuses token ids that the model does not have. An embedding that is split over ranks would give zeros for them.
+    """Refuses token ids that the model does not have, for which an embedding split over ranks would return zeros.
 
     Args:
         batches: this rank's rows, by micro-batch.
@@ -285,7 +285,8 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
 
 
 def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:
-    """Returns the documents and weights in the micro-batches of the plan. Documents with homes are already there.
+    """Returns the documents and weights in the micro-batches of the plan. Homes stay, as only documents without homes
+    are moved.
 
     Args:
         documents: the documents as the caller gave them.
@@ -354,8 +355,8 @@ def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
     """Pads all micro-batches of a rank to as many rows as the largest has. Padding rows have token 0, no loss and no
     document.
 
-    Megatron's 1F1B schedule then moves activations of one size between stages. For unequal sizes it would send each
-    size first, and the host would wait for that size.
+    Megatron's 1F1B schedule then moves activations of equal sizes between stages. For unequal sizes Megatron would send
+    each size first, and the host would wait for the size.
     """
     assert all(len(batch.nano_rows) == 1 for batch in batches), "padding is appended, so there is one nano-batch"
     rows = max(batch.nano_rows[0] for batch in batches)

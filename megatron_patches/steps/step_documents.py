@@ -1,4 +1,4 @@
-"""The documents of one training step, as a caller gives them to ``CAD.plan_step`` or ``CAD.plan_ahead``; their checks.
+"""The documents of one training step, in the form that ``CAD.plan_step`` and ``CAD.plan_ahead`` take, and checks.
 
 A step is a list of micro-batches. A micro-batch is a list of documents for all data-parallel ranks together. Every rank
 gets the same documents. A document's *home* is a data-parallel rank that is to hold the whole document.
@@ -30,7 +30,7 @@ class StepDocuments:
             token ids.
         homes: for each micro-batch a [documents] array of integers, the data-parallel rank that holds the whole
             document; or None, with which the planner may cut documents over ranks.
-        note: any object of the caller's; it comes back as ``step.documents.note``.
+        note: any object of the caller's, which the planned step has as ``step.documents.note``.
         weights: for each micro-batch a [documents] array of numbers, each the factor of a document's tokens in the
             loss; None is 1 for all documents.
     """

@@ -104,7 +104,8 @@ class StepsAhead:
             return next(self._steps, None)
 
     def close(self) -> None:
-        """Ends the loop. A begun step is still made, as other ranks wait to compare their plans, and then dropped."""
+        """Ends the loop. A step that was begun is still made, as other ranks wait to compare plans; then it is
+        dropped."""
         self._closed, begun, self._next = True, self._next, None
         # Garbage collection may call this in the planning thread, which cannot wait for itself.
         if begun is not None and not _is_planning():
@@ -125,6 +126,6 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # The next step is begun once the work of this step is queued on the device. Begun earlier, planning would slow
-        # down the queueing, as both need Python's global lock.
+        # The next step is begun once the work of this step is queued on the device. Earlier planning would slow down
+        # the queueing, as planning and queueing need Python's global lock.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)

@@ -66,7 +66,7 @@ def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
     """Refuses a model whose configuration differs from the configuration of the CAD.
 
     Raises:
-        SupportError: a field differs; the message names the first one.
+        SupportError: a field differs; the message names the first such field.
     """
     for name, ours, theirs in _differences(fields_of(config), fields_of(model.config)):
         raise SupportError(
@@ -117,9 +117,9 @@ def _check_hooks(model: Any) -> None:
 
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the values of a configuration by field, without fields that may change and without functions.
+    """Returns the values of a configuration by field, without fields that may change.
 
-    The activation function is the only function among them."""
+    Functions are left out too, except the activation function."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_CHANGE)
     values = {name: getattr(config, name) for name in names}
     return {

@@ -1,4 +1,4 @@
-"""Checks a built GPTModel, beside its configuration: constructor arguments, process groups, and classes of modules.
+"""Checks a built GPTModel: constructor arguments, configuration, process groups, and classes of modules.
 
 Modules must be of exactly the expected class: a subclass may compute something that a disaggregated layer leaves out.
 """
@@ -96,9 +96,9 @@ def check_model(
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        layer: the required class of layers. With SplitTransformerLayer other layers of this project may stand in their
-            places, such as recurrent layers.
-        options: the model's options beside Megatron's configuration.
+        layer: the required class of layers. For SplitTransformerLayer, layers may also be of this project's classes for
+            other kinds of layers, such as recurrent layers.
+        options: the model's options for which Megatron's configuration has no field.
 
     Raises:
         SupportError: an argument or a module is not supported; the message names the first.

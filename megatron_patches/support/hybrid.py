@@ -54,7 +54,7 @@ def check_hybrid(
         offload: True if inputs of layers wait for backward in host memory.
 
     Raises:
-        SupportError: a setting is not supported; the message names it and the value to set.
+        SupportError: a setting is not supported; the message names the setting and the value to set.
     """
     delta_nets = has_recurrent_layers(config)
     _check_options(pattern, options)

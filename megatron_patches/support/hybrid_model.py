@@ -1,4 +1,4 @@
-"""Checks a built HybridModel, beside its configuration: constructor arguments, process groups, and classes of modules.
+"""Checks a built HybridModel: constructor arguments, configuration, process groups, and classes of modules.
 
 A HybridModel has a pattern with one letter for each layer: attention, a recurrent layer, an MLP or experts.
 ``built_model.py`` has such checks for a GPTModel.

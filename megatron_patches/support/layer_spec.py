@@ -42,8 +42,8 @@ def check_layer_spec(spec: ModuleSpec) -> None:
     """Refuses a layer spec that names a class for which disaggregated layers have no replacement.
 
     Args:
-        spec: the spec of a transformer layer. It comes from Megatron's get_gpt_layer_local_spec, or from its
-            get_gpt_layer_with_transformer_engine_spec. In the latter, linear layers contain the norms before them.
+        spec: the spec of a transformer layer, from Megatron's get_gpt_layer_local_spec or
+            get_gpt_layer_with_transformer_engine_spec. In Transformer Engine's spec, linear layers contain norms.
 
     Raises:
         SupportError: a class is not supported; the message names the first.
@@ -113,7 +113,7 @@ def _module(spec: Any) -> Any:
 
 
 def _expect_in_spec(path: str, found: Any, *served: Any) -> None:
-    """Refuses a class that is not among ``served``; the message proposes the first of these."""
+    """Refuses a class that is not in ``served``; the message proposes the first class in ``served``."""
     if found not in served:
         twice = ", whose norm would be applied twice" if "LayerNormColumn" in name_of(found) else ""
         raise SupportError(

@@ -1,4 +1,4 @@
-"""The supported values of a field of Megatron's configuration, or of an argument of its models, and their check."""
+"""Lists supported values of a field of Megatron's configuration or an argument of a model, and refuses other values."""
 
 from __future__ import annotations
 

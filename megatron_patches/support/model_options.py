@@ -1,6 +1,6 @@
 """Refuses wrong values of ``model_options``: options of a model for which Megatron's configuration has no field.
 
-Options that would have no effect beside other settings are refused too.
+Options that would have no effect together with other settings are refused too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FROM_ZERO = ("score_softcap", "final_softcap", "step_min", "latent_norm_epsilon
 
 
 def check_model_options(options: ModelOptions, config: TransformerConfig) -> None:
-    """Refuses options with a wrong value, or without effect beside other options or Megatron's configuration.
+    """Refuses options with a wrong value, or without effect together with other options or Megatron's configuration.
 
     Raises:
         SupportError: an option is wrong or without effect; the message names the first.
@@ -38,7 +38,7 @@ def check_model_options(options: ModelOptions, config: TransformerConfig) -> Non
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
     """Refuses a GPTModel built with rotary positions that no layer uses, as ``rotations`` has positions for all layers.
 
-    A GPTModel with Megatron's default positions passes, as its user asked for no positions.
+    A GPTModel with Megatron's default positions passes, as the user did not choose these positions.
 
     Raises:
         SupportError: the model's positions are not Megatron's default, and no layer uses them.
@@ -79,7 +79,7 @@ def _values(options: ModelOptions) -> Iterator[str]:
 
 
 def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
-    """Yields a sentence for each option of norms, biases or logits that has no effect beside other settings."""
+    """Yields a sentence for each option of norms, biases or logits without effect together with other settings."""
     if not config.qk_layernorm:
         for name in ("query_key_norm", "norm_after_rotation"):
             if getattr(options, name) != getattr(MEGATRONS, name):

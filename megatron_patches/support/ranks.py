@@ -24,9 +24,8 @@ def check_groups(config: TransformerConfig) -> None:
         config: Megatron's configuration.
 
     Raises:
-        SupportError: there are no groups yet; their sizes are not the configuration's; or ranks are not numbered in
-            Megatron's default order. In this order tensor-parallel ranks follow each other, then data-parallel ranks,
-            then stages.
+        SupportError: there are no groups yet; sizes of groups differ from the configuration; or ranks are not numbered
+            in Megatron's default order: tensor-parallel ranks first, then data-parallel ranks, then stages.
     """
     if not parallel_state.model_parallel_is_initialized():
         raise SupportError(

@@ -1,8 +1,9 @@
 """Refuses weights whose gradients would not be reduced, or that the optimizer would not update.
 
 ``CAD.data_parallel`` wraps a model in Megatron's DistributedDataParallel. The wrapper adds gradients up in buffers, as
-``main_grad`` of each weight. At construction it decides which weights have a place in the buffers. Some checks run
-before a model is wrapped. :func:`check_trained_weights` runs before every step with a backward.
+``main_grad`` of each weight. A weight has a place in the buffers if it required a gradient when the model was wrapped.
+Some checks run before a model is wrapped. The checks of :func:`check_trained_weights` run before every step with a
+backward.
 """
 
 from __future__ import annotations

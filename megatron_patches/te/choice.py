@@ -77,7 +77,7 @@ def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
 
 
 def check_moments(moments: torch.dtype, device: torch.device) -> None:
-    """Refuses a dtype of Adam's moments other than float32 if Transformer Engine, whose Adam it needs, is not usable.
+    """Refuses moments of Adam in another dtype than float32, unless Transformer Engine's Adam is usable.
 
     Raises:
         SupportError: ``moments`` is not float32, and Transformer Engine is not usable here.

@@ -1,7 +1,8 @@
 """Says, without an import, whether a supported Transformer Engine is installed; hides Transformer Engine without a GPU.
 
-Megatron-Core imports Transformer Engine wherever the package is installed. On a machine without a GPU this import
-breaks Megatron-Core. So there the import raises ModuleNotFoundError, as if the package were not installed.
+Megatron-Core imports Transformer Engine wherever the package is installed. On a machine without a GPU this import would
+fail in a way that Megatron-Core does not expect. A hook makes the import raise ModuleNotFoundError on such machines, as
+if the package were not installed.
 """
 
 from __future__ import annotations

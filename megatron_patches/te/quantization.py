@@ -126,7 +126,7 @@ def end_step() -> None:
 
 
 def forget_layers() -> None:
-    """Resets Transformer Engine's global state: it would keep closed process groups and values of earlier layers."""
+    """Resets Transformer Engine's global state, which would keep closed process groups and values of earlier layers."""
     global _unreduced
     _unreduced = False
     if "transformer_engine.pytorch.quantization" in sys.modules:

@@ -90,7 +90,7 @@ def build_optimizer(
         SupportError: ``moments`` needs Transformer Engine's Adam, which cannot be used here.
     """
     check_moments(moments, next(model.parameters()).device)
-    # The schedule "constant" never reads min_lr, but Megatron refuses one above lr.
+    # The schedule "constant" never reads min_lr, but Megatron refuses a min_lr above lr.
     min_lr = settings.lr if settings.schedule == "constant" else settings.min_lr
     config = OptimizerConfig(
         lr=settings.lr,
@@ -150,7 +150,7 @@ def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[s
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """Yields torch's Adam optimizers inside Megatron's optimizer.
 
-    If Transformer Engine or Apex is installed, Megatron takes the Adam of that library, and there are none."""
+    If Transformer Engine or Apex is installed, Megatron takes the Adam of that library, and nothing is yielded."""
     for adam in inner_adams(optimizer):
         if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
             yield adam

@@ -6,7 +6,7 @@ layer i. A stage without a micro-batch only *serves*: it computes attention for 
 
 With p stages, stage s runs the forward of micro-batch m in tick m + s, and the backward in tick m + 2(p − 1) − s. M
 micro-batches take M + p − 1 forward phases and as many backward phases. Stage s holds activations of up to
-2(p − 1 − s) + 1 micro-batches; with 1F1B these are p − s.
+2(p − 1 − s) + 1 micro-batches; 1F1B holds activations of p − s.
 
 Activations travel to the next stage during the backward phase that follows. Gradients travel to the previous stage
 during the next forward phase. All ranks start attention's exchanges and these transfers in the same order, so that

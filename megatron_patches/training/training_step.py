@@ -109,7 +109,7 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
     Args:
         models: from :func:`wrap_for_data_parallel`.
         tokens: int scalar on the device, the target tokens of this rank; values of other stages than the last are
-            ignored. Afterwards it is the global number on all ranks.
+            ignored. Afterwards the tensor has the global number on all ranks.
         options: further arguments of Megatron's ``finalize_model_grads``.
 
     Raises:
