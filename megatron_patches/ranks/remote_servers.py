@@ -292,7 +292,6 @@ class RemoteServers:
         raise LaunchError(f"The pool of homes and servers without a model has failed to form {_TRIES} times.")
 
     def _is_here(self, server: Comer) -> bool:
-        """Whether a server takes part in the change that is under way, and was not let go."""
         if server.number in self._released:
             return False
         return self._answers(f"here/{self.generation}/{server.number}", server)

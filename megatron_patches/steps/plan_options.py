@@ -227,7 +227,7 @@ def _non_attention(
 
     Args:
         config: Megatron's configuration.
-        cost: the seconds of attention tasks; ``cost.linear`` is the measured rate of linear layers, or None.
+        cost: the seconds of attention tasks; ``cost.linear`` is the rate of linear layers, or None.
         level: "attention", "time" (attention and linear layers together), or "auto".
         usual: whether ``level`` "auto" means "time".
         works: a function that returns the work of the model's layers.

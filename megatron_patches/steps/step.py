@@ -267,12 +267,8 @@ def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
-    """Refuses token ids that the model does not have, for which an embedding split over ranks would return zeros.
-
-    Args:
-        batches: this rank's rows, by micro-batch.
-        vocabulary: token ids have to be below this number.
-        drawn: by micro-batch, [documents, 2] the micro-batch and place in which the caller gave each document.
+    """Refuses token ids below 0 or not below ``vocabulary``. An embedding split over ranks would return zeros for such
+    ids. ``drawn`` has for each micro-batch [documents, 2] the micro-batch and place that the caller gave.
     """
     for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
@@ -285,13 +281,9 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
 
 
 def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:
-    """Returns the documents and weights in the micro-batches of the plan. Homes stay, as only documents without homes
-    are moved.
+    """Returns the documents and weights in the micro-batches of the plan. Documents with homes are never moved.
 
-    Args:
-        documents: the documents as the caller gave them.
-        drawn: by micro-batch of the plan, [documents, 2] the micro-batch and place in which the caller gave each
-            document.
+    ``drawn`` has for each micro-batch of the plan [documents, 2] the micro-batch and place that the caller gave.
     """
     given, weights = documents.micro_batches, documents.weights
     return replace(

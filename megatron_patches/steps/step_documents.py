@@ -149,11 +149,7 @@ def checksum(documents: StepDocuments) -> int:
 def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
     """Checks homes or weights; returns for each micro-batch an array, or None if the caller gave None.
 
-    Args:
-        name: "homes" or "weights", for messages.
-        kinds: the kinds of numpy dtypes that are allowed, such as "iu" for whole numbers.
-        given: for each micro-batch, one value per document, or None.
-        micro_batches: the documents.
+    ``kinds`` are the kinds of numpy dtypes that are allowed, such as "iu" for whole numbers.
     """
     if len(given) != len(micro_batches):
         raise PlanError(f"`{name}` are for {len(given)} micro-batches, and the step has {len(micro_batches)}.")

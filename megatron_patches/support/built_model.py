@@ -150,7 +150,6 @@ def check_model_groups(model: Any) -> None:
 
 
 def _check_layer(path: str, layer: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Refuses a layer with a module of another class than the configuration and the options require."""
     attention, mlp = layer.self_attention, layer.mlp
     norm = norm_class(config, options.norm_bias)
     expected = {

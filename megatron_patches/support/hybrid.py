@@ -115,7 +115,6 @@ def _check_stages(config: TransformerConfig) -> None:
 
 
 def _check_options(pattern: str, options: ModelOptions) -> None:
-    """Refuses an option of one kind of recurrent layer in a model without such layers."""
     for name, symbol in _OF_SYMBOL.items():
         value = getattr(options, name)
         if value != getattr(MEGATRONS, name) and symbol not in pattern:

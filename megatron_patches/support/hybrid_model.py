@@ -81,7 +81,6 @@ def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
 
 
 def _check_layer(path: str, symbol: str, layer: Any, config: Any, options: ModelOptions) -> None:
-    """Refuses a layer with a module of another class than the layer's letter in the pattern requires."""
     norm = norm_class(config)
     attention = GatedAttentionLayer if has_output_gate(config) else SplitTransformerLayer
     classes = {ATTENTION: attention, DELTA_NET: SplitRecurrentLayer, MAMBA: SplitMambaLayer}

@@ -89,14 +89,7 @@ def mlp_submodules(spec: Any) -> Any:
 
 
 def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> None:
-    """Refuses a spec that has a norm twice or not at all: as a module, or inside the linear layer that follows.
-
-    Args:
-        parts: the layer's submodules.
-        norm: the name of the norm in ``parts``.
-        path: the path of the linear layer, for messages.
-        linear: the class of the linear layer.
-    """
+    """Refuses a spec that has a norm twice or not at all: as a module, or inside the linear layer that follows."""
     found = getattr(parts, norm)
     if linear is TELayerNormColumnParallelLinear and found is IdentityOp:
         return

@@ -87,7 +87,7 @@ def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], f
 def _products(
     fp8: Fp8, config: TransformerConfig, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns a layer's output and gradients by name: from Transformer Engine, and from products in float64."""
+    """Returns a layer's output and gradients by name, from Transformer Engine and from float64."""
     import transformer_engine.pytorch as te
 
     generator = torch.Generator().manual_seed(0)

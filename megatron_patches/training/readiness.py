@@ -116,7 +116,6 @@ def _zero_gradients(model: DistributedDataParallel) -> None:
 
 
 def _forget_step(model: DistributedDataParallel) -> None:
-    """Ends Megatron's reductions of a step that did not finish, and resets the counts of gradients."""
     for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()

@@ -185,8 +185,7 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
 
 class _OneBatch(Iterator[Batch]):
-    """The iterator that a forward step gets. It yields one batch, and refuses a second ``next``, which would take
-    another micro-batch's batch."""
+    """The iterator that a forward step gets: it yields one batch and refuses a second ``next``."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches, self.taken = batches, False

@@ -59,9 +59,7 @@ def _look_at(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _watch(optimizer: Optimizer, weights: list[Any]) -> None:
-    """Warns of an optimizer from another library after ``STEPS`` steps without a changed weight.
-
-    A single such step is no proof, as the optimizer may read ``main_grad``."""
+    """Warns of an optimizer from another library after ``STEPS`` steps without a changed weight."""
     rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
     steps, before = _still.get(optimizer, (-1, torch.empty(0)))
     if steps >= STEPS or not any(rates):  # at a learning rate of 0, as in a warm-up, nothing should change
