@@ -74,6 +74,7 @@ class Session:
             **header(command, world.size),
             "device": world.device.type,
             **described(settings, world.size),
+            "cells": {},
         }
         self._first_start = read_first_start(settings, self._report, world.rank) if settings.peer else None
         if self._first_start:
