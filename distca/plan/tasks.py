@@ -1,9 +1,10 @@
 """Tasks: the units of core attention, each computed by one server.
 
-A task is a range [start, stop) of query rows of one document, with all keys and values that these rows may see, [0,
-stop). A *server* is a rank that computes tasks. A task is never split along the keys, so softmax results are never
-merged (CA-tasks in arXiv 2510.18121, section 4.1). The scheduler makes tasks (``scheduler/``), and ``routes.py`` finds
-the rows that travel for them.
+A *task* is a range [start, stop) of query rows of one document, with all keys and values that these rows read. These
+are the keys and values [0, stop) of the document; with a sliding window, only the last of them. A *server* is a rank
+that computes tasks. A task is never split along the keys, so softmax results are never merged. Tasks are the CA-tasks
+of arXiv 2510.18121, section 4.1. The scheduler makes tasks, for example (``scheduler/``). ``routes.py`` finds the rows
+that travel for tasks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ class Tasks:
     """Tasks, sorted by (server, document, start). Array legend: T tasks; all arrays are int64.
 
     Attributes:
-        document: [T] index of the document in the micro-batch.
+        document: [T] index of the document in the layout.
         start: [T] first query position.
-        stop: [T] one past the last query position. The task reads the k,v rows before this position; a window leaves
-            out the first of them.
+        stop: [T] one past the last query position. The last key and value that the task reads are at stop - 1.
         server: [T] rank that computes the task.
     """
 
@@ -59,8 +59,8 @@ class Tasks:
         document, start, stop, server = (np.asarray(x, np.int64)[order] for x in (document, start, stop, server))
         if len(document) == 0:
             return Tasks(document, start, stop, server)
-        # "heads" and "tails" are the first and the last range of each task.
+        # "firsts" and "lasts" are the first and the last range of each task.
         joins = (document[1:] == document[:-1]) & (server[1:] == server[:-1]) & (start[1:] == stop[:-1])
-        heads = np.flatnonzero(np.append(True, ~joins))
-        tails = np.append(heads[1:], len(document)) - 1
-        return Tasks(document[heads], start[heads], stop[tails], server[heads])
+        firsts = np.flatnonzero(np.append(True, ~joins))
+        lasts = np.append(firsts[1:], len(document)) - 1
+        return Tasks(document[firsts], start[firsts], stop[lasts], server[firsts])

@@ -4,14 +4,14 @@
 
 A launch starts an all-to-all among expert-parallel ranks, and a join waits for the all-to-all. A micro-batch may be
 split into two *nano-batches*. Between launch and join of one nano-batch, the other nano-batch can be computed
-(``distca/runtime/ping_pong.py``). Backward runs the nodes in reverse order: backward of a join launches gradients, and
-backward of a launch joins gradients. A *graph token*, a scalar that is never read, links a launch to its join in the
-graph.
+(``distca/runtime/ping_pong.py``). Backward runs the nodes in reverse order: backward of a join starts an all-to-all of
+gradients, and backward of a launch waits for them. A *graph token*, a scalar that is never read, links a launch to its
+join in the graph.
 
-If experts are computed again in backward, the experts' input is freed after use. Backward then sends the rows once
-more, together with the gradients of the experts' outputs.
+If backward computes experts again, forward frees the experts' input after use. Backward then sends the rows once more,
+together with the gradients of the experts' outputs.
 
-A *pair* is an arrived row and an expert of this rank to which the row goes.
+A *pair* is an arrived row and an expert of this rank that the router chose for the row.
 
 Shape suffixes: N rows of this rank's nano-batch, E experts, K experts of a row, H hidden. S rows that this rank sends;
 a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs.
@@ -31,11 +31,11 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 class Exchange:
-    """The transfers of one layer and nano-batch, in forward and backward. At most one transfer runs at a time.
+    """The transfers of one layer and nano-batch, in forward and backward. At most one of them is under way at a time.
 
     Args:
         dispatch: the indices by which rows travel.
-        again: whether backward computes experts again, for which rows are sent again.
+        again: whether backward computes experts again. Backward then sends rows again, too.
     """
 
     def __init__(self, dispatch: Dispatch, again: bool = False) -> None:
@@ -43,10 +43,12 @@ class Exchange:
         # For each tensor of the transfer: the receive buffer, the tensor that is sent, and the handle to wait for.
         self._under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         self._sent_again_NH: torch.Tensor | None = None
-        self._freed: tuple[torch.Tensor, int] | None = None  # the experts' input, and the input's size in bytes
+        self._freed: tuple[torch.Tensor, int] | None = None  # the experts' input, and the bytes of its storage
 
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
-        """Starts to send rows and probabilities to experts; returns the graph token for :meth:`join_rows`."""
+        """Starts to send rows and probabilities to the ranks of experts; returns the graph token for :meth:`join_rows`.
+
+        The numbers of the rows' experts travel too, unless the receivers know them from a forward before."""
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token
 
@@ -56,7 +58,8 @@ class Exchange:
         return joined
 
     def launch_outputs(self, output_PH: torch.Tensor) -> torch.Tensor:
-        """Starts to send back the sum of each arrived row's outputs; returns the graph token for :meth:`join_outputs`.
+        """Starts to send back, for each arrived row, the sum of its experts' outputs; returns the graph token for
+        :meth:`join_outputs`.
 
         Args:
             output_PH: the experts' outputs, scaled by probabilities, in the order of :meth:`join_rows`.
@@ -89,7 +92,7 @@ class Exchange:
         for *_, work in under_way:
             if work is not None:
                 work.wait()
-        return [arrived for arrived, *_ in under_way]
+        return [arriving for arriving, *_ in under_way]
 
     # The next five methods do nothing unless backward computes experts again.
 
@@ -97,34 +100,35 @@ class Exchange:
         """Keeps this rank's rows, so that backward can send them again."""
         self._sent_again_NH = hidden_NH.detach() if self.again else None
 
-    def arrived(self, rows_PH: torch.Tensor) -> None:
-        """Remembers the experts' input, whose memory :meth:`forget` frees."""
+    def remember(self, rows_PH: torch.Tensor) -> None:
+        """Remembers the experts' input, whose memory :meth:`free` frees."""
         if self.again:
-            # .data hides the change from autograd, which refuses saved tensors that were changed. ``restore`` writes
-            # the same numbers back before autograd reads the tensor.
+            # ``restore`` writes the same numbers into this memory again. Autograd refuses saved tensors that were
+            # written to, but does not notice writes to ``.data``.
             self._freed = rows_PH.data, rows_PH.untyped_storage().nbytes()
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Frees the memory of the experts' input."""
         if self._freed is not None:
             self._freed[0].untyped_storage().resize_(0)
 
     def rows_again(self) -> list[torch.Tensor]:
-        """Returns a list with one tensor, the rows to send again, sorted by rank; or an empty list."""
+        """Returns a list with one [S, H] tensor, the rows to send again; or an empty list."""
         sent_again_NH, self._sent_again_NH = self._sent_again_NH, None
         return [] if sent_again_NH is None else [self.dispatch.spread(sent_again_NH)]
 
-    def restore(self, arrived: Sequence[torch.Tensor]) -> None:
-        """Writes rows that arrived again into the freed input of the experts.
+    def restore(self, received: Sequence[torch.Tensor]) -> None:
+        """Writes the experts' input into its memory again.
 
         Args:
-            arrived: the list of :meth:`rows_again`, with the rows that this rank received.
+            received: a list with one [R, H] tensor, what this rank received of all ranks' :meth:`rows_again`; or an
+                empty list.
         """
-        for rows in arrived:
+        for rows_RH in received:
             assert self._freed is not None
             (freed, size), self._freed = self._freed, None
             freed.untyped_storage().resize_(size)
-            self.dispatch.by_expert(rows, out=freed)
+            self.dispatch.by_expert(rows_RH, out=freed)
 
 
 class _LaunchRows(torch.autograd.Function):
@@ -133,7 +137,7 @@ class _LaunchRows(torch.autograd.Function):
         ctx.exchange, ctx.shape, way = exchange, probs_NE.shape, exchange.dispatch
         exchange.keep(hidden_NH)
         leaving = [hidden_NH, probs_NE.gather(1, way.expert_NK.long())]
-        if not way.has_arrived:
+        if not way.has_arrived:  # if backward computes this node again, the receivers have the numbers already
             leaving.append(way.expert_NK)
         exchange.start([way.spread(each) for each in leaving], to_experts=True)
         return graph_token(hidden_NH.device)
@@ -155,7 +159,7 @@ class _JoinRows(torch.autograd.Function):
         if expert_RK:
             way.arrive(*expert_RK)
         rows_PH = way.by_expert(rows_RH)
-        exchange.arrived(rows_PH)
+        exchange.remember(rows_PH)
         return rows_PH, way.factors(probs_RK)
 
     @staticmethod
@@ -172,7 +176,7 @@ class _LaunchOutputs(torch.autograd.Function):
         ctx.exchange = exchange
         exchange.start((exchange.dispatch.by_row(output_PH.contiguous()),), to_experts=False)
         if ctx.needs_input_grad[0]:
-            exchange.forget()
+            exchange.free()
         return graph_token(output_PH.device)
 
     @staticmethod

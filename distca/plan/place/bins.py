@@ -106,7 +106,7 @@ def deal_to_bins(
     ranks: list[int],
     filler: tuple[float, int],
     most: tuple[float, float],
-    in_turn: bool = False,
+    few_keys: bool = False,
 ) -> tuple[Filled, list[tuple[int, float]]]:
     """Deals each item to the bin that lacks most surplus and has the tokens, or in shares to several bins.
 
@@ -118,14 +118,14 @@ def deal_to_bins(
         filler: work per token of the filler, and the number of its tokens.
         most: limits on all shares of a rank together: their work over the mean work, and their rows over the rank's
             tokens.
-        in_turn: whether consecutive documents in shares may begin on the bin where the one before ended
+        few_keys: whether consecutive documents in shares may begin on the bin where the one before ended
             (``_FEW_SHARES``). Very long documents then leave no small last share (``_OVERFULL_WITH_KEYS``).
 
     Returns:
         The bins; and (item, fraction of the item) for each item, or rest of an item, that found no room.
     """
     rates = Rates(items.rows, items.work, filler)
-    bins = _Bins(mean, room, ranks, rates.sparse, most, in_turn)
+    bins = _Bins(mean, room, ranks, rates.sparse, most, few_keys)
     missed: list[tuple[int, float]] = []
     rows, work, added, long = (x.tolist() for x in (items.rows, items.work, items.added, items.long))
     keys = items.keys.tolist()
@@ -143,7 +143,7 @@ def deal_to_bins(
         while (item := bins.put_small(rows, work, small, item + 1, end)) < end:
             own, brings, extra, part = rows[item], work[item], added[item], 1.0
             if long[item]:
-                bins.many_keys = in_turn and keys[item] > most_rows
+                bins.many_keys = few_keys and keys[item] > most_rows
                 part = bins.put_parts(item, part, own, brings, extra, within_need=True)
                 few = item + 1 < end and long[item + 1] and max(keys[item], keys[item + 1]) <= most_rows
                 bins.take_back(first=few and part <= 0)
@@ -197,7 +197,7 @@ class _Bins:
     """The bins while items are dealt: a heap with the bin that lacks most surplus on top.
 
     Arguments are those of :func:`deal_to_bins`, and ``sparse``, the work per token of sparse items (:class:`Rates`).
-    With ``in_turn`` the bin with the newest share is not in the heap until :meth:`take_back`.
+    With ``few_keys`` the bin with the newest share is not in the heap until :meth:`take_back`.
 
     Attributes:
         least: least work of a share.
@@ -205,7 +205,7 @@ class _Bins:
     """
 
     def __init__(
-        self, mean: float, room: list[int], ranks: list[int], sparse: float, most: tuple[float, float], in_turn: bool
+        self, mean: float, room: list[int], ranks: list[int], sparse: float, most: tuple[float, float], few_keys: bool
     ) -> None:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
@@ -220,7 +220,7 @@ class _Bins:
         self._over, self.least = OVERFULL * mean * min(ranks), LEAST_SHARE * mean
         self.many_keys = False
         self._mean, self._rate = mean, 0.0
-        self._in_turn, self._newest = in_turn, -1
+        self._few_keys, self._newest = few_keys, -1
         self._heap: list[tuple[float, int]] = []
         self._full: list[tuple[float, int]] = []
 
@@ -350,7 +350,7 @@ class _Bins:
         if shares:
             self._need_shares[at] -= work - self._sparse * part * own
             self._space_shares[at] -= part * own
-        if shares and self._in_turn:
+        if shares and self._few_keys:
             heapq.heappop(self._heap)
             self.take_back()
             self._newest = at

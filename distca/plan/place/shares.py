@@ -2,21 +2,23 @@
 
 A *home rank* of a document holds rows of the document. A query row that is computed on its home rank does not travel;
 the keys and values that it reads travel only if other ranks hold them. A training step sums over documents, so any rank
-may be a document's home. Each rank's number of tokens, its *budget*, is given. ``lay_out.py`` calls :func:`deal`. A
-micro-batch is computed as one or two nano-batches, *ping* and *pong*. Which rows of a document are in ping is decided
-later, in ``home_rows.py``.
+may be a document's home. Each rank's number of tokens, its *budget*, is given. ``lay_out.py`` calls :func:`deal`.
 
-Documents are dealt longest first: to nodes, then to the ranks of each node. A document with more work or tokens than a
-rank should have goes to several ranks in *shares*. A share is a range of rows in the first half of the document, and
-the mirror image of this range in the second half. Example: 8 rows in two equal shares are rows 0, 1, 6, 7 and rows 2 to
-5. Early queries see few keys and late queries see many. So a share with a tenth of the rows has about a tenth of the
-work.
+A micro-batch is computed as one nano-batch, or as two with about half of the tokens each: *ping* and *pong*. A
+document's first rows, its *head*, are in ping, and its other rows in pong. ``home_rows.py`` later cuts documents in
+this way.
+
+Documents are dealt longest first: to nodes, then to the ranks of each node. A *long* document has more work or tokens
+than one rank should get, so it is cut into *shares* for several ranks. A share is a range of rows in the first half of
+the document, and the mirror image of this range in the second half. Example: 8 rows in two equal shares are rows 0, 1,
+6, 7 and rows 2 to 5. Early queries read few keys and late queries read many. So a share with a tenth of the rows has
+about a tenth of the work.
 
 The shortest documents are the *filler*: they fill the tokens that are left of the budgets, and are cut where a budget
 ends. Other documents are compared by their *surplus*: their work minus the work of as many tokens of filler.
 
-Array legend: D documents, R ranks, S shares. Rows are int64. Work is the time of attention; the unit is the mean rank's
-work.
+Array legend: D documents; F documents that are filler; I items (documents that are dealt one by one, or nodes' parts of
+them); N ranges; R ranks; S shares. Rows are int64. Work is the time of attention; the mean rank's work is 1.
 """
 
 from __future__ import annotations
@@ -34,28 +36,29 @@ from distca.plan.sorting import in_turns, order_by
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
-"""The most ranks for which a placement with shares is compared with another placement (``distca/plan/choice.py``). With
-more ranks shares are always used, because the second plan takes tens of milliseconds
-(benchmarks/results/planner.md)."""
+"""The most ranks for which ``distca/plan/step.py`` may plan two placements, this module's and that of
+``by_nano_batch.py``, and take the cheaper. With more ranks ``step.py`` plans one placement, to save time. With more
+ranks :func:`deal` also lets each rank read the keys of few documents."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest documents, with this part of all work together, are filler. With 0.1 plans move 3.5 % more bytes
-(benchmarks/results/planner.md)."""
+"""The shortest documents are filler, as long as they have at most this part of all work together. The value 0.1 makes
+plans move 3.5 % more bytes (benchmarks/results/planner.md)."""
 ONE_BY_ONE = 2048
 """The most documents per rank that are dealt one by one; all shorter documents are filler. It limits planning time for
 millions of short documents."""
 _PING = 0.25
-"""Ping's part of the work if documents are in shares: the first half of a document's rows has a quarter of its work.
-With 0.15 plans move 1.1 % more bytes (benchmarks/results/planner.md)."""
+"""Ping's part of all work: the least part if long documents have heads in ping, the largest part if they have none. The
+first half of a document's rows has about a quarter of its work. The value 0.15 makes plans move 1.1 % more bytes
+(benchmarks/results/planner.md)."""
 _LITTLE_PING = 0.06
-"""If ping would get less than this part of the work, documents in shares have rows in ping too. Otherwise ping would
-have too little attention to hide pong's transfers."""
+"""The least part of all work in ping if long documents are wholly in pong. With less, ping would have too little
+attention to hide pong's transfers."""
 _FEW_SHARED = 0.01
-"""If documents in shares have at most this part of all work, ping's part of the work does not depend on them."""
+"""If long documents have at most this part of all work together, the other documents decide ping's part."""
 _SPARE = 1.05
-"""Pong has room for the work of documents in shares times this factor; the excess over 1 is a reserve."""
+"""Pong has room for the work of long documents times this factor; the excess over 1 is a reserve."""
 _MOST_ROWS_IN_PONG = 0.35
-"""The largest part of all rows that documents in shares may have if they are wholly in pong. Pong has half of all rows,
-and needs room for other documents."""
+"""The largest part of all rows that long documents may have if they are wholly in pong. Pong has half of all rows, and
+needs room for other documents."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,10 @@ class NanoSplit:
     """How the work of a micro-batch is split between ping and pong.
 
     Attributes:
-        ping: part of every rank's work that is in ping.
-        head: part of the rows of a document in shares that is in ping: its first rows.
-        most_work: the most work that shares may have on a rank, over the mean work.
-        most_rows: the most rows that shares may have on a rank, over the rank's budget.
+        ping: part of every rank's work that should be in ping.
+        head: part of a long document's rows that is in ping.
+        most_work: the most work that a rank's shares of long documents should have; the mean rank's work is 1.
+        most_rows: the most rows that a rank's shares of long documents should have, over the rank's budget.
     """
 
     ping: float
@@ -95,28 +98,29 @@ class NanoSplit:
     most_rows: float
 
     @staticmethod
-    def of(shared: float, rows: float, filler: float, longest: float, lean: bool) -> NanoSplit:
+    def of(shared: float, rows: float, sparse: float, longest_other: float, lean: bool) -> NanoSplit:
         """Returns the split of a micro-batch.
 
-        If a document in shares has rows in ping and in pong, ranks read its first keys in both. That takes 1 % more of
-        attention's time. So ``lean`` puts these documents wholly into pong, if ping has enough other work. The price is
-        memory: pong then reads more keys at once.
+        If a long document has rows in ping and in pong, ranks read the keys of its head twice, which takes time. So
+        ``lean`` puts long documents wholly into pong, if ping has enough other work. The price is memory: pong then
+        reads more keys at once.
 
         Args:
-            shared: part of all work that documents in shares have.
-            rows: part of all rows that documents in shares have.
-            filler: work of a rank that is full of documents with little work per token.
-            longest: rows of the longest document that stays whole, over a rank's budget.
-            lean: whether documents in shares may be wholly in pong.
+            shared: part of all work that long documents have.
+            rows: part of all rows that long documents have.
+            sparse: work of a rank if it had only documents with little work per token.
+            longest_other: rows of the longest document that is not long, over the largest budget.
+            lean: whether long documents may be wholly in pong.
         """
+        # A head with the fraction f of a document's rows has about f² of the document's work.
         if shared <= _FEW_SHARED or not lean:
-            # Work grows with the square of a head's rows, and ping has room for 0.5 of a rank's rows. So of a document
-            # that fills the rank, a quarter of the work fits into ping. The longest whole document sets ping's part.
-            ping = min(max((0.5 / max(longest, 0.5)) ** 2, _PING), 0.5)
+            # Ping has room for half of a rank's tokens. So of the longest other document, the fraction
+            # 0.5 / longest_other of the rows fits into ping.
+            ping = min(max((0.5 / max(longest_other, 0.5)) ** 2, _PING), 0.5)
             return NanoSplit(ping, ping**0.5, 1.0, 1.0)
-        # Pong needs the work of documents in shares, with a reserve. Pong also has half of all tokens, which bring at
-        # least half of ``filler``. The rest of the work may be ping's.
-        ping = min(1.0 - filler / 2 - _SPARE * shared, _PING)
+        # Pong needs the work of long documents, with a reserve. Up to half of a rank's tokens may be other documents in
+        # pong, with little work per token. The rest of the work may be ping's.
+        ping = min(1.0 - sparse / 2 - _SPARE * shared, _PING)
         if ping >= _LITTLE_PING and rows <= _MOST_ROWS_IN_PONG:
             return NanoSplit(ping, 0.0, 1.0 - ping, 0.5)
         return NanoSplit(_PING, 0.5, 1.0, 1.0)
@@ -128,13 +132,13 @@ class Dealt:
 
     Attributes:
         shares: the documents that were dealt to ranks; the shares of a document follow each other.
-        short: [N] int64 documents that are filler.
-        left: (document, low, high) of each part of a document that found no room; low and high are those of a share.
+        short: [F] int64 documents that are filler.
+        left: (document, low, high) of each range that found no room; low and high are measured as in shares.
         work: [D] work of every document.
         short_rate: work per token of the filler.
         split: the split of work between ping and pong.
-        long: [D] bool, whether a document was cut into shares for its size. Other documents in shares were cut because
-            no rank had room for the whole document.
+        long: [D] bool, whether a document is long. Other documents in several shares were cut because no rank had room
+            for the whole document.
     """
 
     shares: Shares
@@ -149,8 +153,8 @@ class Dealt:
 def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
     """Returns a function from [N] starts and [N] stops to the [N] work of the query ranges [start, stop).
 
-    Work is the mean of forward and backward time, each divided by its mean over the ranks. So the work of the ranges
-    given here adds up to ``ranks``."""
+    Work is the mean of forward time and backward time, after each was divided by the mean rank's time. So the work of
+    the ranges given here adds up to ``ranks``."""
     unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -170,11 +174,12 @@ def deal(
         work: the function that :func:`work_of` returns for these documents.
         node: [R] node of every rank, ascending.
         nano_batches: 1, or 2 for ping and pong.
-        lean: whether documents in shares may be wholly in pong.
+        lean: whether long documents may be wholly in pong.
     """
-    # "order" has documents longest first; from "count" on they are filler. "surplus" is the surplus of each document,
-    # and "wanted" the surplus that a rank should have. A cut adds "added" work for each share of a document, and
-    # "extra" for all of its shares.
+    # "order" has documents longest first; the first "count" are dealt one by one, and the others are filler. "surplus"
+    # is the surplus of each document, and "wanted" the surplus that a rank should have. A cut adds "added" work for
+    # each share of a document, and "extra" for all of its shares. "filler" is the filler's work per token and the
+    # number of its tokens.
     order = order_by(length.max() - length)
     rows, whole = length[order], work(np.zeros_like(length), length[order])
     from_here = np.append(np.cumsum(whole[::-1])[::-1], 0.0)
@@ -188,20 +193,21 @@ def deal(
     added = _added_by_share(rows, whole, work)
     surplus = whole - filler[0] * rows
     wanted = max(1.0 - filler[0] * float(budgets.mean()), LEAST_SHARE)
-    in_shares = (surplus > (1 + OVERFULL) * wanted) | (rows > budgets.max())
+    long = (surplus > (1 + OVERFULL) * wanted) | (rows > budgets.max())
     sparse = Rates(rows, whole, filler).sparse * float(budgets.mean())
-    extra = _shares_each(surplus, added, in_shares, wanted) * added
+    extra = _shares_each(surplus, added, long, wanted) * added
     split = NanoSplit(1.0, 1.0, 1.0, 1.0)
     if nano_batches == 2:
-        shared = float((whole + extra)[in_shares].sum()) / (len(budgets) + float(extra.sum()))
-        longest = float(rows[~in_shares].max(initial=0)) / max(int(budgets.max()), 1)
-        split = NanoSplit.of(shared, float(rows[in_shares].sum() / budgets.sum()), sparse, longest, lean)
+        shared = float((whole + extra)[long].sum()) / (len(budgets) + float(extra.sum()))
+        longest_other = float(rows[~long].max(initial=0)) / max(int(budgets.max()), 1)
+        split = NanoSplit.of(shared, float(rows[long].sum() / budgets.sum()), sparse, longest_other, lean)
         most = split.most_work - sparse * (1 - split.most_rows)
-        extra = _shares_each(surplus, added, in_shares, min(wanted, most)) * added
+        extra = _shares_each(surplus, added, long, min(wanted, most)) * added
     limits = split.most_work, split.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
-    items = Items(rows, whole, added, in_shares, rows)
-    # In small pools most ranks read the same documents anyway, so the order of shares hardly matters.
+    items = Items(rows, whole, added, long, rows)
+    # "few_keys" deals and orders shares so that each rank reads the keys of few documents. With few ranks most ranks
+    # read most long documents in any case.
     few_keys = nano_batches == 2 and len(budgets) > SMALL_POOL
     first = np.unique(node, return_index=True)[1]
     bounds = [*first.tolist(), len(budgets)]
@@ -216,9 +222,9 @@ def deal(
         dealt, missed = _dealt_in_nodes(items, of_nodes.work, by_node, budgets, bounds, filler, limits, few_keys)
         left += missed
     shares, missing = _shares(order[:count], dealt, left, rows if few_keys else np.zeros_like(rows))
-    long = np.zeros(len(length), bool)
-    long[order[:count]] = in_shares
-    return Dealt(shares, short, missing, work(np.zeros_like(length), length), filler[0], split, long)
+    is_long = np.zeros(len(length), bool)
+    is_long[order[:count]] = long
+    return Dealt(shares, short, missing, work(np.zeros_like(length), length), filler[0], split, is_long)
 
 
 def _dealt_in_nodes(
@@ -229,16 +235,22 @@ def _dealt_in_nodes(
     bounds: list[int],
     filler: tuple[float, int],
     most: tuple[float, float],
-    in_turn: bool,
+    few_keys: bool,
 ) -> tuple[Parts, list[tuple[int, float]]]:
     """Deals each node's parts of documents, ``by_node``, to the ranks of the node.
 
-    Items are the documents that were dealt to nodes. ``work`` [items] includes the work that cuts inside nodes add.
-    Node n has the ranks from bounds[n] up to bounds[n + 1]. ``filler`` is the filler's work per token and its tokens.
-    ``most`` limits a rank's shares: their work over the mean work, and their rows over the budget. With ``in_turn`` a
-    document in shares may begin on the rank where the document before it ended.
+    Args:
+        items: the documents that were dealt to nodes.
+        work: [I] work of each item, with the work that cuts inside nodes add.
+        by_node: the parts of items on nodes.
+        budgets: [R] tokens per rank.
+        bounds: node n has the ranks from bounds[n] up to bounds[n + 1].
+        filler: the filler's work per token and the number of its tokens.
+        most: ``most_work`` and ``most_rows`` of :class:`NanoSplit`.
+        few_keys: whether a long document may begin on the rank where the document before it ended.
 
-    Returns the parts on ranks; and (item, fraction of the item) for each part that found no room.
+    Returns:
+        The parts on ranks; and (item, fraction of the item) for each part that found no room.
     """
     # Each part becomes a new item. "inside" has the new items sorted by node: the items from "begin" up to "end" are
     # dealt to the ranks from "low" up to "high". At the end indices of new items become indices of ``items``.
@@ -252,7 +264,7 @@ def _dealt_in_nodes(
         here, room = inside.between(begin, end), budgets[low:high].tolist()
         fill = filler[0], max(sum(room) - int(sum(here.rows.tolist())), 0)
         target = (sum(brings[begin:end].tolist()) + fill[0] * fill[1]) / (high - low)
-        (parts, *state), missed = deal_to_bins(here, target, room, [1] * (high - low), fill, most, in_turn)
+        (parts, *state), missed = deal_to_bins(here, target, room, [1] * (high - low), fill, most, few_keys)
         nodes.append(Filled(Parts(begin + parts.item, low + parts.bin, parts.part), *state))
         left += [(int(item[begin + i]), float(part[begin + i]) * more) for i, more in missed]
     found, *columns = zip(*nodes, strict=True)
@@ -262,15 +274,16 @@ def _dealt_in_nodes(
     return Parts(item[dealt.item], dealt.bin, part[dealt.item] * dealt.part), left
 
 
-def _shares_each(surplus: np.ndarray, added: np.ndarray, in_shares: np.ndarray, most: float) -> np.ndarray:
-    """Returns [N] shares of each document if a share has at most ``most`` surplus; 0 for whole documents."""
-    return np.where(in_shares, np.ceil(surplus / np.maximum(most - added, 2 * LEAST_SHARE)), 0.0)
+def _shares_each(surplus: np.ndarray, added: np.ndarray, long: np.ndarray, most: float) -> np.ndarray:
+    """Returns [I] float64 into how many shares each long item is cut if a share has at most ``most`` surplus; 0 for
+    whole items."""
+    return np.where(long, np.ceil(surplus / np.maximum(most - added, 2 * LEAST_SHARE)), 0.0)
 
 
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
-    """Returns the [N] work that a cut adds for every share, because the share reads keys again.
+    """Returns [I] the work that a cut adds for every share of a document, because each share reads keys again.
 
-    The sample share is half of the document: its rows from 1/8 to 3/8 and from 5/8 to 7/8."""
+    It is measured on one share with half of the document's rows: from 1/8 to 3/8 and from 5/8 to 7/8."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)
@@ -282,34 +295,35 @@ def _shares(
     """Returns the shares of ranks; and (document, low, high) of the ranges that no rank has.
 
     The parts of a document become neighbouring intervals. Example: parts 0.2, 0.3 and 0.5 become [0, 0.2), [0.2, 0.5)
-    and [0.5, 1). Ranks that read many keys in all get the first intervals, the outermost rows. In pong these ranks get
-    inner rows, which read fewer keys, and pong reads more keys than ping.
+    and [0.5, 1). Of a document's ranks, the rank that reads most keys for all of its documents gets the first interval,
+    the outermost rows. In pong intervals are reversed (``bounds_in_nano_batch`` in ``head_cuts.py``). So this rank gets
+    inner rows in pong, which read fewer keys. Pong reads more keys than ping.
 
     Args:
-        documents: [items] document of each item that was dealt.
+        documents: [I] document of each item.
         dealt: the parts of items on ranks.
         missed: (item, fraction of the item) that found no room.
-        keys: [items] keys of each item's document; 0 if the order of parts does not matter.
+        keys: [I] keys of each item's document; 0 if the order of parts does not matter.
     """
-    # Parts are sorted by document, then by the keys that their ranks read, most first. [low, high) are sums of parts,
-    # counted from a document's first part ("heads").
+    # Parts are sorted by document, then by the keys that their ranks read, most first. "ends" adds up all parts. From
+    # it the sum of the parts "before" the document's first part is subtracted.
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)
     order = order_by(dealt.item, (read.max(initial=0) - read)[dealt.bin])
     item, rank, part = (column[order] for column in dealt)
     ends = np.cumsum(part)
-    heads = np.flatnonzero(np.append(True, item[1:] != item[:-1])[: len(item)])
-    of_head = np.repeat(heads, np.diff(np.append(heads, len(item))))
-    before = ends[of_head] - part[of_head]
+    firsts = np.flatnonzero(np.append(True, item[1:] != item[:-1])[: len(item)])
+    first = np.repeat(firsts, np.diff(np.append(firsts, len(item))))
+    before = ends[first] - part[first]
     low, high = (np.minimum(x - before, 1.0) for x in (ends - part, ends))
-    # The parts of a document add up to 1, except for rounding. So its last share ends at exactly 1, if all parts found
-    # room.
+    # If all parts of a document found room, they add up to 1, except for rounding. The last share then ends at exactly
+    # 1, and every share begins exactly where the share before ends.
     without = sorted({i for i, _ in missed})
     last = np.append(item[1:] != item[:-1], True)[: len(item)]
     if without:
         last &= ~np.isin(item, without)
     high[last] = 1.0
     low[1:][item[1:] == item[:-1]] = high[:-1][item[1:] == item[:-1]]
-    low[heads] = 0.0
+    low[firsts] = 0.0
     left = []
     for i in without:
         begin, end = np.searchsorted(item, (i, i + 1)).tolist()

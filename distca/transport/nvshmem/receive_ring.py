@@ -9,8 +9,9 @@ the exchanges that lay there.
 Example: a buffer of 1 MiB and exchanges of 384 KiB. Exchange 1 has bytes from 0, exchange 2 from 384 KiB, and exchange
 3 from 0 again. Senders of exchange 3 first wait until the receiver has consumed exchange 1.
 
-A rank may launch an exchange while the exchange before is still under way. So two successive exchanges must fit into
-the buffer beside each other, or all ranks refuse the second exchange.
+A rank may launch an exchange before it has consumed the exchange before. If the places of the two overlapped, all ranks
+would wait for each other forever. Such an exchange gets no place (:meth:`ReceiveRing.why_not`). ``transport.py`` then
+sends it by another transport, or refuses it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class RingPlace:
     """The place of one exchange.
 
     Attributes:
-        number: number of the exchange. If rows travel in two hops (to another rank, and on from there), the exchange
-            has two consecutive numbers, and this is the second number.
+        number: number of the exchange. If rows travel in two hops (to another rank, and on from there), each hop has a
+            number, and this is the second hop's.
         begin: first byte in the receive buffer; a multiple of 256.
-        offsets: first byte of each part (the rows of one tensor), counted from ``begin``; multiples of 256.
-        reuses: number of the newest exchange that must have been consumed before rows are written; 0 for no wait.
+        offsets: first byte of each part (the rows of one tensor in one hop), counted from ``begin``; multiples of 256.
+        reuses: the receiver must have consumed all exchanges up to this number before rows are written; 0 for no wait.
     """
 
     number: int
@@ -64,18 +65,18 @@ class ReceiveRing:
         """Returns the place of the next exchange. This rank must have consumed all exchanges but the newest.
 
         Args:
-            sizes: bytes of each part, on the rank that receives most bytes of the part. A second hop has further parts.
-            hops: number of hops. Each hop gets a number.
+            sizes: bytes of each part (the rows of one tensor in one hop), on the rank that receives most bytes of it.
+            hops: number of hops: 1 or 2.
 
         Raises:
-            TransportError: the exchange does not fit beside the exchange before; nothing was sent.
+            TransportError: the exchange has no place that leaves the newest exchange's place alone; nothing was sent.
         """
         offsets, size = _offsets(sizes)
         begin, reuses = self._next_place(size)
         if not self._is_free(size, reuses):
             raise TransportError(self._too_small(size))
-        assert self._not_consumed <= {self._number}, f"{sorted(self._not_consumed)} of {self._number} are under way"
-        self._number += hops
+        self._check_consumed()
+        self._number += hops  # each hop has a number
         self._reused = reuses
         while self._lying and self._lying[0][0] <= reuses:
             self._lying.popleft()
@@ -87,8 +88,8 @@ class ReceiveRing:
     def skip(self) -> int:
         """Returns a number for an exchange that has no place here, since another transport moves the rows.
 
-        Callers must report this exchange, too, to :meth:`consumed`."""
-        assert self._not_consumed <= {self._number}, f"{sorted(self._not_consumed)} of {self._number} are under way"
+        Callers must also call :meth:`consumed` with this number."""
+        self._check_consumed()
         self._number += 1
         self._not_consumed.add(self._number)
         return self._number
@@ -98,14 +99,19 @@ class ReceiveRing:
         _, size = _offsets(sizes)
         return None if self._is_free(size, self._next_place(size)[1]) else self._too_small(size)
 
+    def _check_consumed(self) -> None:
+        older = sorted(self._not_consumed - {self._number})
+        assert not older, f"exchanges {older} are not consumed, though {self._number} is the newest"
+
     def _next_place(self, size: int) -> tuple[int, int]:
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._lying if a < begin + size and begin < b)
-        # Exchanges up to self._reused are no longer in self._lying. A rank that has sent nothing since then has not
-        # waited for them, so ``reuses`` must not become smaller.
+        # self._lying no longer has exchanges up to self._reused. But a rank waits only for the receivers of its rows.
+        # Other receivers may not have consumed these exchanges yet. So ``reuses`` must not become smaller.
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:
+        """Returns whether the place lies inside the buffer and does not overlap the newest exchange's place."""
         return size <= self.capacity and (reuses < self._number or not self._number)
 
     def consumed(self, number: int) -> int:
@@ -116,12 +122,14 @@ class ReceiveRing:
         return min(self._not_consumed, default=self._number + 1) - 1
 
     def _too_small(self, size: int) -> str:
-        # With so much memory the exchange finds a place wherever the exchange before lies.
+        # With before + 2 * size bytes, there are ``size`` bytes in front of the newest exchange's place or behind it,
+        # wherever the place lies. More than that is a reserve.
         before = sum(end - begin for number, begin, end in self._lying if number == self._number)
         needed = before + 3 * max(size, before)
+        beside = f" beside the exchange before it, of {before / _GIB:.3g} GiB" if before else ""
         return (
             f"{self._setting} gives {self.capacity / _GIB:.3g} GiB of symmetric memory per rank, but an exchange of "
-            f"{size / _GIB:.3g} GiB does not fit beside the exchange before it, of {before / _GIB:.3g} GiB; "
+            f"{size / _GIB:.3g} GiB does not fit{beside}; "
             f"set {self._setting} to {needed / _GIB + 0.005:.2f} or more, or lower `tokens_per_rank`."
         )
 
