@@ -145,7 +145,7 @@ class Cad:
         ranks = job.servers
         self.attention = np.zeros(ranks)
         last = np.arange(ranks) // job.data_parallel == job.pp - 1
-        self._experts = ExpertLayers(job, streams, np.minimum(np.arange(ranks) // job.data_parallel, job.pp - 1))
+        self._experts = ExpertLayers(job, streams, np.arange(job.homes) // job.data_parallel)
         self._slower = np.append(job.home_factors or np.ones(job.homes), np.ones(job.extra_servers))
         self._head = np.where(last, job.head, 0.0)
         self._recurrent = Recurrent(job, plan.layouts) if any(job.recurrent) else None

@@ -1,7 +1,8 @@
 """Simulates experts in a layer: rows go to the ranks with their experts, are computed and come back.
 
-Every expert is supposed to get equally many rows. Array legend: R servers. A server stands for ``tp`` GPUs, each of
-which sends its part of the rows. Expert-parallel ranks are consecutive GPUs of a pipeline stage.
+Every expert is supposed to get equally many rows. Array legend: R servers, the first H of which are homes. A server
+stands for ``tp`` GPUs, each of which sends its part of the rows. Expert-parallel ranks are consecutive GPUs of a
+pipeline stage. Servers without a model have no experts, and do nothing here.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ class ExpertLayers:
     Args:
         job: the model, the cluster and the parallelism.
         streams: the streams of the servers.
-        stages: [R] the pipeline stage of each server.
+        stages: [H] the pipeline stage of each home.
         hidden: True leaves it to the caller to wait for the exchanges, at a later place.
     """
 
     def __init__(self, job: Job, streams: Streams, stages: np.ndarray, hidden: bool = False) -> None:
         self._job, self._streams, self._late = job, streams, hidden
+        self._homes = len(stages)
         first = stages * job.layers
         mixes = np.array([kind.mlp.experts.count > 0 for kind in job.model.layer_kinds])
-        # [layers of a stage, R] whether the layer has experts
+        # [layers of a stage, H] whether the layer has experts
         self._mixes = np.stack([mixes[first + layer] for layer in range(job.layers)])
         self._group = job.servers_of_experts
 
@@ -58,6 +60,7 @@ class ExpertLayers:
         Returns:
             The exchanges for which the caller has to wait.
         """
+        rows = [each[: self._homes] for each in rows]
         if not self._job.hide_experts:
             arrivals = []
             for nano in order:
@@ -101,7 +104,7 @@ class ExpertLayers:
         """Copies rows and starts their exchange. Experts that backward recomputes get rows twice."""
         rows = rows * self._mixes[layer]
         times = self._times(direction)
-        self._streams.compute(times * self._copies(what, rows), f"rows {what}", layer, nano, direction)
+        self._compute_at_home(times * self._copies(what, rows), f"rows {what}", layer, nano, direction)
         most = np.repeat(rows.reshape(-1, self._group).max(axis=1), self._group)
         seconds, _ = exchange_of_experts(self._job, most)
         return self._streams.all_to_all(times * seconds, self._group, f"rows {what}", layer, nano)
@@ -113,9 +116,16 @@ class ExpertLayers:
         mean = np.repeat(rows.reshape(-1, self._group).mean(axis=1), self._group)
         seconds = mean * (each.experts_forward if direction == "forward" else each.experts_backward)
         copies = self._times(direction) * self._copies("experts", mean)
-        self._streams.compute(seconds + copies, "experts", layer, nano, direction)
+        self._compute_at_home(seconds + copies, "experts", layer, nano, direction)
         weights = 2 * self._job.model.experts.count / self._job.ep
-        self._streams.stall(np.where(rows > 0, weights * self._job.rates.expert_weight_s / 2, 0.0))
+        self._streams.stall(self._with_servers(np.where(rows > 0, weights * self._job.rates.expert_weight_s / 2, 0.0)))
+
+    def _compute_at_home(self, seconds: np.ndarray, name: str, layer: int, nano: int, direction: str) -> None:
+        self._streams.compute(self._with_servers(seconds), name, layer, nano, direction)
+
+    def _with_servers(self, seconds: np.ndarray) -> np.ndarray:
+        """Returns [R] ``seconds`` [H], and 0 for servers without a model."""
+        return np.append(seconds, np.zeros(len(self._streams.now) - self._homes))
 
     def _times(self, direction: str) -> int:
         """Returns how many times rows are sent: twice in backward with recomputation, once else."""

@@ -152,7 +152,7 @@ class Job:
             )
 
     def _check_experts(self) -> None:
-        experts, ep, ranks = self.model.experts, self.ep, self.cluster.gpus // self.pp
+        experts, ep, ranks = self.model.experts, self.ep, self.data_parallel * self.tp
         if wrong := experts.problems(self.model.layers):
             raise SimulationError(f"The model's experts cannot be: {wrong[0]}")
         if ep > 1 and not experts.count:
@@ -162,10 +162,10 @@ class Job:
                 f"`ep` is {ep}; it must divide the {experts.count} experts and the {ranks} GPUs of a stage, and be a "
                 f"multiple or a divisor of `tp` {self.tp}."
             )
-        if experts.count and (self.unlike or self.home_factors):
+        if experts.count and not self._homes_alike:
             raise SimulationError(
-                "The model has experts, and servers are not alike, but experts count as if all GPUs were; leave out "
-                "`extra_servers`, `home_factors` and costs by server, or take a dense model."
+                "The model has experts, and homes are not alike, but experts count as if all homes were; leave out "
+                "`home_factors` and costs that differ between homes, or take a dense model."
             )
         if experts.count and self.fp8 != "none":
             raise SimulationError(f"`fp8` is {self.fp8}, but experts are computed in bfloat16; set it to none.")
@@ -279,8 +279,15 @@ class Job:
         return self.extra_servers > 0 or isinstance(self.cost, PoolCost)
 
     @property
+    def _homes_alike(self) -> bool:
+        """Whether all homes have the same speed; servers without a model may have another one."""
+        return not self.home_factors and not (
+            isinstance(self.cost, PoolCost) and len({*self.cost.of_server[: self.homes]}) > 1
+        )
+
+    @property
     def servers_of_experts(self) -> int:
-        """The number of servers whose GPUs share a layer's experts."""
+        """The number of homes whose GPUs share a layer's experts."""
         return max(self.ep // self.tp, 1)
 
     @property
@@ -377,7 +384,7 @@ class Job:
     @property
     def expert_replicas(self) -> int:
         """The number of GPUs of a stage with the same experts."""
-        return self.cluster.gpus // (self.pp * self.ep)
+        return self.data_parallel * self.tp // self.ep
 
     def copied(self, size: np.ndarray) -> np.ndarray:
         """Returns the seconds in which a GPU copies ``size`` bytes of rows."""

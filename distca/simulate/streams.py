@@ -164,12 +164,14 @@ class Streams:
     def all_to_all(self, seconds: np.ndarray, group: int, what: str, layer: int = 0, nano: int = 0) -> Arrival:
         """Starts an exchange of rows for experts in each group of ``group`` consecutive ranks; returns its arrival.
 
-        The ranks of a group begin together and end together, after the longest of their ``seconds`` [R]. A group
-        without rows does nothing."""
+        The ranks of a group begin together and end together, after the longest of their ``seconds`` [H]. A group
+        without rows does nothing, and neither do ranks behind the first H."""
         self._note(f"launch {what} {layer} {NANO_NAMES[nano]}")
+        homes = len(seconds)
+        seconds = np.append(seconds, np.zeros(len(self.now) - homes))
 
         def most(of: np.ndarray) -> np.ndarray:
-            return np.repeat(of.reshape(-1, group).max(axis=1), group)
+            return np.append(np.repeat(of[:homes].reshape(-1, group).max(axis=1), group), of[homes:])
 
         busy = most(seconds) > 0
         free = np.maximum(self._out_free, self._in_free)

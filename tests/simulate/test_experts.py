@@ -10,6 +10,7 @@ from benchmarks.calibration_runs import RESULTS, run_of, workloads_of
 from distca.baselines import parse_mode
 from distca.errors import SimulationError
 from distca.models.experts import Experts
+from distca.plan.cost.pool import PoolCost
 from distca.simulate import Cluster, Job, dense, simulate
 from distca.simulate.experts import exchange_of_experts
 from distca.simulate.memory import at_home, static_bytes
@@ -23,6 +24,8 @@ BATCH = documents([(400, 0), (100, 1), (300, 2), (200, 3)], bins=4)
 ROW = 16 * 2 + 4 * 2  # bytes, with its scores
 AT_TWO, AT_FOUR = 1 - 1 / 2**2, 1 - (3 / 4) ** 2
 """The share of rows with one of their two experts on a given one of two ranks, and of four."""
+
+UNLIKE = PoolCost((pair_cost(), pair_cost(2e-6)), (0, 0, 1, 0))
 
 
 def job_of(gpus: int = 4, gpus_per_node: int = 2, **options: object) -> Job:
@@ -84,6 +87,8 @@ def test_halves_hide_each_others_exchanges() -> None:
     [
         ({"ep": 3}, "`ep` is 3; it must divide the 8 experts and the 4 GPUs of a stage"),
         ({"ep": 8}, "`ep` is 8; it must divide the 8 experts and the 4 GPUs of a stage"),
+        ({"home_factors": (1.0, 2.0, 1.0, 1.0)}, "homes are not alike, but experts count as if all homes were"),
+        ({"cost": UNLIKE}, "homes are not alike, but experts count as if all homes were"),
         ({"fp8": "current"}, "`fp8` is current, but experts are computed in bfloat16"),
     ],
 )
@@ -96,6 +101,28 @@ def test_what_cannot_be_is_refused(options: dict[str, object], said: str) -> Non
 def test_a_dense_model_has_no_expert_ranks() -> None:
     with pytest.raises(SimulationError, match="`ep` is 2, but the model has no experts"):
         Job(replace(MODEL, experts=Experts()), Cluster(4), pair_cost(), ep=2)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("pp, ep", [(1, 2), (1, 4), (2, 2)])
+def test_servers_without_a_model_have_no_experts(pp: int, ep: int, hidden: bool) -> None:
+    """Two servers, which four expert-parallel ranks do not divide."""
+    homes = 4 * pp
+    usual: dict[str, object] = {"ep": ep, "pp": pp, "hide_experts": hidden}
+    job = job_of(homes + 2, extra_servers=2, **usual)
+    alone = job_of(homes, **usual)
+    assert (static_bytes(job), job.expert_replicas) == (static_bytes(alone), alone.expert_replicas)
+    found, without = (simulate(each, parse_mode("distca"), BATCH) for each in (job, alone))
+    assert (found.attention_s[homes:] > 0).all()
+    np.testing.assert_allclose(found.busy_s[homes:], found.attention_s[homes:])
+    linear = [each.busy_s[:homes] - each.attention_s[:homes] for each in (found, without)]
+    np.testing.assert_allclose(*linear)
+    # Where servers are so slow that they get nothing, homes take as long as without them.
+    even = documents([(250, rank) for rank in range(4)], bins=4)
+    slow = PoolCost((pair_cost(), pair_cost(1.0)), (0,) * homes + (1,) * 2)
+    idle, busy = (simulate(each, parse_mode("distca"), even) for each in (replace(job, cost=slow), alone))
+    assert not idle.attention_s[homes:].any()
+    assert idle.step_s == pytest.approx(busy.step_s)
 
 
 @pytest.mark.parametrize("recompute", ["none", "mlp", "all"])
