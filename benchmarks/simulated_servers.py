@@ -1,6 +1,8 @@
-"""Servers without a model beside homes, simulated: what A100 or H20 GPUs bring to 64 H100 that train the 8B shape.
+"""Servers without a model beside homes, simulated: what A100 or H20 GPUs bring to 64 H100 that train the 8B shape, or
+Qwen3-30B-A3B.
 
     python -m benchmarks.simulated_servers --output benchmarks/results/simulated_servers.json
+    python -m benchmarks.simulated_servers --model qwen3-30b-a3b --backward keep --output FILE
 
 Every home is one H100 with 64K tokens of a micro-batch; nodes have 8 GPUs and 50 GB/s per GPU between them, those of
 A100 25. Homes recompute all but core attention. Nothing was measured on A100 or H20: their cost tables are those of the
@@ -8,6 +10,10 @@ H100, which was measured, times the ratio of peak FLOP/s, and never faster than 
 (``distca.simulate.gpus``). All other constants are the simulator's, fitted to H200s. Each comparison is of the same
 batches with the homes alone; H100 servers are there to compare with. Servers keep rows for backward, or homes resend.
 Planning is timed in CPU milliseconds of one core.
+
+A3B's experts are on the 8 homes of a node. Homes wait for rows of experts, as in training where layers are recomputed
+as wholes. Its 32 query heads have half as many key/value heads as those of the table that was measured, whose seconds
+count for them too: the products are the same.
 """
 
 from __future__ import annotations
@@ -18,15 +24,17 @@ import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from rich.progress import track
 
+from benchmarks.simulated_experts import EXPERT_RANKS
 from benchmarks.throughput.batches import draw_batches
 from benchmarks.throughput.settings import Cell
 from distca.baselines import parse_mode
 from distca.data.mixes import Mix
+from distca.models.shape import ModelShape
 from distca.plan import TableCost
 from distca.plan.cost.pool import PoolCost
 from distca.plan.cost.table_file import find_table
@@ -37,24 +45,33 @@ from distca.simulate.job import Backward
 from distca.versions import command_line, versions, write_report
 
 HOMES, TOKENS, SEED = 64, 65_536, 1234
-MODEL = MODELS["8b"]
 DISTCA = parse_mode("distca")
-WAYS: tuple[Backward, ...] = ("keep", "resend")
 
 
-def job_of(servers: int, gpu: str) -> Job:
+def table_of(model: ModelShape) -> TableCost:
+    """The H100's table for the model's heads, which was measured with 8 key/value heads."""
+    measured = find_table("NVIDIA H100 80GB HBM3", "flash4", model.heads, 8, model.resolved_head_dim)
+    assert isinstance(measured, TableCost)
+    shape = replace(measured.shape, kv_heads=model.kv_heads)
+    q_rows, kv_rows, forward, backward = measured.measured.values()
+    rest = measured.block, measured.load, measured.linear
+    return TableCost(shape, q_rows, kv_rows, forward, backward, *rest)
+
+
+def job_of(model: str, servers: int, gpu: str) -> Job:
     """Homes, and so many servers of a kind of GPU."""
-    table = find_table("NVIDIA H100 80GB HBM3", "flash4", MODEL.heads, MODEL.kv_heads, MODEL.resolved_head_dim)
-    assert isinstance(table, TableCost)
+    shape = MODELS[model]
+    table = table_of(shape)
     kind, home = GPUS[gpu], GPUS["H100"]
     cluster = Cluster(
         HOMES + servers, memory_gib=home.memory_gib, slow_gpus=servers, slow_network_gb_s=kind.network_gb_s
     )
     cost = PoolCost((table, derived(table, home, kind)), (0,) * HOMES + (1,) * servers) if servers else table
     return Job(
-        MODEL,
+        shape,
         cluster,
         cost,
+        ep=EXPERT_RANKS[0] if shape.experts.count else 1,
         tokens_per_rank=TOKENS,
         recompute="all",
         gradients="bfloat16",
@@ -90,7 +107,7 @@ def figures(job: Job, drawn: list[Workload]) -> dict[str, Any]:
         "step_s": float(np.mean([each.step_s for each in found])),
         "gb_moved_per_layer": float(np.mean(moved)) / 1e9,
         "gb_sent_by_the_busiest_per_layer": float(
-            np.mean([each.sent_bytes.max() for each in found]) / MODEL.layers / 1e9
+            np.mean([each.sent_bytes.max() for each in found]) / job.model.layers / 1e9
         ),
         "attention_share_of_servers": float(
             np.mean([each.attention_s[servers].sum() / each.attention_s.sum() for each in found])
@@ -111,6 +128,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="global batches of a cell")
     parser.add_argument("--servers", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--gpus", nargs="+", default=["A100", "H20", "H100"], choices=list(GPUS))
+    parser.add_argument("--model", default="8b", choices=["8b", "qwen3-30b-a3b"])
+    parser.add_argument("--backward", nargs="+", default=list(get_args(Backward)), choices=get_args(Backward))
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512], help="in K tokens")
     given = parser.parse_args()
     logging.getLogger("distca").setLevel(logging.ERROR)
@@ -118,7 +137,7 @@ def main() -> None:
         "command": command_line("python -m benchmarks.simulated_servers"),
         "versions": versions(),
         "simulated": True,
-        "model": "8b",
+        "model": given.model,
         "homes": f"{HOMES} x H100, {TOKENS} tokens each",
         "tables": "A100 and H20 derived from the H100's by peak FLOP/s and memory bandwidth; none was measured",
         "gpus": {name: vars(GPUS[name]) for name in sorted({"H100", *given.gpus})},
@@ -128,12 +147,12 @@ def main() -> None:
     mixes: tuple[Mix, ...] = ("pretrain", "prolong")
     for mix, context in track(list(product(mixes, given.contexts)), description="Simulating"):
         drawn = workloads(mix, context, given.steps)
-        alone = {way: figures(replace(job_of(0, "H100"), backward=way), drawn) for way in WAYS}
+        alone = {way: figures(replace(job_of(given.model, 0, "H100"), backward=way), drawn) for way in given.backward}
         base = min(each["step_s"] for each in alone.values())
         for way, found in alone.items():
             report["cells"].append({"mix": mix, "context_k": context, "servers": 0, "backward": way} | found)
-        for gpu, servers, way in product(given.gpus, given.servers, WAYS):
-            found = figures(replace(job_of(servers, gpu), backward=way), drawn)
+        for gpu, servers, way in product(given.gpus, given.servers, given.backward):
+            found = figures(replace(job_of(given.model, servers, gpu), backward=way), drawn)
             cell = {"mix": mix, "context_k": context, "servers": servers, "gpu": gpu, "backward": way}
             report["cells"].append(cell | found | {"speed_up_over_homes_alone": base / found["step_s"]})
             write_report(given.output, report)
