@@ -2,13 +2,13 @@
 
 ``shares.py`` calls this to place the documents of a micro-batch on ranks. The bins are ranks. If the ranks are on
 several nodes, documents are dealt to nodes first, and a bin is then a node. An *item* is a document, or the part of a
-document that a node got. An item that is too large for any bin is cut into *shares* for several bins. Work is the time
-of attention; the unit is the mean rank's work.
+document that a node got. A *long* item has more work or tokens than one rank should get, so it is cut into *shares* for
+several bins. Work is the time of attention; the mean rank's work is 1.
 
-The shortest documents, the *filler*, are not dealt here. They later fill the room that items leave, and filler brings
-work too. So a bin with much room left will get work in any case. Items are therefore compared by their *surplus*: their
-work minus the work of as many tokens of filler. Example: filler has 0.1 work per 1,000 tokens. Then an item of 2,000
-tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
+The shortest documents, the *filler*, are not dealt here. Filler later fills the tokens that items leave, and brings
+work too. So a bin with many tokens left will get work in any case. Items are therefore compared by their *surplus*:
+their work minus the work of as many tokens of filler. Example: filler has 0.1 work per 1,000 tokens. Then an item of
+2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
 
 Array legend: I items, B bins, N parts.
 """
@@ -22,24 +22,24 @@ from typing import NamedTuple
 import numpy as np
 
 _DENSE = 0.6
-"""An item is *sparse* if its work per token is below this multiple of the mean over all items and filler. Room that
-shares leave free on a rank is expected to be filled with sparse items. Other values: benchmarks/results/planner.md."""
+"""An item is *sparse* if its work per token is below this multiple of the mean over all items and filler. Sparse items
+are expected in the tokens of a rank that shares leave free. Other values: benchmarks/results/planner.md."""
 _SAME_SIZE = 1.5
 """Items are dealt in groups of similar length: the longest item of a group has less than this many times the rows of
 the shortest. Bins are sorted once for each group, which saves time."""
 OVERFULL = 0.012
-"""The most work that a rank may get above its goal so that an item stays whole; the mean rank's work is 1."""
+"""How much more work than it should have a rank may get, so that an item stays whole; the mean rank's work is 1."""
 _OVERFULL_WITH_KEYS = 0.09
-"""The limit in place of ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``). It is large, because
-a further rank would have to read all keys of the document for little work."""
+"""The limit in place of ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if ranks should read
+few keys. It is large, because a further rank would have to read many keys of the document for little work."""
 _LEVELLINGS = 3
-"""Rounds in which :func:`levelled` resizes shares. Without any round plans move 1.2 % more bytes
+"""Rounds in which :func:`levelled` resizes shares. The value 0 makes plans move 1.2 % more bytes
 (benchmarks/results/planner.md)."""
 _NO_SURPLUS = 1e-6
 """Shares of an item are not resized if its surplus is below this part of its work: such a surplus is rounding."""
 _FEW_SHARES = 1.1
-"""A document with more than this many times a rank's tokens is very long. A shorter document that is cut may begin on
-the rank where the document before it ended. So fewer ranks read the keys of several documents."""
+"""A document is *very long* if it has more than this many times the tokens of the largest bin. Other long documents may
+begin on the rank where the long document before ended. So fewer ranks read the keys of several documents."""
 LEAST_SHARE = 0.05
 """The least work of a share; the mean rank's work is 1. A smaller share is not worth the keys that its rank must
 read."""
@@ -55,7 +55,7 @@ class Items:
         rows: [I] tokens.
         work: [I] float64 work of each item.
         added: [I] float64 work that a cut adds for each share of the item, because every share reads keys again.
-        long: [I] bool, whether the item is cut into shares from the start.
+        long: [I] bool, whether the item is long.
         keys: [I] tokens of the whole document.
     """
 
@@ -118,8 +118,9 @@ def deal_to_bins(
         filler: work per token of the filler, and the number of its tokens.
         most: limits on all shares of a rank together: their work over the mean work, and their rows over the rank's
             tokens.
-        few_keys: whether consecutive documents in shares may begin on the bin where the one before ended
-            (``_FEW_SHARES``). Very long documents then leave no small last share (``_OVERFULL_WITH_KEYS``).
+        few_keys: whether ranks should read the keys of few documents. A long document may then begin on the bin where
+            the long document before ended (``_FEW_SHARES``). Very long documents then have no small last share
+            (``_OVERFULL_WITH_KEYS``).
 
     Returns:
         The bins; and (item, fraction of the item) for each item, or rest of an item, that found no room.
@@ -131,9 +132,10 @@ def deal_to_bins(
     keys = items.keys.tolist()
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
-    # Items [begin, end) are one group of similar length. For them, all shorter items count as filler too. Small items
-    # are put whole, in one quick loop. A larger item is put whole if a bin can take it; otherwise it is cut. Bins first
-    # get at most the work that they lack. What is left then goes wherever there are tokens.
+    # Items [begin, end) are one group of similar length. While a group is dealt, all shorter items count as filler.
+    # Small items are put whole, in one quick loop. A larger item is put whole if it is not long and a bin can take it.
+    # Other items are cut. Bins first get at most the work that they lack. What is left of an item then goes wherever
+    # there are tokens.
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -143,7 +145,7 @@ def deal_to_bins(
         while (item := bins.put_small(rows, work, small, item + 1, end)) < end:
             own, brings, extra, part = rows[item], work[item], added[item], 1.0
             if long[item]:
-                bins.many_keys = few_keys and keys[item] > most_rows
+                bins.very_long = few_keys and keys[item] > most_rows
                 part = bins.put_parts(item, part, own, brings, extra, within_need=True)
                 few = item + 1 < end and long[item + 1] and max(keys[item], keys[item + 1]) <= most_rows
                 bins.take_back(first=few and part <= 0)
@@ -161,8 +163,9 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     """Returns the dealt parts, with shares of long items resized so that ranks have more equal work.
 
     Shares were dealt before shorter items, so a rank with shares may now have too little or too much work. Each round
-    scales the shares of every rank so that the rank would reach its goal. Then it scales the shares of every item so
-    that their sum stays. ``rate`` is the filler's work per token.
+    first scales all shares of a rank by one factor, with which the rank would have the work that it should have. Then
+    it scales all shares of an item by one factor, with which their sum is what it was. ``rate`` is the filler's work
+    per token.
     """
     resizable = items.long & (items.work - rate * items.rows > _NO_SURPLUS * items.work)
     in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
@@ -170,21 +173,21 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
         return filled.parts
     in_shares = in_shares[filled.parts.item[in_shares].argsort(kind="stable")]
     item, at, part = (column[in_shares] for column in filled.parts)
-    heads = np.flatnonzero(np.append(True, item[1:] != item[:-1]))
-    count = np.diff(np.append(heads, len(item)))
-    whole = np.repeat(np.add.reduceat(part, heads), count)
+    firsts = np.flatnonzero(np.append(True, item[1:] != item[:-1]))
+    count = np.diff(np.append(firsts, len(item)))
+    whole = np.repeat(np.add.reduceat(part, firsts), count)
     rows, work = items.rows[item], items.work[item]
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
-        # "size" is the surplus of each share and "own" its rows. All shares of a rank grow by one factor, until the
-        # rank lacks no surplus ("wanted") or has no more tokens ("most"). "whole" is the sum of an item's shares.
+        # "size" is the surplus of each share and "own" its rows. With the surplus "wanted" the rank would lack none,
+        # and with the surplus "most" it would have no tokens left. "whole" is the sum of an item's shares.
         size, own = part * surplus, part * rows
         lacks = need - rate * space
         wanted = size * (1 + (lacks / np.maximum(np.bincount(at, size, len(space)), tiny))[at])
         most = size * (1 + (np.maximum(space, 0.0) / np.maximum(np.bincount(at, own, len(space)), tiny))[at])
         resized = np.minimum(np.maximum(wanted, 0.0), most) / surplus
-        resized *= whole / np.maximum(np.repeat(np.add.reduceat(resized, heads), count), 1e-300)
+        resized *= whole / np.maximum(np.repeat(np.add.reduceat(resized, firsts), count), 1e-300)
         need -= np.bincount(at, (resized - part) * work, len(space))
         space -= np.bincount(at, (resized - part) * rows, len(space))
         part = resized
@@ -197,11 +200,11 @@ class _Bins:
     """The bins while items are dealt: a heap with the bin that lacks most surplus on top.
 
     Arguments are those of :func:`deal_to_bins`, and ``sparse``, the work per token of sparse items (:class:`Rates`).
-    With ``few_keys`` the bin with the newest share is not in the heap until :meth:`take_back`.
+    With ``few_keys`` the bin with the newest share is not in the heap until :meth:`take_back` puts it there.
 
     Attributes:
         least: least work of a share.
-        many_keys: whether the last share of the present item has the limit ``_OVERFULL_WITH_KEYS``.
+        very_long: whether the item that is being cut is very long, and ranks should read few keys.
     """
 
     def __init__(
@@ -218,7 +221,7 @@ class _Bins:
         ]
         self._space_shares = [most_rows * tokens for tokens in self._space]
         self._over, self.least = OVERFULL * mean * min(ranks), LEAST_SHARE * mean
-        self.many_keys = False
+        self.very_long = False
         self._mean, self._rate = mean, 0.0
         self._few_keys, self._newest = few_keys, -1
         self._heap: list[tuple[float, int]] = []
@@ -266,8 +269,8 @@ class _Bins:
     def put_whole(self, item: int, own: float, brings: float) -> bool:
         """Puts a whole item of ``own`` rows into the bin that lacks most surplus among those with enough tokens.
 
-        Returns whether the item was put. The bin may get at most ``OVERFULL`` work above its goal. This limit does not
-        hold if the item's work ``brings``, or the part of this work that fits, is less than a least share.
+        Returns whether the item was put. The bin may get at most ``OVERFULL`` more work than it should have. This limit
+        does not hold if the item's work ``brings``, or the part of this work that fits, is less than a least share.
         """
         aside = []
         while self._heap and self._space[self._heap[0][1]] < own:
@@ -280,7 +283,7 @@ class _Bins:
             if found:
                 self._put(item, at, 1.0, own, brings)
         for each in aside:
-            # A bin without room for one token is left out until the next cut.
+            # A bin without room for one token stays out of the heap until the next item is cut.
             if self._space[each[1]] < 1.0:
                 self._full.append(each)
             else:
@@ -310,7 +313,7 @@ class _Bins:
         while self._full:
             heapq.heappush(self._heap, self._full.pop())
         most = brings - self._sparse * own
-        over = max(self._over, _OVERFULL_WITH_KEYS * self._mean) if self.many_keys else self._over
+        over = max(self._over, _OVERFULL_WITH_KEYS * self._mean) if self.very_long else self._over
         least = min(self.least / max(brings, 1e-12), 1.0)
         while self._heap and part > 0:
             at = self._heap[0][1]
@@ -342,8 +345,8 @@ class _Bins:
     def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
         """Notes that the bin ``at``, on top of the heap, got a part of an item, and moves the bin to its new place.
 
-        The whole item has ``own`` rows, and the part brings ``work``. With ``shares`` it counts against limits on
-        shares.
+        The whole item has ``own`` rows, and the part brings ``work``. With ``shares`` the part counts against the
+        limits on shares.
         """
         self._need[at] -= work
         self._space[at] -= part * own
@@ -367,8 +370,8 @@ class Rates:
 
     Attributes:
         of_shorter: [I + 1] element i is the work per token of the items from i on and the filler together.
-        sparse: work per token of all sparse items (``_DENSE``) and sparse filler together. If nothing is sparse, it is
-            the value for the last item and the filler.
+        sparse: work per token of all sparse items (``_DENSE``) together, and of the filler if it is sparse. If nothing
+            is sparse, the work per token of the shortest item and the filler together.
     """
 
     def __init__(self, rows: np.ndarray, work: np.ndarray, filler: tuple[float, int]) -> None:

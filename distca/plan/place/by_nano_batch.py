@@ -10,7 +10,7 @@ that are left, and bring work too. Other ranges are compared by their *surplus*:
 tokens of filler.
 
 Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Work is the time of attention; the
-unit is the mean rank's work.
+mean rank's work is 1.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from distca.plan.place.shares import ONE_BY_ONE, Work, work_of
 from distca.plan.sorting import in_turns, order_by
 
 _DENSE = 0.6
-"""Only documents with at least this multiple of the mean work per token are cut for their work. All other documents
-count as filler here."""
+"""Only documents with at least this multiple of the mean work per token are cut. All other documents count as filler
+in :func:`_parts_of`."""
 _SAME_SIZE = 1.5
 """Ranges are dealt in groups of similar length: the longest of a group has at most this many times the rows of the
 shortest. Ranks are sorted once for each group, which saves time."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest documents, with this part of all work together, are filler. With 0.01 the slowest server is 0.1 % slower
-(benchmarks/results/planner.md)."""
+"""The shortest documents are filler, as long as they have at most this part of all work together. The value 0.01 makes
+the slowest server 0.1 % slower (benchmarks/results/planner.md)."""
 _ENOUGH_OVER = 0.005
 """A document is cut only if its surplus exceeds a rank's wanted surplus by more than this part. The search in
 :func:`_cut_long` ends when the mean work changes by less than this."""
@@ -44,8 +44,8 @@ _PASSES = 3
 """The most times that documents are cut. Cuts add work, so the mean work rises, and the next pass cuts for the higher
 mean."""
 _CORRECTIONS = 2
-"""How often the place of a document's first cut is guessed; each guess uses the work of the guess before. With one
-guess plans move 1.8 % more bytes (benchmarks/results/planner.md)."""
+"""How often the place of a document's first cut is guessed; each guess uses the work of the guess before. The value 1
+makes plans move 1.8 % more bytes (benchmarks/results/planner.md)."""
 
 
 def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool = False) -> tuple[Stream, np.ndarray]:
@@ -56,7 +56,7 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
         budgets: [R] tokens per rank; they add up to the stream's tokens.
         cost: seconds per task.
         backwards: whether ranks get documents in the opposite order. The rank with a document's last part reads most
-            keys. If only pong is placed backwards, this is another rank in pong than in ping.
+            keys. So if only pong is placed backwards, one rank reads most keys in ping and another in pong.
 
     Returns:
         The ranges, some of them cut, and the [N] rank of each.
@@ -65,7 +65,7 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
         placed, rank = spread(stream, budgets[::-1], cost)
         return placed, len(budgets) - 1 - rank
     # First each part of a long document gets a rank, then other documents are dealt, then filler fills the tokens that
-    # are left. "left" and "tokens" are the work and the tokens that each rank still lacks.
+    # are left. "left" is the work that each rank still lacks, and "tokens" the tokens that it has room for.
     work = work_of(stream.start, stream.stop, len(budgets), cost)
     parts, rank_of_part, rest = _cut_long(stream, budgets, work)
     work_of_part = work(parts.start, parts.stop)
@@ -135,7 +135,7 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
         surplus = work(low, middle) - short_rate * (middle - low)
         still = surplus > enough
         long, surplus, pairs_per_work = long[still], surplus[still], pairs_per_work[still]
-        corrections = 1  # # the part before gives a good guess
+        corrections = 1  # the part before gives a good guess
     some = stop > start
     rest = Stream(stream.document[some], start[some], stop[some])
     found = _joined(*cut)
@@ -146,11 +146,11 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
 def _left_over(
     work_left: np.ndarray, tokens_left: np.ndarray, work: np.ndarray, placed: Stream, rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns [R] work and [R] tokens that ranks still lack after they got ``placed``.
+    """Returns [R] work that ranks still lack after they got ``placed``, and [R] tokens that they have room for.
 
     Args:
         work_left: [R] work that each rank lacked before.
-        tokens_left: [R] tokens that each rank lacked before.
+        tokens_left: [R] tokens that each rank had room for before.
         work: [N] work of the placed ranges.
         placed: [N] ranges.
         rank: [N] rank of each range.

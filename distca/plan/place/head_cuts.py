@@ -1,13 +1,13 @@
 """Cuts documents in two, so that every rank has about the same part of its attention work in ping.
 
 *Ping* and *pong* are the two nano-batches of a micro-batch: the transfers of one run beside the computation of the
-other. A document's first rows, its *head*, are computed in ping, the other rows in pong. ``home_rows.py`` calls
-:func:`cut_whole` when documents already have their ranks. Documents that lie on several ranks, in *shares*, have a
-given cut. :func:`cut_whole` chooses the cuts of documents that lie on one rank.
+other. A document's first rows, its *head*, are computed in ping, and its other rows, the *tail*, in pong.
+``home_rows.py`` calls :func:`cut_whole` when documents already have their ranks. The cuts of documents that lie on
+several ranks, in *shares*, are given. :func:`cut_whole` chooses the cuts of documents that lie on one rank.
 
 The shortest documents are the *filler*: they fill the tokens that are left in each nano-batch, and bring work too.
 Other documents are compared by their *surplus*: their work minus the work of as many tokens of filler. Work is the time
-of attention; the unit is the mean rank's work.
+of attention; the mean rank's work is 1.
 
 Array legend: D documents, R ranks, S shares, N ranges. All arrays of rows are int64.
 """
@@ -25,12 +25,12 @@ from distca.plan.place.shares import Dealt, Work
 from distca.plan.sorting import order_by
 
 _CLOSE = 0.003
-"""No document is cut if ping's work is off by at most this; the mean rank's work is 1. A cut costs time, because the
-keys of the head are read in both nano-batches."""
+"""No document is cut if the rank's work in ping is off by at most this; the mean rank's work is 1. A cut costs time,
+because the keys of the head are read in both nano-batches."""
 
 _HALVINGS = 16
-"""Steps of the bisection for the row up to which documents are in ping. After 16 steps the error is a 65,536th of the
-longest document."""
+"""Steps of the bisection for the row up to which a rank's documents are in ping. After 16 steps the error is a 65,536th
+of the rank's longest document."""
 _NEARLY = 0.02
 """Work in ping counts as reached if it is below the wanted work by at most this part of the wanted work."""
 
@@ -38,25 +38,26 @@ _LEVELLINGS = 2
 """How often ping's part of the work is set. If some ranks have no room for so much work in ping, the second try gives
 all ranks less."""
 _FEW = 0.1
-"""The part of all ranks that may stay below the wanted work in ping without a second try. The scheduler moves work for
-these ranks."""
+"""The part of all ranks that may have less than the wanted work in ping without a second try. The scheduler later moves
+work to these ranks."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """[N] document, start, stop and rank of query ranges [start, stop), all int64."""
 
 
 def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the [S] begins and [S] ends of the shares [low, high) in a nano-batch: 0 is ping, 1 is pong.
+    """Returns the [S] begins and [S] ends of the shares [low, high) in the nano-batch ``nano``: 0 is ping, 1 is pong.
 
-    A share is measured from the ends of a document, at 0, to its middle, at 1. In pong a share becomes [1 - high, 1 -
-    low), because a rank with outer rows reads most keys: a rank with outer rows in ping gets inner rows in pong."""
+    A share is measured in the head or the tail, from the first and last rows, at 0, to the middle, at 1. In pong a
+    share becomes [1 - high, 1 - low). So a rank with outer rows in ping gets inner rows in pong. Of outer rows, the
+    last read most keys."""
     return (1 - high, 1 - low) if nano else (low, high)
 
 
 def ranges_of_shares(
     document: np.ndarray, rank: np.ndarray, low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> Ranges:
-    """Returns the rows of shares in the part [first, last) of each document.
+    """Returns the rows of shares in the rows [first, last) of each document: the head, the tail or all rows.
 
     A share is a range near ``first`` and its mirror image near ``last``. A share that ends at 1, the middle, is one
     range. Example: of the rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7).
@@ -66,10 +67,10 @@ def ranges_of_shares(
         rank: [S] rank of each share.
         low: [S] where each share begins, between 0 and 1.
         high: [S] where each share ends.
-        first: [D] first row of each document's part.
-        last: [D] one past the last row of each document's part.
+        first: [D] first row of each document's head, or tail.
+        last: [D] one past the last row of each document's head, or tail.
     """
-    # "outer" and "inner" are the begin and the end of a share, in rows from either end of the part.
+    # "outer" and "inner" are the begin and the end of a share, in rows from ``first`` and from ``last``.
     first, last = first[document], last[document]
     half = (last - first) // 2
     outer, inner = (low * half).astype(np.int64), (high * half).astype(np.int64)
@@ -133,14 +134,14 @@ def cut_whole(
         head = np.array(found, np.int64)
         again = np.flatnonzero(off[owner] > 0)
         if len(again):
-            # If one cut on a rank is not enough, all its documents may be cut instead. That is done if ping's work then
-            # comes nearer to the wanted work.
+            # One cut on a rank may not be enough. Then all of the rank's documents are cut instead, if ping's work is
+            # nearer to the wanted work in that way.
             heads = documents.take(again).heads(wanted, *room)
             nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
             head[again] = np.where(nearer[owner[again]], heads, head[again])
         cut[document] = head
         reached = (more[0] + documents.surplus_of(head, ranks)) / np.maximum(total, 1e-300)
-        # If many ranks have no room for so much work in ping, the next try wants no more than they reached.
+        # If more than the part ``_FEW`` of ranks have less, the next try wants only what all but this part reached.
         lowest = float(np.quantile(reached, _FEW))
         if lowest > level * (1 - _NEARLY):
             break
@@ -161,7 +162,7 @@ def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarr
 
 
 class _OnRank(NamedTuple):
-    """The documents that lie on one rank only, for one rank, longest first. Array legend: W documents.
+    """The whole documents of one rank, longest first. Array legend: W documents.
 
     Attributes:
         rows: [W] tokens.
@@ -183,7 +184,8 @@ class _OnRank(NamedTuple):
         """Returns [W] rows of each document in ping, and how far ping is then from the ``wanted`` surplus.
 
         Each document goes to the nano-batch that lacks more surplus, if there is room. Then at most one document is
-        cut. The second result is 0 within ``_CLOSE``, and infinite if a document fits nowhere."""
+        cut. The second result is 0 if ping needs no cut (``_CLOSE``) or one cut is enough. It is infinite if a document
+        fits nowhere."""
         missing, of_pong = wanted, sum(self.surplus) - wanted
         room = [self.ping, self.pong]
         cuts: list[int] = []
@@ -217,7 +219,7 @@ class _OnRank(NamedTuple):
 
 
 class _Documents(NamedTuple):
-    """All documents that lie on one rank only, sorted by rank, longest first. Array legend: N documents.
+    """All whole documents, sorted by rank, longest first. Array legend: N documents.
 
     Attributes:
         rank: [N] home rank.
@@ -244,8 +246,8 @@ class _Documents(NamedTuple):
         """Returns [N] rows of every document's head, so that ranks have [R] ``wanted`` surplus in ping.
 
         At most ``ping`` and ``pong`` [R] rows fit into the nano-batches. First all heads on a rank end at the same
-        position. No other heads with as many rows have less work. If the work is too little, heads are the same
-        fraction of each document instead."""
+        position: heads with the least work for their rows. If this is less work than ping should have, heads are the
+        same fraction of each document instead."""
         # Bisection on all ranks at once, for the last position at which ping has room. If ping has the wanted work
         # earlier, and pong has room for the rest, the earlier position is taken.
         at, own = self.rank, self.rows
@@ -278,6 +280,7 @@ class _Documents(NamedTuple):
 def _head_with(surplus: float, rows: float, square: float, slope: float) -> float:
     """Returns the rows of the head with this ``surplus`` in a document of ``rows`` rows.
 
-    It is the root h of dense · h² + slope · h = surplus, where dense is ``square`` over the square of ``rows``."""
+    The result is the root h of dense · h² + slope · h = surplus, where dense is ``square`` over the square of
+    ``rows``."""
     dense = max(square, 1e-12) / rows**2
     return float(min(max((-slope + (slope**2 + 4 * dense * max(surplus, 0.0)) ** 0.5) / (2 * dense), 0.0), rows))

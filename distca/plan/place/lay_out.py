@@ -209,8 +209,8 @@ def _in_shares(
     node = np.arange(ranks) // (ranks_per_node or ranks)
     work = work_of(np.zeros_like(length), length, ranks, cost)
     found = None
-    for little_ping in (True, False) if lean else (False,):
-        dealt = deal(length, np.sum(budgets, axis=0), work, node, len(budgets), little_ping)
+    for in_pong in (True, False) if lean else (False,):
+        dealt = deal(length, np.sum(budgets, axis=0), work, node, len(budgets), lean=in_pong)
         found = home_rows(length, dealt, budgets, work, node)
         if found is not None:
             break

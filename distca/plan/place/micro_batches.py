@@ -3,12 +3,12 @@
 ``step.py`` calls this before it lays out each micro-batch. The gradient of a step is the same sum however its documents
 are grouped, so a document may go to any micro-batch that has room. Few rows travel between ranks if documents lie whole
 on one rank. But a document must be cut if it has more attention work than the mean rank of its micro-batch. Among
-documents of similar length this is rare. So the longest documents share a micro-batch, the next ones share the next,
-and the shortest fill the room that is left. Micro-batches may have unequal work, because each is balanced over the
-ranks by itself.
+documents of similar length this is rare. So the longest documents go to one micro-batch until it is full, then
+documents go to the next micro-batch, longest first. The shortest fill the room that is left. Micro-batches may have
+unequal work, because each micro-batch is balanced over the ranks by itself.
 
 With pipeline stages, the first and the last micro-batches get the longest documents. While a pipeline fills and drains,
-some stages have no micro-batch, and compute attention of other stages. With more attention they have more to do.
+some stages have no micro-batch, and compute attention of other stages. Long documents give these stages more to do.
 
 Array legend: D documents of the step, M micro-batches.
 """
@@ -51,10 +51,10 @@ def deal_over_micro_batches(
         turn.sort(key=lambda number: min(number, len(tokens) - 1 - number))  # from both ends
     left, dealt = tokens.tolist(), np.empty(len(length), np.int64)
     rows = length[order]
-    heads = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
-    ends = np.append(heads[1:], len(rows))[: len(heads)]
+    firsts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
+    ends = np.append(firsts[1:], len(rows))[: len(firsts)]
     # All documents of one length ("own") are dealt at once: as many as fit into one micro-batch, then into the next.
-    for own, begin, end in zip(rows[heads].tolist(), heads.tolist(), ends.tolist(), strict=True):
+    for own, begin, end in zip(rows[firsts].tolist(), firsts.tolist(), ends.tolist(), strict=True):
         for at in turn:
             some = min(left[at] // own, end - begin)
             dealt[order[begin : begin + some]] = at

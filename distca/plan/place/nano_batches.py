@@ -19,8 +19,8 @@ Dealing = Literal["in_order", "even", "lean"]
 dealt by length, so that ping and pong have about equal work. "even" and "lean" differ only where ping and pong are
 placed together."""
 _DEALT_ONE_BY_ONE = 64
-"""The number of documents, the longest, that are dealt one by one by their work. Shorter documents are dealt in turns,
-which is faster. With 8 the slowest server is 0.1 % slower (benchmarks/results/planner.md)."""
+"""The most documents that are dealt one by one, by their work: the longest. Shorter documents are dealt in turns, which
+is faster. The value 8 makes the slowest server 0.1 % slower (benchmarks/results/planner.md)."""
 _SHORT_TAIL = 1 / 32
 """A document's tail behind the cut moves to ping if it has at most this part of the rows of the document's head. The
 cut moves by at most this part of ping's tokens."""
@@ -59,7 +59,7 @@ def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarra
 
 
 def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, Stream]:
-    """Returns the ranges before and behind the first ``cut`` tokens of ``documents``; the document at the cut is
+    """Returns the ranges of the first ``cut`` tokens of ``documents``, and of the other tokens; one document may be
     split."""
     own = length[documents]
     ends = np.cumsum(own)
@@ -100,8 +100,8 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     """Returns ``documents`` in an order whose first and second half have about equal attention work.
 
     The longest documents go one by one to the nano-batch with less work. Shorter documents go to ping, pong, pong,
-    ping, and so on. Each half keeps the order of its documents, except that the shortest stand next to the middle. The
-    cut between equal tokens then falls on short documents.
+    ping, and so on. Ping's documents come first, then pong's. The shortest documents of both stand in the middle, so
+    that the cut between equal tokens falls on short documents. All others are in order of their indices.
 
     Args:
         length: [D] tokens of all documents.
@@ -117,11 +117,11 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
         in_ping[i] = ahead <= 0
         ahead += float(own) ** 2 if in_ping[i] else -(float(own) ** 2)
     ping, pong = ranking[in_ping], ranking[~in_ping]
-    surplus = abs(int(length[ping].sum()) - int(length[pong].sum()))
+    difference = abs(int(length[ping].sum()) - int(length[pong].sum()))
 
     def near_cut(nano: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shortest = nano[::-1]
-        count = int(np.searchsorted(np.cumsum(length[shortest]), surplus)) + 1
+        count = int(np.searchsorted(np.cumsum(length[shortest]), difference)) + 1
         return np.sort(shortest[count:]), shortest[:count]
 
     (ping, ping_short), (pong, pong_short) = near_cut(ping), near_cut(pong)
