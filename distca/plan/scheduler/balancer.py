@@ -2,7 +2,8 @@
 
 A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row. A *piece* is a range
 of query rows of one document that one server computes. At first every server has the pieces of its own rows.
-``scheduler.py`` sets each server's limit, in seconds, and runs a :class:`Balancer`.
+``scheduler.py`` sets each server's *target*, the attention that it should have, and its *limit*, a little more, and
+runs a :class:`Balancer`. A server's *load* is the attention that it has; all three are seconds.
 
 In each step a server above its limit, the *sender*, gives work to one or several *receivers*, servers with room for
 more. Moves are tried in this order: several whole pieces at once; a part that is cut out of a piece; one whole piece;
@@ -27,25 +28,26 @@ ENOUGH = 1e-9
 _LEAST_ROOM = 1e-4
 """A server with less room than this part of the mean load gets no range."""
 _TRIES = 3
-"""How many of a sender's pieces are tried for a cut, cheapest first."""
+"""The most pieces of a sender that are tried for a cut, cheapest first."""
 _FAILED = 64
-"""The number of cuts that did not pay after which balancing ends, if all servers are within the tolerance. Receivers
+"""Balancing ends after more than this many cuts that did not pay, if all servers are within the tolerance. Receivers
 have hardly any room by then, and filling this room takes long."""
 _FAILED_UNLIKE = 2
 """The limit in place of ``_FAILED`` if servers are not equally fast. It then holds whether or not servers are within
 the tolerance: ``unlike.py`` raises their limits and tries again."""
 _PARTNERS = 8
-"""How many receivers are tried for an exchange of pieces, those with most room."""
+"""The most receivers that are tried for an exchange of pieces: those with most room."""
 _CRUMB = 64
-"""A piece is a crumb if it has less than one part in this many of the time that the sender should lose. Crumbs move
-together, since a thousand moves of one crumb would take long."""
+"""A piece is a *crumb* if this many times its seconds are less than the sender should lose. Crumbs move together, since
+planning a thousand moves of one crumb each would take long."""
 _MOST_EXCHANGED = 1024
-"""How many pieces of each of two servers are tried for an exchange, the shortest. All pairs of them are compared."""
+"""The most pieces of each of two servers that are tried for an exchange: the shortest. All pairs of them are
+compared."""
 _NO_DOCUMENT = -1
 """The result of :meth:`Balancer._move` if whole pieces moved."""
 _KV_SHARE = 0.56
-"""The part of a range's bytes that are keys and values, with 32 query and 8 key/value heads. A receiver that already
-has these rows costs less by this part."""
+"""The part of a range's bytes that are keys and values, with 32 query heads and 8 key/value heads. The price of a
+receiver that already has these keys and values is lower by this part."""
 
 
 class Balancer:
@@ -82,9 +84,9 @@ class Balancer:
     def run(self, at_most: float, enough: float) -> bool:
         """Moves work until no server can be relieved any more; returns whether all servers are within their limits.
 
-        Balancing ends early if a server is stuck at more than ``at_most`` above its fair share. It also ends after many
-        cuts that did not pay, if no server is more than ``enough`` above its fair share. Both are parts of the mean
-        load.
+        Balancing ends early if a server is stuck at more than ``at_most`` above its target. It also ends after many
+        cuts that did not pay, if no server is more than ``enough`` above its target. ``at_most`` and ``enough`` are
+        parts of the mean load.
         """
         state = self.state
         self.stuck[:], self.failed = False, 0
@@ -128,7 +130,7 @@ class Balancer:
         Args:
             sender: the server that gives.
             room: [K, R] seconds that servers are below their limits.
-            free: [R] how far servers are below their limits, in parts of the mean load; the smaller of both directions.
+            free: [R] how far servers are below their limits, in parts of the mean load; the least of all directions.
 
         Returns:
             The document of the range that was cut; ``_NO_DOCUMENT`` if whole pieces moved; None if nothing moved.
@@ -143,7 +145,7 @@ class Balancer:
             return _NO_DOCUMENT
         for best in _cheapest(price):
             if (_CRUMB * pieces.seconds[:, best] < need).all():
-                # Moving all crumbs takes as long as moving one.
+                # Planning takes as long for all crumbs together as for one.
                 crumbs = (_CRUMB * pieces.seconds < need[:, None]).all(axis=0)
                 if self._move_whole(sender, pieces, np.where(crumbs, price, np.inf), need, room, free, wanted):
                     return _NO_DOCUMENT
@@ -157,8 +159,8 @@ class Balancer:
     def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
         """Returns the [P] price of each piece: bytes for each query-key pair of the piece's cheapest range.
 
-        The range takes the time ``work``, in parts of the mean load, or is the whole piece if that takes less time. The
-        middle of the range is as near to ``geometry.cheapest_middle`` as the piece allows."""
+        The range takes the time ``work``, in parts of the mean load. If the whole piece takes less time, the range is
+        the whole piece. The middle of the range is as near to ``geometry.cheapest_middle`` as the piece allows."""
         if not len(pieces) or work <= ENOUGH:
             return np.full(len(pieces), np.inf)
         # numpy takes twice as long for mixed types, so positions become floats at once.
@@ -247,10 +249,11 @@ class Balancer:
         return True
 
     def _falling(self, worth: np.ndarray) -> np.ndarray:
-        """Returns [N] ranks with a ``worth`` [R] above 0, highest first; equal ranks are in the order of
-        ``state.order``."""
+        """Returns [N] the ranks whose ``worth`` [R] is above 0, highest first; ranks with equal ``worth`` are in the
+        order of ``state.order``."""
         # Little changes from move to move, and numpy sorts a nearly sorted array faster. So the order of the last call
-        # is sorted. If equal ranks stand in the wrong order after that, ranks are sorted from ``state.order``.
+        # is sorted. If ranks with equal worth stand in the wrong order after that, ranks are sorted from
+        # ``state.order``.
         found = -worth.take(self.lately)
         at, some = found.argsort(kind="stable"), np.count_nonzero(worth)
         self.lately = self.lately.take(at)

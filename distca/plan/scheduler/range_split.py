@@ -6,14 +6,15 @@ are servers with room for more work. The sender gives up one part of the piece. 
 ranges, one for each receiver. Example: the piece [0, 1000) gets the cuts 400, 500 and 700. Then one receiver gets the
 rows [400, 500) and another [500, 700). The sender keeps [0, 400) and [700, 1000).
 
-Where the part lies decides how many bytes travel. A range of m query rows that ends at position d has about A = m (d -
-m/2) query-key pairs. The m query rows must travel, and up to d rows of k and v. With Q bytes for a query row and K
-bytes for a k,v row, that is Q m + K d bytes. For a given A this is least if the middle of the range is at sqrt(A (Q +
-K/2) / K). So the cheapest ranges lie in the middle of a long document, and one long range is cheaper than two short
-ranges. Of consecutive ranges the shortest comes first, because all ranges together then need fewest k,v rows.
+Where the part lies decides how many bytes travel. A range of m query rows that ends at position d has about a = m (d -
+m/2) query-key pairs. The m query rows must travel, and up to d rows of keys and values. A query row has q bytes, and a
+k,v row has p bytes, so q m + p d bytes travel. For a given number of pairs, this is least if the middle of the range is
+at sqrt(a (q + p/2) / p). So the cheapest ranges lie in the middle of a long document, and one long range is cheaper
+than two short ranges. Of consecutive ranges, the range with fewest pairs comes first, because all ranges together then
+need fewest k,v rows.
 
 Array legend: K directions (forward, backward, or both), C receivers, N chosen receivers, G places that are tried for
-the part.
+the part. [K][N] is a list of K lists.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
-"""The most time that a cut may add, as a part of the time that it moves: both sides of a cut read the same keys. So no
-range is very short. Where nothing else relieves a server, ``scheduler.py`` allows more
+"""The most time that a cut may add, as a part of the time that it moves. A cut adds time because both of its sides read
+the same keys. So no range is very short. Where nothing else relieves a server, ``scheduler.py`` allows more
 (benchmarks/results/planner.md)."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
 """The places that are tried for the part, from 0 at the start of the piece to 1 at its end."""
 _LEAST_BLOCKS = 8
-"""The least work that a sender gives up, in kernel tiles of query rows, even if less would do. With 32 plans move 1.5 %
-more bytes (benchmarks/results/planner.md)."""
+"""The least work that a sender gives up, in kernel tiles of query rows, even if less would do. The value 32 makes plans
+move 1.5 % more bytes (benchmarks/results/planner.md)."""
 _FEW = 8
 """The most receivers for which the sizes of ranges are corrected only once. With more receivers they are corrected
-three times, because errors add up from range to range. With 2 the slowest server is 0.16 % slower
+three times, because errors add up from range to range. The value 2 makes the slowest server 0.16 % slower
 (benchmarks/results/planner.md)."""
 _LONG_CONTEXT = 131_072
 """If a piece ends behind this row, the price of a place includes the time in which the sender reads keys twice. In
@@ -50,8 +51,8 @@ shorter documents this time hardly changes the choice, and planning is faster wi
 _NEVER_WASTEFUL = 32
 """Cuts are not checked for wasted time if every range has at least this many kernel tiles."""
 _SLIVER = 8
-"""If the sender would keep a rest more than this many times shorter than the range beside it, the range takes the rest
-too."""
+"""The sender keeps a rest of a piece if this many times the rest's rows are at least the rows of the range beside it.
+Otherwise the range takes the rest too."""
 _FINEST = 0.004
 """Cuts fall on whole kernel tiles of query rows, as long as a tile takes at most this part of a server's mean load.
 Otherwise they fall on halves, quarters, eighths or sixteenths of a tile."""
@@ -81,9 +82,9 @@ class Timer:
         return self.work.costs[0].block
 
     def block(self, per_row: list[float]) -> int:
-        """Returns the rows of a block, a kernel tile or a fraction of it (``_FINEST``); cuts are whole blocks.
+        """Returns the rows of a block: a kernel tile or a fraction of a tile (``_FINEST``). Cuts fall between blocks.
 
-        ``per_row`` [K] is the seconds of a row."""
+        ``per_row`` [K] is the seconds of a query row."""
         block = self.tile
         fine = _FINEST * min(unit / max(seconds, 1e-300) for unit, seconds in zip(self.unit, per_row, strict=True))
         while block > fine and block > max(1, self.tile // 16):
@@ -109,7 +110,7 @@ class Excess(NamedTuple):
 
     Attributes:
         start: first query row of the piece.
-        stop: one past its last query row.
+        stop: one past the last query row of the piece.
         seconds: [K] seconds of the whole piece.
         need: [K] seconds that the sender should lose; negative in a direction where the sender is below its limit.
     """
@@ -127,9 +128,9 @@ class Receivers(NamedTuple):
         rank: [C] the servers.
         room: [K, C] seconds that each receiver may still gain.
         distant: [C] float64, 1 for receivers on another node than the sender's, else 0.
-        price: a function of ``low`` [G], ``ends`` [G, N] and N indices of receivers. In case g the ranges begin at
-            ``low[g]`` and end at ``ends[g]``. The function returns [G] prices of the query rows, and of the k,v rows
-            that receivers lack.
+        price: a function of ``low`` [G], ``ends`` [G, N] and N indices of receivers. At place g the first range begins
+            at ``low[g]``, and the ranges end at ``ends[g]``. The function returns [G] prices: the bytes of query rows,
+            and of the k,v rows that receivers lack. Bytes between nodes are multiplied by their price.
     """
 
     rank: np.ndarray
@@ -163,7 +164,7 @@ class RangeSplit(NamedTuple):
 
     @property
     def fit(self) -> list[float]:
-        """Returns [N] how much room each receiver has, over the time of its range; the smaller of both directions."""
+        """Returns [N] how much room each receiver has, over the time of its range; the least of all directions."""
         directions = [
             [most / max(own, 1e-300) for most, own in zip(room, moved, strict=True)]
             for room, moved in zip(self.room, self.moved, strict=True)
@@ -179,8 +180,8 @@ def least_of(directions: np.ndarray) -> np.ndarray:
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
     """Returns the cheapest ranges that the receivers have room for and that relieve the sender; None if no cut pays."""
     # A range's size is its number of query-key pairs. First sizes are guessed from seconds per pair, receivers and the
-    # part's place are chosen, and cuts are rounded. In the loop sizes are corrected. At the end ranges that do not fit
-    # or do not pay are dropped.
+    # part's place are chosen, and cuts are rounded. In the loop sizes are corrected. At the end a range is dropped if
+    # its receiver has too little room or its cut does not pay.
     whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
@@ -210,8 +211,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
 
 
 def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
-    """Returns [C] pairs that fill each receiver, the pairs that should leave the sender, and the least that are worth a
-    cut.
+    """Returns [C] pairs that fill each receiver, the pairs that should leave the sender, and the fewest pairs that are
+    worth a cut.
 
     The pairs that fill a receiver are guessed from the seconds of a sample range in the middle of the piece."""
     middle = 0.5 * (excess.start + excess.stop)
@@ -259,8 +260,8 @@ def _place(
     ends = np.minimum(stop_after(low[:, None], np.array(total)), excess.stop)
     price = receivers.price(low, ends, chosen)
     if excess.stop > _LONG_CONTEXT:
-        # The sender may keep rows before and behind the part, and then reads some keys twice. A price grows in the
-        # proportion in which this takes time, compared with the work that leaves.
+        # The sender may keep rows before and behind the part, and then reads some keys twice. The price of a
+        # place is raised in proportion to the time that the sender keeps more than at the best place.
         rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
         seconds = timer.work.on(timer.sender, rows, np.append(low, np.full(len(low), float(excess.stop))))
         kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
@@ -339,8 +340,8 @@ def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer
     for at, fit in enumerate(split.fit):
         if over[at]:
             rows[at] = int(rows[at] * fit * 0.999 // block) * block
-    # If the part begins where the piece begins, it keeps its first row, else its last row. So the sender keeps one
-    # range and not two where the part lies at one end of the piece.
+    # If the part begins where the piece begins, the part keeps its first row, else its last row. So if the part lies at
+    # one end of the piece, the sender keeps one range and not two.
     if split.cuts[0] == excess.start and split.cuts[-1] < excess.stop:
         cuts = list(accumulate(rows, initial=split.cuts[0]))
     else:
@@ -357,12 +358,12 @@ def _over(split: RangeSplit) -> list[bool]:
 
 
 def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
-    """Returns [N] whether it costs too much to cut each range from the rows behind it, and the first also from the rows
-    before it.
+    """Returns [N] whether it costs too much to cut each range from the rows behind it. The first range is also cut from
+    the rows before it.
 
     A cut costs the seconds of both sides, minus the seconds of one range that joins both sides."""
     wasteful, cuts, most = [True] * len(split.chosen), split.cuts, timer.most_overhead
-    # "seconds" has each range joined with the rows behind it. Its last entry has the first range joined with the rows
+    # "seconds" has each range joined with the rows behind it. The last element has the first range joined with the rows
     # before it.
     seconds = timer.seconds([*cuts[:-1], excess.start], [*cuts[2:], excess.stop, cuts[1]])
     alone = split.moved if timer.work.of_server is None else timer.seconds(cuts[:-1], cuts[1:])

@@ -40,15 +40,15 @@ _FINEST_TOLERANCE = 0.005
 """The tolerance of small pools of servers. With a smaller tolerance attention gained less than 0.2 % of its time
 (benchmarks/results/planner.md)."""
 _SERVERS_OF_DEFAULT = 128
-"""The number of servers from which plans for training have the default tolerance. With fewer servers the tolerance is
-smaller in proportion."""
+"""The number of servers from which on plans for training have the default tolerance. With fewer servers the tolerance
+is smaller in proportion, down to ``_FINEST_TOLERANCE``."""
 
 _AIM = 0.95
-"""The part of the tolerance that the first try uses. The rest is for time that ranges add when they are joined. With
-0.8 the slowest server is 0.24 % faster, and 0.8 % more bytes travel (benchmarks/results/planner.md)."""
+"""The part of the tolerance that the first try uses. The rest is for time that ranges add when they are joined. The
+value 0.8 makes the slowest server 0.24 % faster, and 0.8 % more bytes travel (benchmarks/results/planner.md)."""
 _JOININGS = 3
-"""How often one limit is tried at most. A try ends by joining ranges that meet on a server, which changes their
-seconds. If a server takes longer then, the next try begins with the joined ranges."""
+"""The most tries with one limit. At the end of a try, ranges that meet on a server are joined, which changes their
+seconds. If a server then takes longer, the next try begins with the joined ranges."""
 _USUAL_TRIES = 4
 """The number of limits that are tried before cuts may add more time (``_MORE_OVERHEAD``)."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
@@ -58,7 +58,7 @@ _MORE_OVERHEAD = 1.0
 """The time that a cut may add in the last tries, as a part of the time that it moves. Short ranges add work. But if
 ranks have few tokens, only short ranges can relieve the slowest server, and all others wait for that server."""
 _LEAST_SLACK = 0.0003
-"""Limits are tried only if they are above the least possible imbalance by this, in parts of the mean load. Closer
+"""A limit is tried only if it is above the least possible imbalance by at least this part of the mean load. Closer
 limits take very many moves."""
 
 
@@ -87,9 +87,9 @@ def schedule(
     Args:
         layout: the rows of each rank.
         cost: seconds per task.
-        tolerance: how far a server may be above its fair share of the time, as a part of the mean load. A plan exceeds
-            it if documents, and the shortest ranges worth a cut, leave no other way.
-        direction: the direction that is balanced; "both" finds one set of tasks for both.
+        tolerance: how far a server may be above its target (``target_load.py``), as a part of the mean load. A plan may
+            exceed the tolerance, for example if only ranges that are too short to pay could level the servers.
+        direction: the direction that is balanced; "both" finds one set of tasks for forward and backward.
         resend: whether homes send rows again for backward, which changes the price of a moved row.
         links: which ranks share a node, and prices of bytes between ranks; None prices all pairs alike.
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
@@ -117,15 +117,15 @@ def schedule(
         return Plan(layout, schedule_unlike(home, work, target, tolerance, moved_bytes, links, growth))
     search = _Search(home, work, target, moved_bytes, links)
     while not search.run(tolerance, least) and tolerance > _FINEST_TOLERANCE:
-        # No plan was better than computing at home, since one direction lost more than the other gained. A finer plan
-        # may be better.
+        # No plan was better than computing at home, since one direction lost more than the other gained. A plan with a
+        # finer tolerance may be better.
         tolerance = max(tolerance / 2, _FINEST_TOLERANCE)
     return Plan(layout, search.best)
 
 
 @dataclass
 class _Search:
-    """Tries limits until a plan keeps to one.
+    """Tries limits, each for a whole plan, until a plan keeps to its limit.
 
     Attributes:
         home: the plan that computes everything at home.
@@ -167,8 +167,8 @@ class _Search:
                 continue
             # Each of the first tries ends early if a server is stuck above the next try's limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
-            # Cuts add work, so the mean load and the limits rise during a try. Servers that were full then have a
-            # little room again, too little for a range. So the last tries expect this growth from the start.
+            # Cuts add work, so the mean load and the limits rise during a try. Full servers then get a little room,
+            # which is too little for a range. So the last tries expect this growth from the start.
             expected = self.grown if tried > len(usual) else None
             overhead = MOST_OVERHEAD if tried < len(usual) else _MORE_OVERHEAD
             over = self._at_limit(aim, tolerance, at_most, overhead, expected)
@@ -216,10 +216,10 @@ class _Search:
 
 
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
-    """Returns about how far the slowest server is above the mean load at least, in any plan for both directions.
+    """Returns an estimate of the least imbalance that a plan for both directions can have; 0 for one direction.
 
-    It is a part of the mean load, and 0 for one direction. A server with exactly the mean in one direction may have
-    more in the other."""
+    Imbalance is how far the slowest server is above the mean load, as a part of the mean load. A server with exactly
+    the mean in one direction may have more in the other."""
     seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
     if not seconds:
         return 0.0

@@ -20,10 +20,10 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _MOST_KEPT = 1.5
-"""The most k,v rows that a server should read, over the mean before any row moved. This limits memory: a server above
-the limit gets work only if other servers do not suffice."""
+"""The most k,v rows that a server should read, as a multiple of the mean server's k,v rows before any work moved. This
+limits memory: a server above the limit gets work only if other servers do not suffice."""
 _FEW_KEPT = 6
-"""The least value of this limit, over the mean query rows of a server."""
+"""Any server may read this many times the mean server's query rows, even if ``_MOST_KEPT`` allows fewer."""
 
 
 class Pieces(NamedTuple):
@@ -46,8 +46,9 @@ class Pieces(NamedTuple):
         return np.asarray(self.place[2] - self.place[1])
 
     def shortest(self, most: int) -> np.ndarray:
-        """Returns the indices of the shortest pieces, at most ``most``. Of several pieces of equal length and end, only
-        one is returned."""
+        """Returns the indices of the shortest pieces, at most ``most``; all pieces if there are no more than ``most``.
+
+        Otherwise, of several pieces with equal numbers of rows and equal stops, only one is returned."""
         if len(self) <= most:
             return np.arange(len(self))
         # rows and stop become one number, so that np.unique sorts by rows and drops equal pieces.
@@ -77,7 +78,7 @@ class MovedRanges(NamedTuple):
 
 
 class HeldRows:
-    """Counts the k,v rows of a document that servers lack, if each rank holds only its own rows, as their home.
+    """Counts the k,v rows of a document that servers lack, if each rank holds only the rows whose home it is.
 
     Args:
         shards: ranges of documents with their home ranks; the ranges of a document cover its rows from 0 on.
@@ -100,9 +101,9 @@ class HeldRows:
             stops: [G, N] one past the last row that each rank reads, in each of G cases; at most the document's rows.
             between_nodes: how much a row from another node counts; a row from the same node counts 1.
         """
-        # "held" [G, N, shards] is the number of rows of each shard before each stop. At first a row counts
-        # ``between_nodes``. Then "saves" [N, shards] is subtracted for each row: all of it at home, all but 1 on the
-        # same node.
+        # "held" [G, N, shards] is the number of rows of each shard before each stop. At first every row counts
+        # ``between_nodes``. Then "saves" [N, shards] is subtracted for each row. Then own rows of the rank count 0, and
+        # rows from the same node count 1.
         some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
         home = self._shards.rank[some]
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
@@ -120,10 +121,10 @@ class SchedulerState:
     Args:
         home: the tasks to begin with: everything at home, or the tasks of a run before.
         work: the work of ranges on every server.
-        target: how much work each server should get, its fair share.
+        target: how much work each server should get.
         tolerance: how far a server's limit is above its target, as a part of the mean load.
         links: which ranks share a node, and prices of bytes between ranks.
-        expected: [K] the least mean load to compute limits from; None is 0.
+        expected: [K] the least mean load to compute limits from; None stands for 0.
 
     Attributes:
         load: [K, R] seconds of every server.
@@ -198,7 +199,8 @@ class SchedulerState:
 
     @property
     def over(self) -> float:
-        """Returns how far the slowest server is above the mean load, as a part of it, in the worse direction."""
+        """Returns how far the slowest server is above the mean load, as a part of the mean load, in the worse
+        direction."""
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
@@ -268,8 +270,8 @@ class SchedulerState:
     def move(self, sender: int, chosen: list[int], left: Pieces, lost: list[float], moved: MovedRanges) -> None:
         """Moves work: updates loads, the mean load, pieces, and the k,v rows that servers read.
 
-        The sender's pieces with the indices ``chosen`` go, except the parts ``left``. The sender loses ``lost`` [K]
-        seconds.
+        The sender's pieces with the indices ``chosen`` go, except for the parts ``left``, which stay with the sender.
+        The sender loses ``lost`` [K] seconds.
         """
         pieces = self.pieces_of(sender)
         more = []
@@ -299,11 +301,12 @@ class SchedulerState:
     def joined(self) -> Tasks:
         """Returns all pieces as tasks on their servers; pieces that touch are joined.
 
-        A joined range takes other seconds than its pieces. So loads are computed anew if any were joined."""
+        A joined range takes other seconds than its pieces. So loads are computed anew if any pieces were joined."""
         home = self._home
         if not self._moved[0]:
             return home
-        # A server whose pieces were never asked for still has all of them. Other servers have what is left.
+        # A server that :meth:`pieces_of` was never called for still has all of its pieces. ``_pieces`` has what the
+        # other servers have left.
         changed = np.zeros(self.layout.ranks, bool)
         changed[list(self._pieces)] = True
         untouched = ~changed[home.server]

@@ -34,11 +34,11 @@ import numpy as np
 from distca.errors import PlanError
 
 _SEARCHED = 24
-"""Steps of the golden-section search. Each step shortens the interval to 0.618 of it; after 24 steps it is a
+"""Steps of the golden-section search. Each step shortens the interval to 0.618 of its length; 24 steps shorten it to a
 100,000th."""
 _GOLDEN = (5**0.5 - 1) / 2
 _ROUNDING = 1e-9
-"""Fractions count as all of the attention if their sum is below 1 by at most this."""
+"""Fractions of the attention count as all of it if their sum is below 1 by at most this."""
 
 
 class TargetLoad:
@@ -84,8 +84,8 @@ class TargetLoad:
         )
         slow = np.ones_like(other) if slowness is None else slowness
         times = _least_times(mean * servers, other, slow)
-        # Cuts will add work, which the servers with attention share. The last number is how much all times rise for
-        # each second of added mean work.
+        # Cuts will add work, which the servers that get attention do together. The last array says how much each
+        # direction's time rises for each second that the mean work rises.
         takes_part = np.where(other < times[:, None], 1.0 / slow, 0.0).sum(axis=1)
         self._times = mean, times, servers / np.maximum(takes_part, 1.0 / slow.max(axis=1))
         self._other = other
@@ -100,8 +100,8 @@ class TargetLoad:
             first, times, rise = self._times
             later = times + np.maximum(mean - first, 0.0) * rise
             return self.work_in(np.maximum(later[:, None] - self._other, 0.0))
-        # done[k, n] is the time at which all attention ends if the n + 1 servers with least other work compute it. One
-        # more server takes part if its other work ends before that.
+        # done[k, n] is the time at which all attention ends if the n + 1 servers with least other work compute it. The
+        # next server takes part if its other work ends before that time.
         done = ((mean * self._servers)[:, None] + self._spent) / np.arange(1, self._servers + 1)
         joined = (done > self._ascending).sum(axis=1) - 1
         last = done[np.arange(len(mean)), np.maximum(joined, 0)]
@@ -146,8 +146,9 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
         other: [K, R] seconds of other work.
         slowness: [K, R] seconds of a server per second of work.
     """
-    # No direction ends before the longest other work, or before the time that its attention needs by itself. If these
-    # times are too short together, forward's time is searched, up to the time with which backward can have its least.
+    # No direction ends before the longest other work, or before the time that its attention needs by itself. If servers
+    # cannot do all attention in these times, a longer forward time is searched. It need not exceed the time with which
+    # backward takes its least time.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
     # For each direction with attention: when each server begins, and the fraction of all attention that it does per

@@ -23,13 +23,13 @@ from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.tasks import Tasks
 
 _FINEST = 0.01
-"""The smallest tolerance that is used. With a smaller one cuts take more time than they save
+"""The smallest tolerance that is used. With a smaller tolerance cuts take more time than they save
 (benchmarks/results/planner.md)."""
 _RISES = (1, 1.25, 2.5, 6, 20)
 """Multiples of the tolerance that are tried as the limit, one after the other, until no server is above its limit."""
 _MOST_OVERHEAD = 1.0
-"""The time that a cut may add, as a part of the time that it moves. It is high, because all servers wait for the
-slowest one."""
+"""The most time that a cut may add, as a part of the time that it moves. The value is high, because all servers wait
+for the slowest server."""
 
 Growth = dict[Direction, np.ndarray]
 """For each direction, the factor [K] by which cuts made all work grow in the plan before."""
@@ -53,8 +53,8 @@ def schedule_unlike(
         tolerance: how far a server may be above its target, as a part of the mean load.
         moved_bytes: bytes that travel for each query row, and for each key/value row, that leaves its home.
         links: which ranks share a node, and prices of bytes between ranks.
-        growth: the growth of work in the plan before. Limits include it from the start; otherwise servers would count
-            as full too early. The growth of this plan is written into it.
+        growth: the growth of work in the plan before. Limits include this growth from the start; otherwise servers
+            would count as full too early. The growth of this plan is then written into ``growth``.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)
