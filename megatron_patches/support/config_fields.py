@@ -1,10 +1,13 @@
 """Says which values of each field of Megatron's configuration are supported.
 
 ``_SERVED_BY`` lists fields of which all values are supported. ``LIMITS`` lists fields of which some values are
-supported, with the reason for refusing others. ``experts.py`` lists fields of mixtures of experts. Any other field
-comes from a version of Megatron that is not known here, and has to have its default.
+supported, with the reason for refusing others. ``experts.py`` lists fields of mixtures of experts. The functions
+also refuse some combinations of supported values. A field in none of these lists comes from a version of Megatron that
+is not known here, and has to have its default.
 
-In reasons, "attention servers" are the ranks that compute core attention for other ranks.
+DistCA replaces Megatron's layers, block, norms and loss. Attention between q, k and v is computed by *attention
+servers*: ranks that compute it for other ranks, too. ``CAD`` is ``distca.CAD``, the object that training scripts make.
+In names, "served" means supported.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from distca.errors import SupportError
 from megatron_patches.support.experts import EXPERT_FIELDS, check_experts
 from megatron_patches.support.limits import Limit, check_limit
 
-# Fields of which all values are supported. The key says which part of the code obeys the fields.
+# Fields of which all values are supported. The key says which code obeys the fields, or why no code reads them.
 _SERVED_BY = {
-    "megatron's own linear layers, embedding and MLP": """
+    "Megatron's own linear layers, embedding and MLP": """
         num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels add_bias_linear
         add_qkv_bias gated_linear_unit activation_func activation_func_fp8_input_store glu_linear_offset
         activation_func_clamp_value bias_activation_fusion bias_dropout_fusion init_method output_layer_init_method
@@ -29,54 +32,54 @@ _SERVED_BY = {
         gradient_accumulation_fusion async_tensor_model_parallel_allreduce clone_scatter_output_in_embedding
         tensor_model_parallel_size sequence_parallel disable_bf16_reduced_precision_matmul bf16
         hetereogenous_dist_checkpoint is_hybrid_model""",
-    "our layers and the attention servers": """
+    "DistCA's layers and the attention servers": """
         softmax_scale window_size window_attn_skip_freq qk_layernorm layernorm_epsilon layernorm_zero_centered_gamma
         no_rope_freq rotary_interleaved attention_output_gate""",
-    "megatron's latent attention with positions of our own; in other models nothing": """
+    "Megatron's latent attention with DistCA's rotary positions; no code in models without latent attention": """
         multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base
         rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale
         mscale_all_dim""",
-    "the cores of recurrent layers; in other models nothing": """
+    "DistCA's recurrent layers; no code in models without such layers": """
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads""",
-    "megatron's embedding, initialization and configuration, and our loss": """
+    "Megatron's embedding, initialization and configuration, and DistCA's loss": """
         use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
         mup_attn_scale_power""",
-    # Fields that choose an implementation, a precision or a fusion in a replaced part of Megatron, but no formula.
-    "nothing, as our part in place of megatron's computes the same formula": """
+    # These fields choose an implementation, a precision or a fusion in a part of Megatron that DistCA replaces.
+    "no code, since DistCA's part computes the same formula in its own way": """
         attention_backend flash_attention_version attention_softmax_in_fp32 masked_softmax_fusion apply_rope_fusion
         fused_single_qkv_rope persist_layer_norm memory_efficient_layer_norm cross_entropy_loss_fusion
         cross_entropy_fusion_impl use_mamba_mem_eff_path mamba_training_ssm_states_dtype""",
-    "megatron's schedules, optimizer and checkpoints, or ours in their place": """
+    "Megatron's schedules, optimizer and checkpoints, or DistCA's in their place": """
         pipeline_model_parallel_size pipeline_model_parallel_comm_backend pipeline_dtype variable_seq_lengths
         overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm batch_p2p_sync
         use_ring_exchange_p2p deallocate_pipeline_outputs timers barrier_with_L1_time finalize_model_grads_func
         grad_scale_func no_sync_func grad_sync_func param_sync_func use_te_rng_tracker""",
-    "nothing that runs in training": """
+    "no code that runs in training": """
         flash_decode inference_rng_tracker inference_sampling_seed mlp_chunks_for_prefill nccl_all_reduce_for_prefill
         inference_disable_triton_nvls_kernels inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
         inference_moe_token_dispatcher_type moe_pad_experts_for_cuda_graph_inference symmetric_ar_type""",
     "Transformer Engine's linear layers": """
         fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo tp_only_amax_red
         fp8_param disable_parameter_transpose_cache""",
-    "Transformer Engine's linear layers, while tp_comm_overlap is off": """
+    "no code, since LIMITS refuses tp_comm_overlap": """
         tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
         tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
         tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend""",
 }
 
 
-_OWN_EXPERTS = "rows go to experts and back by exchanges of our own"
+_OWN_EXPERTS = "rows go to experts and back by exchanges of DistCA"
 _NO_GRAPHS = "exchanges with attention servers cannot be captured in CUDA graphs"
 _NOT_OFFLOADED = "tensors that are exchanged with attention servers are not offloaded"
 _EQUAL_STAGES = "all stages have equally many layers"
-_TRANSFORMER_ENGINE = "of Transformer Engine's modules only the linear layers are served"
+_TRANSFORMER_ENGINE = "of Transformer Engine's modules only the linear layers are supported"
 
 LIMITS = {
     # Core attention
     "softmax_type": Limit("sinks are learned or there are none", ("vanilla", "learnable")),
     "attention_dropout": Limit("core attention has no dropout", (0.0,)),
-    "apply_query_key_layer_scaling": Limit("scores are computed in float32 in any case", (False,)),
+    "apply_query_key_layer_scaling": Limit("it keeps scores small for float16, which attention does not use", (False,)),
     "qk_l2_norm": Limit("the only norms of query and key heads are those of qk_layernorm", (False,)),
     "qk_clip": Limit(
         "clipping needs the largest score, which attention servers do not report",
@@ -87,7 +90,7 @@ LIMITS = {
     "mla_down_proj_fusion": Limit("latent attention has a projection of its own for queries", (False,)),
     "cache_mla_latents": Limit("cached latents are for inference, and models are only trained here", (False,)),
     "experimental_attention_variant": Limit(
-        "only softmax attention and gated delta nets are served",
+        "only softmax attention and gated delta nets are supported",
         (None, "gated_delta_net"),
         """experimental_attention_variant_loss_scale_func dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
         dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
@@ -95,11 +98,11 @@ LIMITS = {
         dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32""",
     ),
     "context_parallel_size": Limit(
-        "core attention disaggregation itself spreads sequences over data-parallel ranks",
+        "DistCA itself spreads sequences over data-parallel ranks",
         (1,),
         "cp_comm_type hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank",
     ),
-    "hybrid_context_parallel": Limit("core attention disaggregation itself spreads sequences over ranks", (False,)),
+    "hybrid_context_parallel": Limit("DistCA itself spreads sequences over ranks", (False,)),
     # Positions
     "mrope_section": Limit("a token has a single position", (None,)),
     # Layer and block
@@ -107,7 +110,7 @@ LIMITS = {
     "hidden_dropout": Limit("layers have no dropout", (0.0,)),
     "fp32_residual_connection": Limit("the residual has the type of the layers' output", (False,)),
     "apply_residual_connection_post_layernorm": Limit("the residual is taken before the norm", (False,)),
-    "test_mode": Limit("megatron's own checks of queries, keys and values do not run here", (False,)),
+    "test_mode": Limit("Megatron's own checks of queries, keys and values do not run here", (False,)),
     "mlp_chunks_for_training": Limit("a layer's MLP takes all rows at once", (1,)),
     "heterogeneous_block_specs": Limit("all layers have the same configuration", (False,)),
     "mtp_num_layers": Limit(
@@ -139,20 +142,22 @@ LIMITS = {
         "fp8_quantizer_factory",
     ),
     "fp8_wgrad": Limit("Transformer Engine computes weight gradients in FP8 in any case", (True,)),
-    "fp8_dot_product_attention": Limit("core attention is computed in bfloat16", (False,)),
-    "fp8_multi_head_attention": Limit("core attention is computed in bfloat16", (False,)),
+    "fp8_dot_product_attention": Limit("core attention is not computed in FP8", (False,)),
+    "fp8_multi_head_attention": Limit("core attention is not computed in FP8", (False,)),
     "fp8_output_proj": Limit("the output layer is computed together with the loss", (False,)),
     "first_last_layers_bf16": Limit(
         "all layers have the same precision", (False,), "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
     ),
     "tp_comm_overlap": Limit("tensor-parallel transfers do not go by Transformer Engine's user buffers", (False,)),
     "fp4": Limit("there is no FP4 here", (None,), "fp4_recipe fp4_param fp4_quantizer_factory"),
-    "quant_recipe": Limit("weights and activations are not quantized", (None,)),
+    "quant_recipe": Limit("the only quantization is FP8, which the field fp8 sets for all layers", (None,)),
     "use_kitchen": Limit(
-        "only megatron's own linear layers are served", (False,), "use_kitchen_attention kitchen_attention_backend"
+        "linear layers are Megatron's or Transformer Engine's",
+        (False,),
+        "use_kitchen_attention kitchen_attention_backend",
     ),
     "deterministic_mode": Limit(
-        "the attention kernel obeys the argument `deterministic` of CAD in place of this field", (False,)
+        "the attention kernel obeys the argument `deterministic` of distca.CAD in place of this field", (False,)
     ),
     "batch_invariant_mode": Limit("core-attention kernels do not have such a mode", (False,)),
     # Loss
@@ -187,7 +192,7 @@ LIMITS = {
     "gtp_weight_remat_size": Limit(
         "weights are sharded over tensor-parallel ranks only", (1,), "tensor_parallel_num_weight_shards"
     ),
-    "init_model_with_meta_device": Limit("weights are drawn where the model is built", (False,)),
+    "init_model_with_meta_device": Limit("weights are initialized on the device on which the model is built", (False,)),
     # Flow
     "virtual_pipeline_model_parallel_size": Limit(
         "a rank has one pipeline stage", (None,), "microbatch_group_size_per_vp_stage"
@@ -214,11 +219,12 @@ LIMITS = {
     "use_grouped_gemm_for_dense_mlp": Limit(_TRANSFORMER_ENGINE, (False,)),
     "delay_wgrad_compute": Limit("weight gradients are computed in backward", (False,)),
 }
-"""Fields of which some values are supported, with the reason for refusing others. A third entry names fields that no
-code reads while the first field has a supported value."""
+"""Fields of which some values are supported, with the reason for refusing others, and the supported values. The last
+argument of a ``Limit`` names other fields. No code reads the other fields as long as the limited field has a supported
+value."""
 
 _CHECKED_TOGETHER = {"recompute_modules"}
-"""Fields that :func:`check_recomputation` checks together with another field."""
+"""Fields that :func:`check_recomputation` checks together with ``recompute_granularity``."""
 
 SERVED = {
     *" ".join(_SERVED_BY.values()).split(),
@@ -226,6 +232,7 @@ SERVED = {
     *_CHECKED_TOGETHER,
     *EXPERT_FIELDS,
 }
+"""Known fields that are not in ``LIMITS``. Other checks may refuse some of their values."""
 
 
 def check_config(config: TransformerConfig) -> None:
@@ -235,7 +242,7 @@ def check_config(config: TransformerConfig) -> None:
         config: the configuration of a model.
 
     Raises:
-        SupportError: the configuration is refused; the message names the first such field.
+        SupportError: the configuration is refused; the message names one field that is the reason.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -243,7 +250,7 @@ def check_config(config: TransformerConfig) -> None:
             check_limit(field.name, value, LIMITS[field.name])
         elif field.name not in SERVED and not _is_default(field, value):
             raise SupportError(
-                f"{field.name} is {value!r}, but core attention disaggregation does not know this field of "
+                f"{field.name} is {value!r}, but DistCA does not know this field of "
                 f"{type(config).__name__}: leave it at its default."
             )
     check_experts(config)
@@ -264,7 +271,7 @@ def check_types(config: TransformerConfig) -> None:
     """
     if config.bf16 != (config.params_dtype == torch.bfloat16):
         raise SupportError(
-            f"bf16 is {config.bf16} and params_dtype is {config.params_dtype}, but kernels, layers and plans take the "
+            f"bf16 is {config.bf16} and params_dtype is {config.params_dtype}, but kernels, layers and plans use the "
             "type of the parameters: set bf16 to True with params_dtype torch.bfloat16, and to False with other types."
         )
     if config.pipeline_model_parallel_size > 1 and config.pipeline_dtype != config.params_dtype:
@@ -275,14 +282,15 @@ def check_types(config: TransformerConfig) -> None:
 
 
 def check_recomputation(config: TransformerConfig, recompute_segments: bool = False) -> None:
-    """Refuses a configuration that recomputes other modules in backward than MLPs, or MLPs twice.
+    """Refuses recomputation of modules other than MLPs (dense or with experts) one by one, and recomputation twice.
 
     Args:
         config: the configuration of a model.
         recompute_segments: whether backward recomputes everything but core attention, as ``CAD(recompute="all")``.
 
     Raises:
-        SupportError: the configuration recomputes other modules than MLPs, or MLPs that are recomputed already.
+        SupportError: the configuration names modules other than MLPs, or names MLPs although ``recompute_segments``
+            recomputes them.
     """
     if config.recompute_granularity is None:
         return
@@ -290,9 +298,9 @@ def check_recomputation(config: TransformerConfig, recompute_segments: bool = Fa
     alone = {"mlp", "moe"} if config.num_moe_experts else {"mlp"}
     if not config.recompute_modules or not alone.issuperset(config.recompute_modules):
         raise SupportError(
-            f"recompute_modules is {config.recompute_modules}, but MLPs are the only modules that are recomputed one "
-            f"by one: set it to {sorted(alone)}. Or leave recompute_granularity unset and give CAD(recompute='all') to "
-            "recompute everything but core attention."
+            f"recompute_modules is {config.recompute_modules}, but only MLPs, dense or with experts, are recomputed "
+            f"one by one: set it to {sorted(alone)}. Or leave recompute_granularity unset and give "
+            "CAD(recompute='all') to recompute everything but core attention."
         )
     if recompute_segments:
         raise SupportError(

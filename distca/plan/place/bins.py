@@ -3,7 +3,8 @@
 ``shares.py`` calls this to place the documents of a micro-batch on ranks. The bins are ranks. If the ranks are on
 several nodes, documents are dealt to nodes first, and a bin is then a node. An *item* is a document, or the part of a
 document that a node got. A *long* item has more work or tokens than one rank should get, so it is cut into *shares* for
-several bins. Work is the time of attention; the mean rank's work is 1.
+several bins. Other items are cut only if no bin can take them whole. Work is the time of attention; the mean rank's
+work is 1.
 
 The shortest documents, the *filler*, are not dealt here. Filler later fills the tokens that items leave, and brings
 work too. So a bin with many tokens left will get work in any case. Items are therefore compared by their *surplus*:
@@ -28,7 +29,8 @@ _SAME_SIZE = 1.5
 """Items are dealt in groups of similar length: the longest item of a group has less than this many times the rows of
 the shortest. Bins are sorted once for each group, which saves time."""
 OVERFULL = 0.012
-"""How much more work than it should have a rank may get, so that an item stays whole; the mean rank's work is 1."""
+"""The most work that a rank may get above the work that it should have, so that an item stays whole; the mean rank's
+work is 1."""
 _OVERFULL_WITH_KEYS = 0.09
 """The limit in place of ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if ranks should read
 few keys. It is large, because a further rank would have to read many keys of the document for little work."""

@@ -85,8 +85,8 @@ class Balancer:
         """Moves work until no server can be relieved any more; returns whether all servers are within their limits.
 
         Balancing ends early if a server is stuck at more than ``at_most`` above its target. It also ends after many
-        cuts that did not pay, if no server is more than ``enough`` above its target. ``at_most`` and ``enough`` are
-        parts of the mean load.
+        cuts that did not pay, if no server is more than ``enough`` above its target. If servers are not equally fast,
+        it ends then in any case. ``at_most`` and ``enough`` are parts of the mean load.
         """
         state = self.state
         self.stuck[:], self.failed = False, 0

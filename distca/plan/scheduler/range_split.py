@@ -37,7 +37,8 @@ the same keys. So no range is very short. Where nothing else relieves a server, 
 (benchmarks/results/planner.md)."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
-"""The places that are tried for the part, from 0 at the start of the piece to 1 at its end."""
+"""The places that are tried for the part: at 0 the part begins where the piece begins, at 1 it ends where the piece
+ends."""
 _LEAST_BLOCKS = 8
 """The least work that a sender gives up, in kernel tiles of query rows, even if less would do. The value 32 makes plans
 move 1.5 % more bytes (benchmarks/results/planner.md)."""

@@ -37,8 +37,8 @@ DEFAULT_TOLERANCE = 0.02
 (benchmarks/results/planner.md)."""
 
 _FINEST_TOLERANCE = 0.005
-"""The tolerance of small pools of servers. With a smaller tolerance attention gained less than 0.2 % of its time
-(benchmarks/results/planner.md)."""
+"""The tolerance of plans for training if there are few servers. A smaller tolerance saved at most 0.2 % of attention's
+time (benchmarks/results/planner.md)."""
 _SERVERS_OF_DEFAULT = 128
 """The number of servers from which on plans for training have the default tolerance. With fewer servers the tolerance
 is smaller in proportion, down to ``_FINEST_TOLERANCE``."""
