@@ -60,7 +60,7 @@ def costs_by_gpu(
     if warns:
         logger.warning(
             "The pool has unlike GPUs (%s), and not each has a cost table for this kernel and these heads. So plans "
-            "take all GPUs for as fast as the first: measure tables with `distca profile`, or set speeds (cad.speeds).",
+            "take all GPUs for as fast as the first: measure tables with `distca profile`, or set `speeds`.",
             ", ".join(kinds),
         )
     return costs

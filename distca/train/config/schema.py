@@ -15,6 +15,8 @@ from distca.models.shape import ModelShape
 from distca.plan.cost.model import AttentionShape
 from distca.plan.metrics import receive_buffer_gb
 
+MEASURE = "measure"
+"""The value of cad.cost_table that measures a table when a run starts."""
 RESUME_OR_START = ("job", "auto")
 """Values of checkpoint.resume that start a new run where there is nothing to go on with."""
 RESUME_BY_NAME = ("latest", *RESUME_OR_START)

@@ -12,7 +12,7 @@ from distca.plan.cost.table_file import load_table, open_table
 from distca.sizes.fp8_shapes import unfit_widths
 from distca.train.config.cli import changed, known_settings, value_of
 from distca.train.config.names import with_settings
-from distca.train.config.schema import RESUME_BY_NAME, RunConfig
+from distca.train.config.schema import MEASURE, RESUME_BY_NAME, RunConfig
 from distca.train.config.validate_data import data_problems
 from distca.train.config.validate_models import expert_ranks_problems, model_problems
 from distca.train.config.validate_servers import servers_problems
@@ -251,11 +251,12 @@ def _servers(config: RunConfig, world_size: int) -> list[str]:
 def _cost_table(config: RunConfig) -> list[str]:
     """Returns a sentence on a cost table that cannot be used with the heads of a tensor-parallel rank."""
     given, model, tp = config.cad.cost_table, config.model, config.parallel.tp
-    if not given or os.environ.get("RANK", "0") != "0":  # rank 0's is everyone's
+    if given in (None, "", MEASURE) or os.environ.get("RANK", "0") != "0":  # rank 0's is everyone's
         return []
     if not Path(given).is_file():
         return [
-            f"cad.cost_table is {given}, which is not a file; give one that `distca profile` wrote, or leave it out."
+            f"cad.cost_table is {given}, which is not a file; give one that `distca profile` wrote, or {MEASURE}, or "
+            "leave it out."
         ]
     try:
         load_table(given)

@@ -17,7 +17,7 @@ from distca.errors import ConfigError, DamagedCheckpointError, DataError, Distca
 from distca.log import die, early_lines, setup_logging
 from distca.train.config.cli import check_data_named, files_first, parse_run_config
 from distca.train.config.names import settings_named, with_settings
-from distca.train.config.schema import RESUME_OR_START, RunConfig
+from distca.train.config.schema import MEASURE, RESUME_OR_START, RunConfig
 from distca.train.config.validate import validate
 from distca.train.config.validate_servers import servers_not_started
 from distca.train.config.without_effect import without_effect
@@ -249,7 +249,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
                 logger.warning("Not as in the part before step %d: %s", checkpoint.step + 1, "; ".join(changes))
         else:  # also where checkpoint.resume found nothing to go on with
             config = replace(config, checkpoint=replace(config.checkpoint, resume=None))
-        trainer = build_trainer(config, world, corpus.vocabulary)
+        trainer = build_trainer(_with_costs(config, world), world, corpus.vocabulary)
         if resumed is None:
             folder = _decided(world.rank, lambda: _hold_new(config, held))
         elif world.rank == 0 and not config.train.evaluate:
@@ -261,6 +261,17 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         run = evaluate if config.train.evaluate else export_only if finished else train
         run(trainer, corpus, folder, None if resumed is None else checkpoint)
     return folder
+
+
+def _with_costs(config: RunConfig, world: World) -> RunConfig:
+    """Returns the settings with a cost table in place of "measure"."""
+    if config.cad.cost_table != MEASURE:
+        return config
+    from distca.train.run.measured_costs import kernel_of, table_for
+
+    kernel = kernel_of(config, world.device)
+    table = _decided(world.rank, lambda: table_for(config, kernel, world.device))
+    return replace(config, cad=replace(config.cad, cost_table=table))
 
 
 def _decided(rank: int, decide: Callable[[], T]) -> T:

@@ -1,0 +1,52 @@
+"""A cost table that is measured when a run starts: only if none is shipped, once, and kept beside the runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distca.plan.cost import table_file
+from distca.train.config.cli import parse_run_config
+from distca.train.config.schema import MEASURE, RunConfig
+from distca.train.config.validate import validate
+from distca.train.run import measured_costs
+
+SHIPPED = Path(table_file.__file__).parent / "tables" / "cpu_reference_4x2x32.json"
+CPU = torch.device("cpu")
+
+
+def config_for(tmp_path: Path, heads: int) -> RunConfig:
+    settings = {
+        "output": tmp_path, "cad.cost_table": MEASURE, "model.hidden": 32 * heads, "model.heads": heads,
+        "model.kv_heads": heads // 2, "model.vocabulary": 64, "data.source": "mix", "data.path": "pretrain",
+        "data.vocabulary": 64,
+    }  # fmt: skip
+    return parse_run_config([word for name, value in settings.items() for word in (f"--{name}", str(value))])
+
+
+def test_a_table_is_measured_once_if_none_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def measure(_: Any, shape: Any, device: Any, dtype: Any, **sizes: Any) -> dict[str, Any]:
+        asked.append((shape.heads, shape.kv_heads, shape.head_dim, device, dtype, sizes["hidden"], sizes["ffn"]))
+        return json.loads(SHIPPED.read_text()) | {"heads": 6, "kv_heads": 3, "head_dim": 32}
+
+    monkeypatch.setattr(measured_costs, "find_table", lambda *_, **__: None)
+    monkeypatch.setattr(measured_costs, "measure_device", measure)
+    config = config_for(tmp_path, 6)
+    validate(config, 1, 64, True)
+    kernel = measured_costs.kernel_of(config, CPU)
+    found = [measured_costs.table_for(config, kernel, CPU) for _ in range(2)]
+    assert found == [str(tmp_path / "cost_tables" / "cpu_reference_6x3x32.json")] * 2
+    assert asked == [(6, 3, 32, CPU, torch.float32, 192, config.model.ffn)]
+    assert table_file.open_table(found[0] or "", 6, 3, 32).shape.heads == 6
+    validate(replace(config, cad=replace(config.cad, cost_table=found[0])), 1, 64, True)
+
+
+def test_a_shipped_table_is_taken(tmp_path: Path) -> None:
+    config = config_for(tmp_path, 4)
+    assert measured_costs.table_for(config, measured_costs.kernel_of(config, CPU), CPU) is None
+    assert not (tmp_path / "cost_tables").exists()
