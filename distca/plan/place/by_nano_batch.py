@@ -4,10 +4,10 @@ A micro-batch has two *nano-batches*, ping and pong: the transfers of one run be
 ``nano_batches.py`` deals documents to ping and pong, and ``lay_out.py`` then calls :func:`spread` for each nano-batch.
 Another placement deals documents to ping and pong together (``shares.py``); ``distca/plan/choice.py`` compares the two.
 
-Documents with more attention work than one rank should have are cut, from their end, into parts with one rank's work
-each. Other documents are dealt one by one, longest first. The shortest documents are the *filler*: they fill the tokens
-that are left, and bring work too. Other ranges are compared by their *surplus*: their work minus the work of as many
-tokens of filler.
+A *long* document has more attention work than one rank should get. Long documents are cut, from their end, into parts
+with one rank's work each. Other documents are dealt one by one, longest first. The shortest documents are the *filler*:
+they fill the tokens that are left, and bring work too. Other ranges are compared by their *surplus*: their work minus
+the work of as many tokens of filler.
 
 Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Work is the time of attention; the
 mean rank's work is 1.
@@ -29,7 +29,7 @@ _DENSE = 0.6
 """Only documents with at least this multiple of the mean work per token are cut. All other documents count as filler
 in :func:`_parts_of`."""
 _SAME_SIZE = 1.5
-"""Ranges are dealt in groups of similar length: the longest of a group has at most this many times the rows of the
+"""Ranges are dealt in groups of similar length: the longest of a group has less than this many times the rows of the
 shortest. Ranks are sorted once for each group, which saves time."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents are filler, as long as they have at most this part of all work together. The value 0.01 makes

@@ -2,8 +2,8 @@
 
 ``lay_out.py`` calls :func:`home_rows` after ``shares.py`` has dealt documents to ranks. A document's first rows, its
 *head*, are in ping, and its last rows, its *tail*, in pong, on the same ranks. So queries in pong find the keys of the
-head there. A long document lies on several ranks. Each of these ranks has a *share*: of head and tail each, a range of
-rows and the mirror image of this range.
+head there. A long document lies on several ranks. Each of these ranks has a *share*: a range of the head's rows and the
+mirror image of this range, and a range of the tail's rows and its mirror image.
 
 Every rank should have about the same part of its work in ping. For this ``head_cuts.py`` cuts documents that lie on one
 rank. The shortest documents, the *filler*, fill the tokens that are left.
