@@ -3,6 +3,7 @@ that of a run whose servers leave and come at the same steps by schedule.
 
     OMP_NUM_THREADS=1 python -m benchmarks.server_kills                 # 50 kills on CPU ranks; a few minutes
     OMP_NUM_THREADS=1 python -m benchmarks.server_kills --kills 0 --stops 2 --out FILE
+    OMP_NUM_THREADS=1 python -m benchmarks.server_kills --ep 2 --out FILE  # homes share experts, servers have none
     python -m benchmarks.server_kills --gpus --homes 1 --servers 1 --sockets --kills 2 --out FILE
     python -m benchmarks.server_kills --gpus --homes 1 --servers 1 --sockets --kills 0 --stops 1 --out FILE
 
@@ -10,7 +11,8 @@ On CPUs homes train a small model, and servers serve them, over gloo on this mac
 server has a GPU, and rows go by NCCL: as between nodes over ``--sockets``, else as GPUs are connected. A thread of the
 first home loses a server after a random time, and starts another one. Lost is a server that is killed by SIGKILL, or
 one that is stopped by SIGSTOP. Like a lost node, the latter closes no connection. The second run takes its changes
-from the first one's record. Losses are float64 sums of float32 losses, by home. They must be equal bit for bit.
+from the first one's record. Losses are float64 sums of float32 losses, by home. They must be equal bit for bit, and so must
+biases of experts and the rows that each expert got.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ from distca.versions import command_line, header, write_report
 
 RESULTS = Path(__file__).parent / "results" / "server_kills.json"
 VOCABULARY = 64
+ROUTER = "sigmoid, bias, groups, scaling"
+"""The router of a model with experts: a step moves its biases by the rows that experts got."""
 How = Literal["killed", "stopped"]
 KILLED_S, STOPPED_S, JOIN_S = 20.0, 60.0, 20.0
 """Seconds in which a step must be over that loses a server, with its repetition, and in which a server must join."""
@@ -53,6 +57,7 @@ class Setup:
     Attributes:
         homes, servers: how many.
         tp, pp: tensor-parallel ranks and pipeline stages of the homes.
+        ep: homes that share a layer's experts; 0 for a dense model.
         gpus: whether each has a GPU.
         sockets: GPUs reach each other as if each were a machine of its own.
     """
@@ -61,6 +66,7 @@ class Setup:
     servers: int = 4
     tp: int = 1
     pp: int = 1
+    ep: int = 0
     gpus: bool = False
     sockets: bool = False
 
@@ -117,6 +123,7 @@ class Run:
     Attributes:
         losses: by step.
         servers: by step, numbers of those that served it to the end.
+        experts: by step, biases of experts and the rows that each got, of all layers with experts.
         lost: on the first home.
         joins_s: from the start of a server to the end of the first step that it serves, on the first home.
         joins_asked_s: the same from the step before which it asked to be let in.
@@ -125,6 +132,7 @@ class Run:
 
     losses: list[float]
     servers: list[tuple[int, ...]]
+    experts: list[list[float]] = field(default_factory=list)
     lost: list[Loss] = field(default_factory=list)
     joins_s: list[float] = field(default_factory=list)
     joins_asked_s: list[float] = field(default_factory=list)
@@ -203,6 +211,7 @@ def home(folder: str, ways: list[How], schedule: list[tuple[int, ...]], seed: in
     )
     from distca.parity.cases import ParityCase, ParityShape
     from distca.parity.disaggregated import attached
+    from distca.parity.experts import expert_case, set_biases
     from distca.parity.unmodified import unmodified_model
     from megatron_patches.patches.cpu import use_cpu
 
@@ -211,17 +220,19 @@ def home(folder: str, ways: list[How], schedule: list[tuple[int, ...]], seed: in
     servers = Servers(folder, setup)
     for _ in range(setup.servers if rank == 0 else 0):
         servers.start()
-    case = ParityCase(
-        micro_batches=((setup.homes * setup.tokens,),),
-        shape=ParityShape(**setup.sizes),
-        servers=setup.servers,
-        tp=setup.tp,
-        pp=setup.pp,
-    )
+    usual: dict[str, Any] = {
+        "micro_batches": ((setup.homes * setup.tokens,),),
+        "shape": ParityShape(**setup.sizes),
+        "servers": setup.servers,
+        "tp": setup.tp,
+        "pp": setup.pp,
+    }
+    case = expert_case(ROUTER, ep=setup.ep, **usual) if setup.ep else ParityCase(**usual)
     made = unmodified_model(case, torch.float32)
     weights = {name: parameter.detach() for name, parameter in made.named_parameters()}
     dtype = torch.bfloat16 if setup.gpus else torch.float32
     cad, model = attached(case, dtype, device, "auto", weights, deterministic=True)
+    set_biases(model)
     trainer = Trainer(setup, cad, cad.data_parallel(model, distributed_optimizer=False), servers if rank == 0 else None)
     found = trainer.by_schedule(schedule) if schedule else trainer.with_losses(ways, seed)
     dist.barrier()
@@ -324,6 +335,9 @@ class Trainer:
         dist.barrier()
 
     def _step(self, step: Any) -> float:
+        from megatron.core.utils import unwrap_model
+
+        from distca.parity.experts import biases_of
         from megatron_patches.training.training_step import summed_loss_step
 
         began, self._launched = time.monotonic(), 0
@@ -332,6 +346,13 @@ class Trainer:
             weight.data.sub_(0.1 * weight.main_grad)
         self._found.losses.append(float(sum(each[0] for each in reports)))
         self._found.servers.append(self._remote.numbers)
+        if self._setup.ep:
+            loads = self._cad.expert_loads(self._model)
+            of_layers = [
+                *biases_of(unwrap_model(self._model)).values(),
+                *(loads[each].rows_E for each in sorted(loads)),
+            ]
+            self._found.experts.append(torch.cat([each.cpu().flatten() for each in of_layers]).tolist())
         return time.monotonic() - began
 
     def _lose(self, number: int, how: How, wait: float, usual: int) -> None:
@@ -363,7 +384,7 @@ def compared(ways: list[How], setup: Setup, seed: int = 0) -> dict[str, Any]:
     """Figures of both runs.
 
     Raises:
-        AssertionError: a loss differs.
+        AssertionError: a loss differs, or a bias or load of experts.
     """
     runs: list[list[Run]] = []
     for schedule in (False, True):
@@ -375,12 +396,14 @@ def compared(ways: list[How], setup: Setup, seed: int = 0) -> dict[str, Any]:
     for number, (one, other) in enumerate(zip(lost, scheduled, strict=True)):
         differ = [step for step, pair in enumerate(zip(one.losses, other.losses, strict=True)) if pair[0] != pair[1]]
         assert not differ, f"losses of home {number} differ in steps {differ}"
+        assert one.experts == other.experts, f"biases or loads of experts on home {number} differ"
     first = lost[0]
     return {
         **asdict(setup),
         "steps": len(first.losses),
         "last_loss": first.losses[-1],
         "losses_equal_to_those_by_schedule": True,
+        **({"biases_and_loads_of_experts_equal": True} if setup.ep else {}),
         "step_s": first.step_s,
         **{how: _figures([each for each in first.lost if each.how == how]) for how in dict.fromkeys(ways)},
         "join_s": _spread(first.joins_s),
@@ -414,7 +437,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50, help="servers that are killed")
     parser.add_argument("--stops", type=int, default=0, help="servers that are stopped, as if their node were lost")
     parser.add_argument("--seed", type=int, default=0)
-    for name, default in (("homes", 2), ("servers", 4), ("tp", 1), ("pp", 1)):
+    for name, default in (("homes", 2), ("servers", 4), ("tp", 1), ("pp", 1), ("ep", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gpus", action="store_true", help="a GPU for each home and server, and NCCL")
     parser.add_argument("--sockets", action="store_true", help="every GPU is a machine of its own to NCCL")
@@ -422,7 +445,7 @@ def main() -> int:
     given = parser.parse_args()
     if not given.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    setup = Setup(given.homes, given.servers, given.tp, given.pp, given.gpus, given.sockets)
+    setup = Setup(given.homes, given.servers, given.tp, given.pp, given.ep, given.gpus, given.sockets)
     ways: list[How] = [*["killed"] * given.kills, *["stopped"] * given.stops]  # type: ignore[list-item]
     report = header(command_line("python -m benchmarks.server_kills"), setup.homes + setup.servers)
     found = compared(ways, setup, given.seed)

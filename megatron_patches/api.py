@@ -42,6 +42,7 @@ from distca.runtime.attention_server import PoolTerms, Served
 from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
 from megatron_patches.experts.balance import ExpertLoad, LayerLoad
 from megatron_patches.experts.layer import take_nano_batches
+from megatron_patches.experts.lost_step import remember
 from megatron_patches.layers.block import block_spec, disaggregate_block, refuse_other_schedule
 from megatron_patches.layers.full_recompute import recompute_layers
 from megatron_patches.layers.latent import use_row_angles
@@ -432,9 +433,12 @@ class CAD:
         """
         while True:
             step = self._with_present_servers(step)
-            reports = self._run(step, forward_step, model, forward_only)
-            if self._remote is None or self._remote.is_served():
+            counted = made_ready(model, step, forward_step, self.pool, self.options, forward_only=forward_only)
+            put_back = None if self._remote is None else remember(unwrap_model(model))
+            reports = self._run(step, counted, model, forward_only)
+            if self._remote is None or put_back is None or self._remote.is_served():
                 break
+            put_back()
         if self._remote is not None:
             self._ran = step
         if not forward_only:
@@ -453,10 +457,7 @@ class CAD:
         again = self._make_step(0, step.documents, dealt=True)
         return replace(again, waited_ms=step.waited_ms, queued=step.queued)
 
-    def _run(
-        self, step: Step, forward_step: ForwardStep, model: DistributedDataParallel, forward_only: bool
-    ) -> list[Any]:
-        counted = made_ready(model, step, forward_step, self.pool, self.options, forward_only=forward_only)
+    def _run(self, step: Step, counted: ForwardStep, model: DistributedDataParallel, forward_only: bool) -> list[Any]:
         if self._remote is not None:
             timeline = self.pool.timeline
             self._remote.run(step.announced, step.plan, forward_only, timeline.zero if timeline.recording else None)

@@ -229,22 +229,26 @@ class ExpertLoad:
     Args:
         layers: numbers of the stage's layers with experts; Megatron numbers layers from 1.
         topk: number of experts that each row goes to.
+
+    Attributes:
+        total: the sum of :meth:`MicroBatchBalance.report` since the last :meth:`take`, a new tensor after each
+            addition; None if no micro-batch was added.
     """
 
     def __init__(self, layers: Sequence[int], topk: int) -> None:
         self.layers, self._topk = layers, topk
-        self._total: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
 
     def add(self, balance: MicroBatchBalance) -> None:
         """Finishes and adds the counts of a micro-batch. All ranks of the stage call this method together, at the end
         of forward."""
         balance.finish()
         report = balance.report()
-        self._total = report if self._total is None else self._total + report
+        self.total = report if self.total is None else self.total + report
 
     def take(self) -> dict[int, LayerLoad]:
         """Returns each layer's load since the last call, by the layer's number; empty if no micro-batch was added."""
-        total, self._total = self._total, None
+        total, self.total = self.total, None
         if total is None:
             return {}
         rows = total[:, :-1].sum(1).clamp(min=1) / self._topk

@@ -60,7 +60,6 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
         SupportError: the model or a setting is refused; the message names it.
     """
     found = {
-        "mixtures of experts": bool(config.num_moe_experts),
         "recurrent layers": recurrent,
         "offload": offload,
         # A step runs again if a server left during it. Delayed scaling would keep the largest values of the failed run.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,20 +27,27 @@ from tests.megatron_patches.small_cases import on_cpu
 HOMES, SERVERS, CPU = 4, 2, torch.device("cpu")
 MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2))
 KINDS = {"window_size": (15, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
+BIASED, BALANCED = "sigmoid, bias, groups, scaling", "auxiliary loss, shared expert"
+"""Routers of ``distca.parity.experts``."""
 CASES: tuple[dict[str, Any], ...] = (
     {"speeds": (1.0, 0.5, 1.0, 1.0, 2.0, 1.0)},
     {"tp": 2, "backward": "resend", "ping_pong": False, "recompute": "mlp"},
     {"ranks_per_node": 2, "recompute": "all", "config": KINDS},
     {"micro_batches": ((1,), (2, 1))},
     {"pp": 2, "config": KINDS},
+    {"router": BALANCED, "ep": 4, "backward": "resend", "recompute": "all"},
+    {"router": BIASED, "ep": 2, "pp": 2},
+    {"router": BIASED, "ep": 2},
 )
 IDLE = 3
 """The case that has too little attention for servers to get any."""
+REPEATED = len(CASES) - 1
+"""The case whose step is thrown away once, as if server 1 had been lost in it, and repeated without the server."""
 
 
 def _in_two_worlds(folder: str) -> list[Any]:
-    """Of every case: on homes, how far its outcome is from theirs alone, and tasks of servers in the plans of all
-    phases; on servers, how many steps they served."""
+    """Of every case: on homes, how far loss, gradients, loads and biases of experts are from theirs alone, and tasks of
+    servers in the plans of all phases; on servers, how many steps they served."""
     on_cpu()
     rank = dist.get_rank()
     dist.barrier()  # all are connected
@@ -48,51 +58,82 @@ def _in_two_worlds(folder: str) -> list[Any]:
         store = dist.FileStore(f"{folder}/homes")
         return [serve(store, rank - HOMES, pool=pool) for pool in range(len(CASES))]
     dist.init_process_group("gloo", init_method=f"file://{folder}/homes", rank=rank, world_size=HOMES)
-    from distca.parity.cases import ParityCase, ParityShape
     from distca.parity.unmodified import unmodified_model
 
-    usual: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "shape": ParityShape(layers=2)}
-    cases, found = [ParityCase(**usual | settings) for settings in CASES], []
+    cases, found = [_case(**settings) for settings in CASES], []
     models = [unmodified_model(case, torch.float32) for case in cases]  # first, as each needs groups of one rank
-    for case, model in zip(cases, models, strict=True):
-        found.append(_compared(case, {name: parameter.detach() for name, parameter in model.named_parameters()}))
+    for number, (case, model) in enumerate(zip(cases, models, strict=True)):
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        found.append(_compared(case, weights, number == REPEATED))
         gc.collect()  # servers go when their CAD does
     return found
 
 
-def _compared(case: Any, weights: dict[str, torch.Tensor]) -> tuple[float, float, int]:
-    from dataclasses import replace
+def _case(router: str = "", **settings: Any) -> Any:
+    from distca.parity.cases import ParityCase, ParityShape
+    from distca.parity.experts import expert_case
 
-    from distca.parity import disaggregated, outcome
+    usual: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "shape": ParityShape(layers=2)}
+    return expert_case(router, **usual | settings) if router else ParityCase(**usual | settings)
+
+
+def _compared(case: Any, weights: dict[str, torch.Tensor], repeated: bool) -> tuple[dict[str, float], int]:
+    from distca.parity import outcome
+    from distca.parity.experts import worst
+
+    expected, biases, loads, _ = _ran(replace(case, speeds=()), weights)
+    found, *of_experts, away = _ran(replace(case, servers=SERVERS), weights, repeated)
+    off = outcome.difference(found, expected)
+    assert loads.keys() == of_experts[1].keys() and bool(loads) == bool(case.config.get("num_moe_experts"))
+    bias, load = worst(of_experts[0], biases), worst(of_experts[1], loads)
+    return {"loss": off.loss, "gradient": off.gradient, "bias": bias, "load": load}, away
+
+
+def _ran(
+    case: Any, weights: dict[str, torch.Tensor], repeated: bool = False
+) -> tuple[Any, dict[int, Any], dict[int, Any], int]:
+    """The outcome of a step, biases of experts and rows that each got, and tasks of servers without a model."""
+    from distca.parity import disaggregated, experts
     from distca.parity.cases import case_documents
     from megatron_patches.training.training_step import summed_loss_step
 
-    cpu = torch.device("cpu")
-    alone = disaggregated.run_disaggregated(replace(case, speeds=()), torch.float32, cpu, "reference", weights)
-    cad, model = disaggregated.attached(replace(case, servers=SERVERS), torch.float32, cpu, "reference", weights)
+    cad, model = disaggregated.attached(case, torch.float32, CPU, "reference", weights)
+    experts.set_biases(model)
     ddp = cad.data_parallel(model, distributed_optimizer=False)
     # The second step is planned before the first one runs, and both are of the same documents.
     first, second = (cad.plan_step(case_documents(case)) for _ in range(2))
     cad.forward_backward(first, summed_loss_step, ddp, forward_only=True)
+    if repeated:
+        cad._remote.is_served = partial(_lose_server, cad, cad._remote.is_served)
     reports = cad.forward_backward(second, summed_loss_step, ddp)
-    together = disaggregated.outcome_of(case, cad, model, reports, weights)
     away = [
         np.count_nonzero(plan.tasks.server >= cad.options.homes)
-        for _, phase in second.plan.phases
+        for _, phase in cad.as_run(second).plan.phases
         for plans in phase.by_combination
         for plan in plans
     ]
-    difference = outcome.difference(together, alone)
-    return difference.loss, difference.gradient, sum(away)
+    loads = {number: load.rows_E for number, load in cad.expert_loads(ddp).items()}
+    outcome = disaggregated.outcome_of(case, cad, model, reports, weights)
+    return outcome, experts.biases_of(model), loads, sum(away)
+
+
+def _lose_server(cad: Any, is_served: Callable[[], bool]) -> bool:
+    """Throws the step that just ran away, and lets server 1 go. It is called once."""
+    cad._remote.is_served = is_served
+    assert is_served()
+    cad.let_server_go(1)
+    return False
 
 
 @pytest.mark.slow
-def test_loss_and_every_gradient_are_those_of_homes_alone(tmp_path: Path) -> None:
+def test_losses_gradients_loads_and_biases_are_those_of_homes_alone(tmp_path: Path) -> None:
     *homes, first, second = run_ranks(HOMES + SERVERS, _in_two_worlds, str(tmp_path))
-    assert first == second == [2] * len(CASES)
-    for number, (loss, gradient, away) in enumerate(homes[0]):
-        assert max(loss, gradient) <= 1e-6, (CASES[number], loss, gradient)
-        assert (away > 0) == (number != IDLE)
+    assert second == [2] * len(CASES)
+    assert first == [2 + (number == REPEATED) for number in range(len(CASES))]
+    for answers in homes:
+        for number, (off, away) in enumerate(answers):
+            assert max(off.values()) <= 1e-6, (CASES[number], off)
+            assert (away > 0) == (number != IDLE)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +163,9 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
         CadArguments(tokens_per_rank=1, server_gb_s=25).how(1)
     with pytest.raises(SupportError, match="speeds are given, but disaggregate is False"):
         CadArguments(tokens_per_rank=1, speeds=(1.0,), disaggregate=False).how(1)
-    dense, mixture = (SimpleNamespace(num_moe_experts=each, fp8="hybrid", fp8_recipe="tensorwise") for each in (0, 4))
-    delayed = SimpleNamespace(num_moe_experts=0, fp8="hybrid", fp8_recipe="delayed")
-    check_with_servers(dense, False, False)
-    refused = ((mixture, False, False), (dense, True, False), (dense, False, True), (delayed, False, False))
+    served, delayed = (SimpleNamespace(fp8="hybrid", fp8_recipe=each) for each in ("tensorwise", "delayed"))
+    check_with_servers(served, False, False)
+    refused = ((served, True, False), (served, False, True), (delayed, False, False))
     for config, recurrent, offload in refused:
         with pytest.raises(SupportError, match=r"have not been shown to be right with .*: leave `servers` at 0"):
             check_with_servers(config, recurrent, offload)

@@ -52,7 +52,6 @@ def _not_served(config: RunConfig) -> list[str]:
     by = ("auto", "nccl", "gloo")
     wrong = {
         "cad.enabled is false": not config.cad.enabled,
-        f"model.experts.count is {config.model.experts.count}": bool(config.model.experts.count),
         f"train.offload is {offload}": offload != "none",
         "train.fp8 is delayed": config.train.fp8 == "delayed",
         f"cad.transport is {config.cad.transport}": config.cad.transport not in by,
