@@ -11,8 +11,8 @@ On CPUs homes train a small model, and servers serve them, over gloo on this mac
 server has a GPU, and rows go by NCCL: as between nodes over ``--sockets``, else as GPUs are connected. A thread of the
 first home loses a server after a random time, and starts another one. Lost is a server that is killed by SIGKILL, or
 one that is stopped by SIGSTOP. Like a lost node, the latter closes no connection. The second run takes its changes
-from the first one's record. Losses are float64 sums of float32 losses, by home. They must be equal bit for bit, and so must
-biases of experts and the rows that each expert got.
+from the first one's record. Losses are float64 sums of float32 losses, by home. They must be equal bit for bit. With
+experts so must their biases, and the rows that each got.
 """
 
 from __future__ import annotations
