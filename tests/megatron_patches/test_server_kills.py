@@ -8,6 +8,6 @@ from benchmarks.server_kills import Setup, compared, missed
 
 
 @pytest.mark.slow
-def test_losses_after_kills_are_those_of_a_run_whose_servers_go_and_come_by_schedule() -> None:
-    found = compared(["killed"], Setup())  # raises where a loss differs in any bit
+def test_losses_loads_and_biases_after_kills_are_those_of_a_run_whose_servers_go_and_come_by_schedule() -> None:
+    found = compared(["killed"], Setup(ep=2))  # raises where any bit differs
     assert found["killed"]["servers"] == 1 and not missed(found)
