@@ -9,5 +9,5 @@ from benchmarks.server_kills import Setup, compared, missed
 
 @pytest.mark.slow
 def test_losses_loads_and_biases_after_kills_are_those_of_a_run_whose_servers_go_and_come_by_schedule() -> None:
-    found = compared(["killed"], Setup(ep=2))  # raises where any bit differs
+    found = compared(["killed"], Setup(ep=2, servers=2))  # raises where any bit differs
     assert found["killed"]["servers"] == 1 and not missed(found)

@@ -36,7 +36,6 @@ CASES: tuple[dict[str, Any], ...] = (
     {"micro_batches": ((1,), (2, 1))},
     {"pp": 2, "config": KINDS},
     {"router": BALANCED, "ep": 4, "backward": "resend", "recompute": "all"},
-    {"router": BIASED, "ep": 2, "pp": 2},
     {"router": BIASED, "ep": 2},
 )
 IDLE = 3
