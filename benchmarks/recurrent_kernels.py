@@ -55,7 +55,7 @@ def main() -> None:
     device, what = (torch.device("cuda"), QWEN) if on_gpu else (torch.device("cpu"), TINY)
     kernels: list[RecurrentKernel] = [ReferenceRecurrence(what)]
     if on_gpu:
-        use_tuned(device)
+        use_tuned(device, what.key_dim)
         kernels = [FlaDeltaRule(what), FlaDeltaRule(what, own_gradients=True)]
     report = header(command_line("python -m benchmarks.recurrent_kernels"), 1) | {
         "heads": {"key": what.key_heads, "value": what.heads, "dim": what.key_dim},

@@ -67,7 +67,7 @@ def _proved(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) ->
     objection = first_objection(why_not(recurrence, dtype))
     against: list[str] = []
     if objection is None:
-        use_tuned(device)
+        use_tuned(device, max(recurrence.key_dim, recurrence.value_dim))
         logger.info("Kernels of recurrent layers are compiled and checked; a first start takes a minute or more.")
     for own_gradients in (False, True) if objection is None else ():
         kernel = FlaDeltaRule(recurrence, own_gradients)

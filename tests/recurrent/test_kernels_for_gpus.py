@@ -55,12 +55,13 @@ def test_a_missing_fla_core_and_another_version_are_named(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "capability,folder,mode,taken",
-    [((9, 0), None, "disabled", True), ((9, 0), "mine", "disabled", False), ((9, 0), None, "strict", False),
-     ((10, 0), None, "disabled", False)],
+    "capability,folder,mode,head,taken",
+    [((9, 0), None, "disabled", 128, True), ((9, 0), "mine", "disabled", 128, False),
+     ((9, 0), None, "strict", 128, False), ((10, 0), None, "disabled", 128, False),
+     ((9, 0), None, "disabled", 256, False)],
 )  # fmt: skip
 def test_configurations_of_hopper_are_taken_where_the_user_names_none(
-    capability: tuple[int, int], folder: str | None, mode: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], folder: str | None, mode: str, head: int, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = SimpleNamespace(DISABLED="disabled", FULL="full")
     cache = SimpleNamespace(FLA_CACHE_MODE=mode, FlaCacheMode=modes)
@@ -70,7 +71,7 @@ def test_configurations_of_hopper_are_taken_where_the_user_names_none(
     monkeypatch.setenv("FLA_CONFIG_DIR", folder or "")
     if folder is None:
         monkeypatch.delenv("FLA_CONFIG_DIR")
-    tuned.use_tuned(CPU)
+    tuned.use_tuned(CPU, head)
     assert os.environ.get("FLA_CONFIG_DIR") == (str(tuned.HOPPER) if taken else folder)
     assert ("full" if taken else mode) == cache.FLA_CACHE_MODE
 
@@ -89,7 +90,7 @@ def test_wrong_kernels_of_ours_are_replaced_by_torch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(triton, "_refused", set())
     monkeypatch.setattr(select, "why_not", lambda *_: None)
     monkeypatch.setattr(select, "FlaDeltaRule", lambda _, own: SimpleNamespace(name="ours" if own else "fla"))
-    monkeypatch.setattr(select, "use_tuned", lambda _: None)
+    monkeypatch.setattr(select, "use_tuned", lambda *_: None)
     monkeypatch.setattr(select, "check", lambda *_: next(found))
     monkeypatch.setattr(select, "check_rows", lambda *_: "q is off")
     with caplog.at_level("WARNING"):
