@@ -5,17 +5,17 @@ experts. Megatron's auxiliary loss of a layer is
 
     coeff x E / (topk x T^2) x sum over experts i of c_i x P_i
 
-T is the number of rows in the micro-batch. c_i counts the rows that have expert i among their ``topk`` highest scores.
-P_i is the sum of all rows' scores for expert i. The loss is multiplied by T, because the losses of a step are divided
-by the number of tokens.
+T is the number of rows in the micro-batch. c_i is the number of rows with expert i among their ``topk`` highest scores.
+P_i is the sum of all rows' scores for expert i. Here the loss is multiplied by T, because all losses of a step are
+later divided by the step's tokens.
 
-c_i has no gradient. So a row's score for expert i has the gradient coeff x E x c_i / (topk x T), as in Megatron-Core
-0.19.2. Backward needs only the counts c_i of the whole micro-batch, whose rows lie on many ranks. Each rank computes
-its rows in one or two parts, called *nano-batches*, and forward counts the rows of each part. At the end of forward,
-one all-reduce adds up the counts of all ranks of the pipeline stage.
+c_i has no gradient. So the gradient of each row's score for expert i is coeff x E x c_i / (topk x T), as in
+Megatron-Core 0.19.2. Backward therefore needs only the counts c_i of the whole micro-batch. Each rank computes its rows
+in one or two parts, called *nano-batches*, and counts them in forward. At the end of forward, one all-reduce adds up
+the counts of all ranks of the pipeline stage.
 
-Shape suffixes: N rows of a nano-batch on this rank, E experts, D documents of the micro-batch. D is 1 without a loss
-for each document.
+Shape suffixes: N rows of a nano-batch on this rank, E experts. D documents of the micro-batch if there is a loss for
+each document, else 1.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
-    """Returns the coefficient of a balancing loss of Megatron; 0 if the model does not have the loss.
+    """Returns the coefficient of one of Megatron's balancing losses; 0 if the model does not have this loss.
 
     Args:
         config: the model's configuration.
-        kind: "aux_loss", computed over the micro-batch, or "seq_aux_loss", computed for each document.
+        kind: "aux_loss", over the micro-batch, or "seq_aux_loss", for each document.
     """
     kinds, values = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
@@ -55,14 +55,13 @@ class MicroBatchBalance:
 
     Args:
         config: the model's configuration.
-        layers: numbers of this stage's layers with experts; Megatron numbers layers from 1.
-        documents_N: int64, for each row of this rank the number of the row's document in the micro-batch; -1 for
-            padding. The rows of the second nano-batch follow the rows of the first.
+        layers: numbers of this stage's layers with experts, from 1.
+        documents_N: int64 number of each row's document in the micro-batch; -1 for padding. Here N are this rank's rows
+            of all nano-batches, in order.
         nano_rows: number of this rank's rows in each nano-batch.
         documents: number of documents in the micro-batch, over all ranks.
         training: whether backward follows.
-        peers: [expert-parallel ranks, nano-batches] number of rows of each rank; the numbers are being copied to the
-            host. None with one expert-parallel rank.
+        peers: a copy to the host of [expert-parallel ranks, nano-batches] numbers of rows. None with one such rank.
     """
 
     def __init__(
@@ -82,8 +81,8 @@ class MicroBatchBalance:
         assert experts is not None
         self.per_document = coefficient(config, "seq_aux_loss") > 0
         groups = documents if self.per_document else 1
-        # _best: [layers, D, E] rows that have an expert among their highest scores. _load: [layers, E] rows that an
-        # expert gets. _entropy: [layers] sum over rows of the entropy of the router's scores.
+        # _best: [layers, D, E] the counts c_i of the module docstring. _load: [layers, E] rows that each expert gets.
+        # _entropy: [layers] the entropies of the rows' scores, added up.
         self._best = torch.zeros(len(layers), groups, experts, dtype=torch.float32, device=device)
         self._load = torch.zeros(len(layers), experts, dtype=torch.float32, device=device)
         self._entropy = torch.zeros(len(layers), dtype=torch.float32, device=device)
@@ -99,11 +98,10 @@ class MicroBatchBalance:
         nano_rows: Sequence[int],
         documents: int,
     ) -> MicroBatchBalance:
-        """Returns zero counts for a micro-batch whose forward begins now. All expert-parallel ranks call this method
-        together.
+        """Returns zero counts for a micro-batch. All expert-parallel ranks call this method before forward.
 
-        The arguments are those of the class. With sequence parallelism the arguments describe the rows of all
-        tensor-parallel ranks, among which every nano-batch is divided equally.
+        The arguments are those of the class. With sequence parallelism ``documents_N`` and ``nano_rows`` are of all
+        tensor-parallel ranks, which have equal parts of each nano-batch.
         """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
@@ -114,16 +112,16 @@ class MicroBatchBalance:
         return NanoBatch(self, number, self.document_of[number])
 
     def rows_of_peers(self, nano_batch: NanoBatch) -> list[int]:
-        """Returns for each expert-parallel rank the number of its rows in this nano-batch."""
+        """Returns each expert-parallel rank's number of rows in this nano-batch."""
         if self._peers is None:
             return [len(nano_batch.document_N)]
         rows: list[int] = self._peers.read()[:, nano_batch.number].tolist()
         return rows
 
     def dispatch(self, layer: int, nano_batch: NanoBatch, make: Callable[[], Dispatch]) -> Dispatch:
-        """Returns the indices by which a layer's rows travel to experts. In forward ``make`` makes the indices.
+        """Returns the indices by which a layer's rows travel to experts: ``make()`` in forward.
 
-        A layer that is computed again in backward gets the indices of forward.
+        If backward computes the layer again, it gets the indices of forward.
         """
         if not self.training:
             return make()
@@ -140,8 +138,8 @@ class MicroBatchBalance:
             layer: the layer's number, from 1.
             nano_batch: the nano-batch.
             best_NE: bool, true for the ``topk`` experts with a row's highest scores.
-            chosen_NE: bool, true for the experts that a row is sent to. With a bias of experts, or with groups of
-                experts, these need not be the experts with the highest scores.
+            chosen_NE: bool, true for the experts to which a row is sent. A bias or groups of experts can make them
+                differ from ``best_NE``.
             entropy_N: entropy of each row's scores, in nats.
         """
         if not (self._counting and self.training):
@@ -156,7 +154,7 @@ class MicroBatchBalance:
         self._entropy[index] += (entropy_N * nano_batch.real_N).sum()
 
     def finish(self) -> None:
-        """Adds up the counts of all ranks of the pipeline stage, which call this method together."""
+        """Adds up the counts of all ranks of the pipeline stage; they call this method together."""
         self._counting = False
         parts = [self._best.flatten(), self._load.flatten(), self._entropy]
         everything = torch.cat(parts)
@@ -165,15 +163,17 @@ class MicroBatchBalance:
         self._best, self._load, self._entropy = best.view_as(self._best), load.view_as(self._load), entropy
 
     def report(self) -> torch.Tensor:
-        """Returns [layers, E + 1] float32: the number of rows that each expert got, then the sum of entropies."""
+        """Returns [layers, E + 1] float32: the rows that each expert got, then the sum of entropies."""
         return torch.cat((self._load, self._entropy[:, None]), 1)
 
     def gradient(self, layer: int, nano_batch: NanoBatch) -> torch.Tensor:
-        """Returns the gradient of the balancing losses for a layer's scores: [N, E], or [1, E] if all rows have equal
-        gradients. Values for padding rows are arbitrary."""
+        """Returns the balancing losses' gradient for a layer's scores: [N, E], or [1, E] if equal for all rows.
+
+        Values for padding rows are arbitrary.
+        """
         assert not self._counting, "backward comes after the whole forward pass"
         config, best_DE = self._config, self._best[self._index[layer]]
-        rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)  # each row was counted at topk experts
+        rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)  # c_i counts each row at topk experts
         share_DE = best_DE / rows_times_topk * best_DE.shape[1]
         if self.per_document:
             whole = best_DE.sum(0, keepdim=True)
@@ -193,11 +193,11 @@ def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None
 
 @dataclass(frozen=True)
 class NanoBatch:
-    """The rows of one nano-batch on this rank, and the counts of the micro-batch.
+    """The rows of one nano-batch on this rank.
 
     Attributes:
         balance: the micro-batch's counts.
-        number: 0 for the first nano-batch, 1 for the second.
+        number: 0 or 1.
         document_N: int64 number of each row's document in the micro-batch; -1 for padding.
     """
 
@@ -216,7 +216,7 @@ class LayerLoad:
 
     Attributes:
         rows_E: float32 number of rows that each expert got, on all ranks of the pipeline stage.
-        entropy: float32 scalar, the mean over rows of the entropy of the router's scores, in nats.
+        entropy: float32 scalar, the mean entropy of a row's scores, in nats.
     """
 
     rows_E: torch.Tensor
@@ -227,12 +227,12 @@ class ExpertLoad:
     """The counts of several micro-batches, added up for the log.
 
     Args:
-        layers: numbers of the stage's layers with experts; Megatron numbers layers from 1.
-        topk: number of experts that each row goes to.
+        layers: numbers of the stage's layers with experts, from 1.
+        topk: number of experts of each row.
 
     Attributes:
-        total: the sum of :meth:`MicroBatchBalance.report` since the last :meth:`take`, a new tensor after each
-            addition; None if no micro-batch was added.
+        total: the sum of :meth:`MicroBatchBalance.report` since the last :meth:`take`; None if no micro-batch was
+            added. The tensor is never changed in place.
     """
 
     def __init__(self, layers: Sequence[int], topk: int) -> None:
@@ -240,14 +240,13 @@ class ExpertLoad:
         self.total: torch.Tensor | None = None
 
     def add(self, balance: MicroBatchBalance) -> None:
-        """Finishes and adds the counts of a micro-batch. All ranks of the stage call this method together, at the end
-        of forward."""
+        """Finishes and adds a micro-batch's counts. All ranks of the stage call it together after forward."""
         balance.finish()
         report = balance.report()
         self.total = report if self.total is None else self.total + report
 
     def take(self) -> dict[int, LayerLoad]:
-        """Returns each layer's load since the last call, by the layer's number; empty if no micro-batch was added."""
+        """Returns the load since the last call by layer number; empty if no micro-batch was added."""
         total, self.total = self.total, None
         if total is None:
             return {}
@@ -257,7 +256,7 @@ class ExpertLoad:
 
 
 def balanced(probs: torch.Tensor, scores_NE: torch.Tensor, nano_batch: NanoBatch, layer: int) -> torch.Tensor:
-    """Returns ``probs`` unchanged. In backward ``scores_NE`` gets the gradient of the balancing losses."""
+    """Returns ``probs`` unchanged. Backward gives ``scores_NE`` the gradient of the balancing losses."""
     attached: torch.Tensor = _Balanced.apply(probs, scores_NE, nano_batch, layer)
     return attached
 
@@ -279,8 +278,7 @@ class _Balanced(torch.autograd.Function):
 
 
 def with_loss(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Returns ``activation`` unchanged. In backward the gradient of ``loss``, a scalar, is added to the gradient of the
-    model's own loss."""
+    """Returns ``activation`` unchanged. Backward treats the scalar ``loss`` as a part of the model's loss."""
     attached: torch.Tensor = _WithLoss.apply(activation, loss)
     return attached
 

@@ -1,13 +1,13 @@
 """The indices by which rows travel to the ranks of their experts, are sorted by expert there, and come back as sums.
 
 A layer's experts are divided over the expert-parallel ranks. A layer gets the rows of one *nano-batch* at a time: a
-micro-batch, or half of one. The router chose K experts for each row. A row travels once to each rank that has any of
-the row's K experts. A rank that has two of the K experts computes two *pairs* of row and expert. The rank sends back
-the sum of the two outputs. The indices with which ``exchange.py`` sends rows are in :class:`Dispatch`.
+micro-batch, or a part of one. A router chose K experts for each row. A row travels once to each rank that has any of
+them. For example, a rank with two of them computes two *pairs* of row and expert, and sends back the sum of the two
+outputs. ``exchange.py`` sends rows by the indices in :class:`Dispatch`.
 
-Counts of rows are made on the device and copied to the host. If almost every row has an expert on every rank, all rows
-are sent to all ranks (``goes_everywhere``). Then the host needs the counts only when rows have arrived. Otherwise the
-host waits for the counts before rows are sent.
+The device counts rows, and the host needs the counts. If nearly every row has an expert on every rank, all rows are
+sent to all ranks (``goes_everywhere``), and the host reads the counts later. Otherwise the host waits for the counts
+before rows are sent.
 
 Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row, H hidden.
 S rows that this rank sends; a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs that
@@ -37,9 +37,9 @@ class _Pairs:
     1, 3, 2, 5. ``pair_RK`` is (4, 0), (2, 1), (4, 3), in which 4 stands for no pair.
 
     Attributes:
-        row_P: int64 number of a pair's row among the rows that arrived.
-        slot_P: int64 index of a pair's element in a flattened [R, K] tensor: row x K + place among the row's experts.
-        pair_RK: int64 number of the pair of each row and expert; P stands for an expert of another rank.
+        row_P: int64 number of each pair's row among the R rows.
+        slot_P: int64 index of each pair in a flattened [R, K] tensor.
+        pair_RK: int64 number of each row's and expert's pair; P stands for an expert of another rank.
         groups: number of pairs of each expert.
     """
 
@@ -56,12 +56,12 @@ class Dispatch:
         expert_NK: int32 numbers of each row's experts.
         experts: number of the layer's experts.
         group: the expert-parallel ranks; rank r has the r-th of G equal ranges of experts.
-        question: a copy to the host, [G, E] number of rows that each rank has for each expert. If not all rows are sent
-            to all ranks, G more columns have the number of rows that each rank sends to each rank.
+        question: a copy to the host of [G, E], how many rows each rank has for each expert. With ``goes_NG`` it has G
+            more columns: how many rows each rank sends to each rank.
         counts_GE: the first E columns of ``question``, on the device.
-        rows_G: number of rows in each rank's nano-batch; read only if all rows are sent to all ranks.
+        rows_G: number of rows in each rank's nano-batch; read without ``goes_NG``.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
-        last_first: whether this rank computes its last expert first, because weights lie in memory in this order.
+        last_first: whether this rank computes its experts in reverse order, in which weights may lie in memory.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Dispatch:
         rows_G: Sequence[int],
         last_first: bool = False,
     ) -> Dispatch:
-        """Returns the indices for rows that were just routed; all ranks of the group call this method together.
+        """Returns the indices; all ranks of the group call this method together.
 
         Args:
             chosen_NE: bool, true for the ``topk`` experts of each row.
-            topk: number of experts of a row, K.
+            topk: K.
             group: the expert-parallel ranks.
             rows_G: number of rows in each rank's nano-batch.
-            last_first: whether this rank computes its last expert first.
+            last_first: whether this rank computes its experts in reverse order.
         """
         ranks, (rows, experts) = group.size(), chosen_NE.shape
         assert rows_G[dist.get_rank(group)] == rows
@@ -128,7 +128,7 @@ class Dispatch:
         return x_N[self._sent_row_S]
 
     def collected(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Returns [N, ...] each row's sum of the results from all ranks to which the row was sent."""
+        """Returns [N, ...] each row's sum of the results from the ranks to which the row was sent."""
         if self._ranks == 1:
             return x_S
         if self._place_NG is None:
@@ -137,7 +137,7 @@ class Dispatch:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether :meth:`arrive` was called, as is the case where backward computes a layer again."""
+        """Whether :meth:`arrive` was called. It was if backward now computes the layer again."""
         return self._pairs is not None
 
     def arrive(self, expert_RK: torch.Tensor) -> None:
@@ -153,7 +153,7 @@ class Dispatch:
         if self._last_first:
             rows, counts_E, number = rows[::-1], counts_E.flip(0), self._here - 1 - number
         groups = Groups(rows, counts_E.cumsum(0).int(), self._last_first)
-        # A stable sort of all R x K elements by expert. Elements with other ranks' experts come last and are cut off.
+        # The R x K elements are sorted by expert. Elements with other ranks' experts come last and are cut off.
         number = torch.where(is_own, number, self._here)
         slot_P = number.sort(stable=True).indices[: sum(rows)]
         pair = torch.full_like(number, len(slot_P), dtype=torch.int64)
@@ -173,11 +173,11 @@ class Dispatch:
         return x_RK.flatten()[self._known.slot_P]
 
     def by_row(self, x_PH: torch.Tensor) -> torch.Tensor:
-        """Returns [R, H] for each arrived row the sum over the row's pairs."""
+        """Returns [R, H] the sum over each arrived row's pairs."""
         return expert_sums(x_PH, self._known.pair_RK)
 
     def factors_by_row(self, x_P: torch.Tensor) -> torch.Tensor:
-        """Returns [R, K] the reverse of :meth:`factors`, with 0 for other ranks' experts."""
+        """Undoes :meth:`factors`: returns [R, K], with 0 for other ranks' experts."""
         pair_RK = self._known.pair_RK
         return x_P.new_zeros(pair_RK.numel()).scatter_(0, self._known.slot_P, x_P).view_as(pair_RK)
 
@@ -188,19 +188,19 @@ class Dispatch:
 
 
 def asked(counts: torch.Tensor) -> Question:
-    """Begins to copy counts to the host. Tests replace this function to count the copies."""
+    """Begins to copy counts to the host. Tests replace this function."""
     return Question(counts)
 
 
 def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
     """Returns [N, K] int32 numbers of each row's chosen experts, for example [[0, 2], [1, 3]] for 1010 and 0101.
 
-    ``nonzero`` would make the host wait for the device.
+    ``nonzero`` would do this too, but the host would wait for the device.
     """
     rows, experts = chosen_NE.shape
     device = chosen_NE.device
-    # The n-th chosen expert of a row goes to the row's n-th place. Experts that were not chosen go to the last element,
-    # which is cut off.
+    # A row's n-th chosen expert is written to the row's n-th place. All other experts are written to one more element
+    # at the end, which is cut off.
     place_NE = chosen_NE.cumsum(1) - 1 + torch.arange(rows, device=device)[:, None] * topk
     place = torch.where(chosen_NE, place_NE, rows * topk).flatten()
     number = torch.arange(experts, dtype=torch.int32, device=device).expand(rows, -1).flatten()
@@ -208,14 +208,11 @@ def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _places(goes_NG: torch.Tensor, sent: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rows to send in order, and each row's places in that order.
+    """Returns [S] the rows to send, sorted by receiving rank, and [N, G] each row's places in the first result.
 
-    Example: row 0 goes to ranks 0 and 1, row 1 to rank 1 and row 2 to rank 0. Rows are sent in the order 0, 2 (to rank
-    0), 0, 1 (to rank 1). So the places are (0, 2) for row 0, (4, 3) for row 1 and (1, 4) for row 2. 4 = S stands for a
-    row that is not sent to the rank.
-
-    Returns:
-        [S] number of each sent row, sorted by receiving rank; [N, G] place of each row in the first result, or S.
+    Example: row 0 goes to ranks 0 and 1, row 1 to rank 1 and row 2 to rank 0. The first result is 0, 2 (to rank 0) and
+    0, 1 (to rank 1). The places are (0, 2) for row 0, (4, 3) for row 1 and (1, 4) for row 2. Here 4, which is S, stands
+    for a row that is not sent to the rank.
     """
     rows, ranks = goes_NG.shape
     goes = goes_NG.T.flatten()

@@ -2,16 +2,15 @@
 
     launch rows → join rows → (experts) → launch outputs → join outputs
 
-A launch starts an all-to-all among expert-parallel ranks, and a join waits for the all-to-all. A micro-batch may be
-split into two *nano-batches*. Between launch and join of one nano-batch, the other nano-batch can be computed
-(``distca/runtime/ping_pong.py``). Backward runs the nodes in reverse order: backward of a join starts an all-to-all of
-gradients, and backward of a launch waits for them. A *graph token*, a scalar that is never read, links a launch to its
-join in the graph.
+A launch starts an all-to-all among expert-parallel ranks, and a join waits for it. In backward a join starts an
+all-to-all of gradients, and a launch waits for it. A *graph token*, a scalar that is never read, links a launch to its
+join in the graph. A micro-batch may be split into two *nano-batches*: one can be computed between launch and join of
+the other (``distca/runtime/ping_pong.py``).
 
 If backward computes experts again, forward frees the experts' input after use. Backward then sends the rows once more,
 together with the gradients of the experts' outputs.
 
-A *pair* is an arrived row and an expert of this rank that the router chose for the row.
+A *pair* is an arrived row and one of this rank's experts that the row goes to.
 
 Shape suffixes: N rows of this rank's nano-batch, E experts, K experts of a row, H hidden. S rows that this rank sends;
 a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs.
@@ -31,16 +30,16 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 class Exchange:
-    """The transfers of one layer and nano-batch, in forward and backward. At most one of them is under way at a time.
+    """The transfers of one layer and nano-batch, in forward and backward. They never overlap each other.
 
     Args:
         dispatch: the indices by which rows travel.
-        again: whether backward computes experts again. Backward then sends rows again, too.
+        again: whether backward computes experts again, for which it sends rows again.
     """
 
     def __init__(self, dispatch: Dispatch, again: bool = False) -> None:
         self.dispatch, self.again = dispatch, again
-        # For each tensor of the transfer: the receive buffer, the tensor that is sent, and the handle to wait for.
+        # For each tensor of the transfer: what arrives, what is sent, and the handle to wait for.
         self._under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         self._sent_again_NH: torch.Tensor | None = None
         self._freed: tuple[torch.Tensor, int] | None = None  # the experts' input, and the bytes of its storage
@@ -48,7 +47,8 @@ class Exchange:
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
         """Starts to send rows and probabilities to the ranks of experts; returns the graph token for :meth:`join_rows`.
 
-        The numbers of the rows' experts travel too, unless the receivers know them from a forward before."""
+        The numbers of the rows' experts travel too, but not if backward computes this node again.
+        """
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token
 
@@ -58,22 +58,21 @@ class Exchange:
         return joined
 
     def launch_outputs(self, output_PH: torch.Tensor) -> torch.Tensor:
-        """Starts to send back, for each arrived row, the sum of its experts' outputs; returns the graph token for
-        :meth:`join_outputs`.
+        """Starts to send back each arrived row's sum over its pairs; returns the graph token for :meth:`join_outputs`.
 
         Args:
-            output_PH: the experts' outputs, scaled by probabilities, in the order of :meth:`join_rows`.
+            output_PH: each pair's output, scaled by its probability, in the order of :meth:`join_rows`.
         """
         token: torch.Tensor = _LaunchOutputs.apply(output_PH, self)
         return token
 
     def join_outputs(self, token: torch.Tensor) -> torch.Tensor:
-        """Waits for the outputs; returns [N, H] each row's sum over its experts."""
+        """Waits for the outputs; returns [N, H] each row's sum over all its experts."""
         summed: torch.Tensor = _JoinOutputs.apply(token, self)
         return summed
 
     def start(self, tensors: Sequence[torch.Tensor], to_experts: bool) -> None:
-        """Starts to send tensors of rows to the ranks of their experts, or back to the rows' own ranks."""
+        """Starts to send tensors to the ranks of experts, or back to the rows' own ranks."""
         ways = self.dispatch.sent, self.dispatch.received
         sent, received = ways if to_experts else ways[::-1]
         assert not self._under_way
@@ -103,8 +102,8 @@ class Exchange:
     def remember(self, rows_PH: torch.Tensor) -> None:
         """Remembers the experts' input, whose memory :meth:`free` frees."""
         if self.again:
-            # ``restore`` writes the same numbers into this memory again. Autograd refuses saved tensors that were
-            # written to, but does not notice writes to ``.data``.
+            # ``restore`` later writes the same numbers into this memory. Autograd would refuse a saved tensor that was
+            # written to, but it does not notice writes to ``.data``.
             self._freed = rows_PH.data, rows_PH.untyped_storage().nbytes()
 
     def free(self) -> None:
@@ -113,7 +112,7 @@ class Exchange:
             self._freed[0].untyped_storage().resize_(0)
 
     def rows_again(self) -> list[torch.Tensor]:
-        """Returns a list with one [S, H] tensor, the rows to send again; or an empty list."""
+        """Returns [S, H] the rows to send again, in a list, which is empty if there are none."""
         sent_again_NH, self._sent_again_NH = self._sent_again_NH, None
         return [] if sent_again_NH is None else [self.dispatch.spread(sent_again_NH)]
 
@@ -121,8 +120,7 @@ class Exchange:
         """Writes the experts' input into its memory again.
 
         Args:
-            received: a list with one [R, H] tensor, what this rank received of all ranks' :meth:`rows_again`; or an
-                empty list.
+            received: the [R, H] tensor that arrived from all ranks' :meth:`rows_again`, in a list; or an empty list.
         """
         for rows_RH in received:
             assert self._freed is not None
@@ -137,7 +135,7 @@ class _LaunchRows(torch.autograd.Function):
         ctx.exchange, ctx.shape, way = exchange, probs_NE.shape, exchange.dispatch
         exchange.keep(hidden_NH)
         leaving = [hidden_NH, probs_NE.gather(1, way.expert_NK.long())]
-        if not way.has_arrived:  # if backward computes this node again, the receivers have the numbers already
+        if not way.has_arrived:
             leaving.append(way.expert_NK)
         exchange.start([way.spread(each) for each in leaving], to_experts=True)
         return graph_token(hidden_NH.device)

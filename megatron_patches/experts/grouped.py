@@ -1,10 +1,7 @@
-"""Computes all experts of a rank at once, in place of Megatron's loop over experts.
+"""Computes all experts of a rank at once, in place of the loop over experts in Megatron's SequentialMLP.
 
-The modules and weights are Megatron's SequentialMLP, one MLP for each expert. :func:`computed` multiplies the rows of
-all experts in one grouped product.
-
-A *pair* is a row and an expert of this rank to which the row goes. A row that goes to two experts of this rank makes
-two pairs.
+A *pair* is a row and one of this rank's experts that the row goes to. A row that goes to two experts makes two pairs.
+One *grouped product* multiplies the rows of all pairs, each by the weight of its own expert.
 
 Shape suffixes: P pairs, sorted by expert; H hidden; F columns of an expert's first product.
 """
@@ -30,13 +27,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """Returns [P, H] the output of each pair's expert, times the pair's probability.
 
-    In some cases Megatron's loop over experts runs instead. A linear layer may have a hook, or may not be Megatron's
-    own (for example an adapter). Or inputs of activations are kept in FP8.
+    If a grouped product would not do the same, Megatron's loop runs, for example if a linear layer has a hook.
 
     Args:
         experts: this rank's experts.
         groups: the number of pairs of each expert, and whether the last expert comes first.
-        rows_PH: the pairs' rows, sorted by expert.
+        rows_PH: the pairs' rows.
         probs_P: the pairs' probabilities.
     """
     pairs = _linears(experts)
@@ -57,10 +53,10 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
 
 
 def lie_last_first(experts: SequentialMLP) -> bool:
-    """Whether a rank's last expert should come first, because the last expert's weights come first in memory.
+    """Whether the experts' weights lie in memory in reverse order, at equal distances.
 
     With a distributed optimizer, Megatron's DDP puts weights into one buffer in reverse order. A grouped product copies
-    weights that do not lie in memory in the order of the experts, at equal distances.
+    all weights first, unless they lie in the order in which it computes experts.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):
@@ -73,19 +69,19 @@ def _linears(experts: SequentialMLP) -> list[tuple[Any, Any]]:
 
 
 def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether a grouped product computes the same as the modules do."""
+    """Whether a grouped product does the same as the modules."""
     bare = all(map(_is_bare, (linear for pair in pairs for linear in pair)))
     return bare and not experts.config.activation_func_fp8_input_store
 
 
 def _is_bare(linear: Any) -> bool:
-    """Whether calling a linear layer does nothing but multiply by the weight."""
+    """Whether a call of a linear layer only multiplies by the weight."""
     served = type(linear) in (ColumnParallelLinear, RowParallelLinear) and (linear.bias is None or linear.skip_bias_add)
     return served and not any(getattr(linear, kind) for kind in _HOOKS)
 
 
 def _activated(config: TransformerConfig, x_PF: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
-    """Returns the activation times each pair's probability: [P, F], or [P, F / 2] if ``x_PF`` begins with gates."""
+    """Returns the activation times each pair's probability: [P, F], or [P, F / 2] with a gate."""
     if (gate_and_up := gate_of(config)) is not None:
         return swiglu(x_PF, probs_P, gate_and_up)
     function, probs = config.activation_func, probs_P[:, None]

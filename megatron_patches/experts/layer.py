@@ -1,9 +1,8 @@
 """Megatron's router and layer with experts, changed to take the rows of one nano-batch at a time.
 
-A micro-batch may be split into two *nano-batches*: rows of one nano-batch travel between ranks while the other
-nano-batch is computed. The changed router counts rows for losses over the whole micro-batch (``balance.py``). The
-changed layer sends rows to expert-parallel ranks (``exchange.py``), and can pause while the rows travel. The function
-``take_nano_batches`` changes the routers and layers of a built model.
+A micro-batch may be split into two *nano-batches*: one is computed while rows of the other travel between ranks. The
+changed router counts rows for losses over the whole micro-batch (``balance.py``). The changed layer sends rows to
+expert-parallel ranks (``exchange.py``). ``take_nano_batches`` changes the routers and layers of a built model.
 """
 
 from __future__ import annotations
@@ -28,16 +27,14 @@ from megatron_patches.experts.exchange import Exchange
 from megatron_patches.experts.grouped import computed, lie_last_first
 
 Parts = Generator[None, None, torch.Tensor]
-"""A generator that yields while rows travel to experts, yields again while outputs travel back, and returns a
-tensor."""
+"""A generator that returns a tensor. It yields while rows travel to experts, and while outputs travel back."""
 
 
 class BalancedRouter(TopKRouter):
     """Megatron's router for the rows of a nano-batch, with balancing losses over the whole micro-batch."""
 
     def _apply(self, function: Any, recurse: bool = True) -> BalancedRouter:
-        """Casts the module, but leaves float32 buffers in float32. Among these are counts of rows, and bfloat16 has no
-        odd numbers above 256."""
+        """Casts the module, but not its float32 buffers: some count rows, and bfloat16 cannot hold 257."""
         buffers = {name: each for name, each in self.named_buffers(recurse=False) if each.dtype == torch.float32}
         super()._apply(function, recurse)
         for name, before in buffers.items():
@@ -49,15 +46,11 @@ class BalancedRouter(TopKRouter):
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, nano_batch: NanoBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses the experts of each row, and counts rows.
-
-        Args:
-            hidden: [rows, 1, hidden].
-            nano_batch: the rows' nano-batch.
+        """Chooses the experts of each row of ``hidden`` ([rows, 1, hidden]), and counts rows.
 
         Returns:
-            [rows, experts] probabilities, 0 for experts that were not chosen for a row; and [rows, experts] bool, true
-            for experts that were chosen.
+            [rows, experts] probabilities, 0 for experts that were not chosen; and [rows, experts] bool, true for chosen
+            experts.
         """
         self._maintain_float32_expert_bias()
         config = self.config
@@ -81,8 +74,8 @@ class BalancedRouter(TopKRouter):
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores, scores).sum(-1)
             nano_batch.balance.count(self.layer_number, nano_batch, best, chosen, entropy)
-            # A router that is computed again in backward runs twice, the first time without gradients. Only the second
-            # time counts rows.
+            # If backward computes the router again, it runs twice. The first run is without gradients, and only the
+            # second adds rows here.
             if graded and self.enable_expert_bias:
                 self.local_tokens_per_expert += (chosen & nano_batch.real_N[:, None]).sum(0)
         if graded and (coefficient(config, "aux_loss") or coefficient(config, "seq_aux_loss")):
@@ -91,11 +84,10 @@ class BalancedRouter(TopKRouter):
 
 
 class NanoBatchExperts(MoELayer):
-    """Megatron's layer with experts, with a forward that sends the rows of a nano-batch by :class:`Exchange`."""
+    """Megatron's layer with experts, whose forward sends rows by :class:`Exchange`."""
 
     def forward(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """Returns [rows, 1, hidden] the outputs of each row's experts and of the shared expert, added up; and None for
-        the bias.
+        """Returns [rows, 1, hidden] each row's sum over its experts and the shared expert, and None for the bias.
 
         Args:
             hidden: [rows, 1, hidden].
@@ -104,8 +96,7 @@ class NanoBatchExperts(MoELayer):
         return last_of(self.parts(hidden, nano_batch)), None
 
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
-        """Computes what :meth:`forward` does, as a generator that yields twice: while rows travel to experts, and while
-        outputs travel back."""
+        """:meth:`forward` without the bias, as a generator that yields twice (see ``Parts``)."""
         again = self.moe_layer_recompute and torch.is_grad_enabled()
         probs, dispatch = self._routed(hidden, nano_batch, again)
         exchange = Exchange(dispatch, again)
@@ -141,7 +132,7 @@ class NanoBatchExperts(MoELayer):
 
 
 def last_of(parts: Parts) -> torch.Tensor:
-    """Runs the generator to its end; returns the result."""
+    """Returns a generator's result."""
     while True:
         try:
             next(parts)
@@ -151,8 +142,7 @@ def last_of(parts: Parts) -> torch.Tensor:
 
 
 def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns ``function(*tensors)``. With ``again`` only the inputs are kept, and backward calls ``function`` once
-    more."""
+    """Returns ``function(*tensors)``. With ``again`` backward calls ``function`` once more."""
     if not again:
         return function(*tensors)
     computed_twice: torch.Tensor = tensor_parallel.checkpoint(function, False, *tensors)
@@ -160,10 +150,9 @@ def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors:
 
 
 def add_biases(model: torch.nn.Module) -> None:
-    """Makes the experts' second linear layers add their biases in a way that autograd can differentiate.
+    """Makes the experts' second linear layers add their biases in a way that autograd accepts.
 
-    Without ``explicit_expert_comm`` Megatron adds the bias in place to the result of a custom autograd function. If the
-    result is a view, autograd refuses the addition.
+    Without ``explicit_expert_comm`` Megatron adds a bias in place to what may be a view, which autograd refuses.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
@@ -171,11 +160,10 @@ def add_biases(model: torch.nn.Module) -> None:
 
 
 def take_nano_batches(model: torch.nn.Module) -> list[int]:
-    """Turns a built model's layers with experts into :class:`NanoBatchExperts`, and their routers into
-    :class:`BalancedRouter`.
+    """Turns a built model's MoELayers into :class:`NanoBatchExperts`, and their routers into :class:`BalancedRouter`.
 
     Returns:
-        Megatron's numbers of these layers in the whole model, from 1.
+        The numbers of the layers with experts in the whole model, from 1.
     """
     layers: list[Any] = [module for module in model.modules() if type(module) is MoELayer]
     add_biases(model)
@@ -183,10 +171,10 @@ def take_nano_batches(model: torch.nn.Module) -> list[int]:
         layer.__class__ = NanoBatchExperts
         layer.router.__class__ = BalancedRouter
         for parameter in layer.experts.parameters():
-            # With allreduce False, DDP adds up gradients over all ranks that hold the same experts. Megatron sets False
-            # only with several expert-parallel ranks, but tensor-parallel ranks have different rows too.
+            # With allreduce False, DDP adds up gradients over all ranks that hold the same experts. Megatron sets this
+            # only with several expert-parallel ranks. Here tensor-parallel ranks have different rows too.
             parameter.allreduce = False
-            # With sequence_parallel True, Megatron adds up gradients over tensor-parallel ranks once more. For an
-            # expert's bias that would count rows twice, or mix gradients of different experts.
+            # With sequence_parallel True, Megatron would add up gradients over tensor-parallel ranks once more. This
+            # would count rows twice, or mix gradients of different experts.
             parameter.sequence_parallel = False
     return [layer.layer_number for layer in layers]

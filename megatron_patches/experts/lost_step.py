@@ -1,10 +1,8 @@
-"""Undoes what a step that has to be repeated changed in a model with experts.
+"""Undoes changes of a step in a model with experts, before the step is repeated.
 
-A step during which a server without a model left runs to its end, on wrong numbers, and is then repeated. The gradients
-of the first run are set to zero by the second one. Two things beside gradients outlast a step, and are put back here:
-
-- the routers' buffers: biases of experts, which the end of a step moves, and the rows that each expert got;
-- the counts of rows for the log.
+Some ranks may have no part of the model and only compute attention for others. If such a rank is lost during a step,
+the step runs to its end on wrong numbers, and is repeated. The second run sets gradients to zero first. The routers'
+buffers, and the counts of rows for the log, are put back here.
 """
 
 from __future__ import annotations
@@ -18,9 +16,10 @@ from megatron_patches.experts.layer import BalancedRouter
 
 
 def remember(model: LanguageModule) -> Callable[[], None]:
-    """Copies what a step changes in an attached model beside gradients; returns a function that puts the copies back.
+    """Copies routers' buffers and counts of rows; returns a function that puts the copies back.
 
-    In a model without experts there is nothing to copy."""
+    The model must be attached to ``distca.CAD``.
+    """
     routers = [module for module in model.modules() if isinstance(module, BalancedRouter)]
     buffers = [(router, name, each.clone()) for router in routers for name, each in router.named_buffers()]
     load, total = model.expert_load, model.expert_load.total

@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 class DrawnExperts(SequentialMLP):
-    """Megatron's SequentialMLP, one MLP for each expert, with other initial weights if weights are drawn on the CPU.
+    """Megatron's SequentialMLP (one MLP for each expert) with other initial weights on the CPU.
 
-    On the CPU Megatron draws equal experts on every expert-parallel rank. Here each rank draws the experts of all ranks
-    in turn and keeps its own. So the weights are those that a single rank with all experts would draw.
+    There Megatron draws equal experts on every expert-parallel rank. Here each rank draws the experts of all ranks in
+    turn and keeps its own. So a single rank with all experts would draw the same weights.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, **options: Any) -> None:
@@ -35,10 +35,9 @@ class DrawnExperts(SequentialMLP):
 
 
 def has_experts(config: TransformerConfig) -> list[bool]:
-    """Returns for each layer of the whole model whether the layer has experts.
+    """Returns for each layer of the whole model whether it has experts.
 
-    If ``moe_layer_freq`` is a number N, layers 0, N, 2N and so on have experts. In a list, layers with a 1 have
-    experts.
+    ``moe_layer_freq`` is a number N for layers 0, N, 2N and so on, or a list with 1 for each layer with experts.
     """
     if not config.num_moe_experts:
         return [False] * config.num_layers
@@ -49,12 +48,7 @@ def has_experts(config: TransformerConfig) -> list[bool]:
 
 
 def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
-    """Returns the specs of this pipeline stage's layers, in order.
-
-    Args:
-        dense: the spec of a layer with an MLP. A layer with experts gets this spec with another ``mlp``.
-        config: the model's configuration.
-    """
+    """Returns the specs of this pipeline stage's layers: ``dense``, with another ``mlp`` in layers with experts."""
     first = get_transformer_layer_offset(config)
     mine = has_experts(config)[first : first + get_num_layers_to_build(config)]
     if not any(mine):
@@ -68,9 +62,9 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
 def experts_spec(config: TransformerConfig) -> Any:
     """Returns the spec of a layer's router and experts, with :class:`DrawnExperts` as experts.
 
-    The result is a ModuleSpec for older versions of Megatron-Core, and a partial of a class for newer versions.
+    Older versions of Megatron-Core use a ModuleSpec here, and newer versions a partial of a class.
     """
-    # Without Transformer Engine, Megatron-Core 0.16.1 does not define this name, which the router reads.
+    # Megatron-Core 0.16.1 does not define this name without Transformer Engine, but its router reads it.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)

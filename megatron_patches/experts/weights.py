@@ -1,6 +1,6 @@
-"""Counts the weights of MLPs and experts by which a row (a token's hidden vector) is multiplied.
+"""Counts the weights that a row (a token's hidden vector) is multiplied by in MLPs and experts.
 
-From these counts the time of linear layers is predicted (``steps/layer_work.py``). Biases and norms are not counted.
+Biases and norms are not counted. ``steps/layer_work.py`` predicts the time of linear layers from these counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron_patches.experts.spec import has_experts
 
 
 def mlp_weights(config: TransformerConfig) -> int:
-    """Returns the number of weights by which a row is multiplied in a layer's MLP or experts, as a mean over layers."""
+    """Returns the mean over layers of the weights that a row is multiplied by."""
     mixtures = has_experts(config)
     experts = sum(mixtures) * expert_weights(config)
     return (experts + mixtures.count(False) * weights_of_mlp(config)) // len(mixtures)
@@ -24,8 +24,10 @@ def weights_of_mlp(config: TransformerConfig) -> int:
 
 
 def expert_weights(config: TransformerConfig) -> int:
-    """Returns the number of weights by which a row is multiplied in a layer with experts: the weights of the router, of
-    the row's ``topk`` experts, and of the shared expert with its gate. 0 for a model without experts."""
+    """Returns the number of weights that a row is multiplied by in a layer with experts; 0 without experts.
+
+    These are the weights of the router, of the row's ``topk`` experts, and of the shared expert with its gate.
+    """
     experts = config.num_moe_experts
     if not experts:
         return 0
@@ -36,5 +38,5 @@ def expert_weights(config: TransformerConfig) -> int:
 
 
 def _products(config: TransformerConfig) -> int:
-    """Returns the number of an MLP's weights for each channel between its two products."""
+    """Returns an MLP's number of weights for each element of its inner activation."""
     return (2 + config.gated_linear_unit) * config.hidden_size

@@ -1,11 +1,11 @@
 """Megatron's transformer block with another forward, in which ranks compute core attention for each other.
 
-Each layer is cut before and behind its *core*, softmax attention or a recurrence without projections. Rows travel to
-the ranks that compute the core, and outputs travel back. The micro-batch may be split into two *nano-batches*: rows of
-one nano-batch travel while the other nano-batch is computed (``distca/runtime/ping_pong.py``).
+The *core* of a layer is softmax(QKᵀ)V, or the recurrence in its place. Rows travel to the ranks that compute the core,
+and outputs travel back. A micro-batch may be split into two *nano-batches*: one is computed while rows of the other
+travel (``distca/runtime/ping_pong.py``).
 
-A training script makes a ``distca.CAD`` and builds its model with the spec from ``CAD.block_spec``. Then ``CAD.attach``
-gives the model's block the new forward.
+A training script builds its model with the spec from ``distca.CAD.block_spec``. Then ``CAD.attach`` gives the model's
+block the new forward.
 """
 
 from __future__ import annotations
@@ -54,13 +54,11 @@ class DisaggregatedForward(MegatronModule):
     """The forward that a GPTModel's block and a HybridModel's stack share.
 
     Attributes:
-        pool: kernel and transport of the ranks that compute cores for each other.
+        pool: kernel and transport with which ranks compute cores for each other.
         pre_process: whether this is the first pipeline stage.
-        input_tensor: the stage's input; not read on the first stage.
-        layers: the stage's layers.
+        input_tensor: the input of any other stage.
         recompute_segments: whether backward computes everything but cores again.
-        in_phases: whether this project's pipeline schedule runs. A phase is the forward of some micro-batch on every
-            stage, or the backward.
+        in_phases: whether this project's pipeline schedule runs, in which all stages run forward, then all backward.
     """
 
     pool: AttentionPool
@@ -72,7 +70,7 @@ class DisaggregatedForward(MegatronModule):
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
-        """The norm behind the last layer; None on stages without this norm."""
+        """The norm behind the model's last layer; None on other stages."""
         raise NotImplementedError
 
     def forward(  # type: ignore[override]
@@ -86,7 +84,7 @@ class DisaggregatedForward(MegatronModule):
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of every nano-batch.
-            attention_mask: the micro-batch, with the rows to send and receive in every layer, in place of a mask.
+            attention_mask: the micro-batch in place of a mask. It says which rows each layer sends and receives.
             rotary_pos_emb: RoPE's rotations of all rows, in the order of the micro-batch.
 
         Returns:
@@ -99,7 +97,7 @@ class DisaggregatedForward(MegatronModule):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         recompute = self.recompute_segments and torch.is_grad_enabled()
-        # In phases all stages run backward of a layer together, so backward must reach frozen layers too.
+        # In phases all stages run the backward of a layer together. So backward must reach frozen layers too.
         if recompute or self.in_phases:
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
@@ -119,10 +117,7 @@ class DisaggregatedForward(MegatronModule):
 
 
 class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
-    """A GPTModel's block with the forward of :class:`DisaggregatedForward`.
-
-    A GPTModel always builds Megatron's own block. :func:`disaggregate_block` changes the built block's class.
-    """
+    """A GPTModel's block. A GPTModel builds Megatron's own, so :func:`disaggregate_block` changes the block's class."""
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
@@ -131,12 +126,9 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
 
 
 def refuse_other_schedule() -> NoReturn:
-    """Refuses Megatron's own pipeline schedules, in which stages would wait for each other's attention forever.
+    """Raises SupportError: in Megatron's own pipeline schedules stages would wait for each other's attention forever.
 
-    As a model's ``no_sync_func``, this function is called by Megatron's schedules before any stage waits.
-
-    Raises:
-        SupportError: always.
+    Those schedules call a model's ``no_sync_func`` before any stage waits, so this function is set there.
     """
     raise SupportError(
         "With pipeline stages a disaggregated model was run by another schedule than its own, in which stages would "
@@ -145,20 +137,15 @@ def refuse_other_schedule() -> NoReturn:
 
 
 def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) -> Any:
-    """Returns ``function(*tensors)``, which backward calls again. ``offload`` keeps the tensors on the host."""
+    """Returns ``function(*tensors)``, which backward calls again; ``offload`` keeps ``tensors`` on the host."""
     with nullcontext() if offload is None else offload.saved_tensors():
         return tensor_parallel.checkpoint(function, False, *tensors)
 
 
 def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
-    """Gives a block or stack the forward of :class:`DisaggregatedForward`, and sets ``pool`` and
-    ``recompute_segments``.
+    """Gives a GPTModel's block the forward of :class:`DisaggregatedForward`, and sets that class's attributes.
 
-    Args:
-        block: the block of a GPTModel, which becomes a :class:`DisaggregatedBlock`; or the stack of a HybridModel,
-            which was built with that forward.
-        pool: kernel and transport of the ranks that compute cores for each other.
-        recompute_segments: whether backward computes everything but cores again.
+    A HybridModel's stack is built with that forward, so only the attributes are set.
 
     Raises:
         SupportError: a field of the block's configuration is not supported.
@@ -179,19 +166,18 @@ def block_spec(
     disaggregate: bool = True,
     te: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Returns Megatron's spec of a GPTModel's layers on this pipeline stage, with classes of this project.
+    """Returns the spec of a GPTModel's layers on this pipeline stage, with classes of this project.
 
     Args:
         config: the model's configuration.
-        layer: Megatron's local spec of a layer with an MLP, or Megatron's spec with Transformer Engine. None takes the
-            local spec.
-        options: the model's options.
-        disaggregate: whether layers are cut at core attention. False leaves Megatron's own layers, unless the model has
-            experts or options that Megatron's layers cannot compute.
+        layer: Megatron's spec of a layer with an MLP, local or with Transformer Engine. None takes the local spec.
+        options: what the model has beyond ``config``.
+        disaggregate: whether layers are cut at their cores. False leaves Megatron's own layers, unless ``options`` or
+            experts need others.
         te: whether linear layers are Transformer Engine's.
 
     Raises:
-        SupportError: ``layer`` is the spec of another kind of layer.
+        SupportError: ``layer`` is the spec of another kind of layer, or is given for a model with latent attention.
     """
     norm = norm_class(config, options.norm_bias)
     layer = layer_spec(config, layer, options=options, disaggregate=disaggregate, te=te)
@@ -213,19 +199,7 @@ def layer_spec(
     disaggregate: bool = True,
     te: bool = False,
 ) -> ModuleSpec:
-    """Returns the spec of a layer with attention and an MLP.
-
-    Args:
-        config: the model's configuration.
-        layer: Megatron's local spec of such a layer, or Megatron's spec with Transformer Engine. None takes the local
-            spec.
-        options: the model's options.
-        disaggregate: whether the layer is cut at core attention.
-        te: whether linear layers are Transformer Engine's.
-
-    Raises:
-        SupportError: ``layer`` is the spec of another kind of layer.
-    """
+    """Returns the spec of a layer with attention and an MLP; arguments and errors are those of :func:`block_spec`."""
     local = get_gpt_layer_local_spec(
         normalization=config.normalization,
         qk_layernorm=config.qk_layernorm,
@@ -245,7 +219,7 @@ def layer_spec(
     norm = norm_class(config, options.norm_bias)
     parts.input_layernorm = IdentityOp if options.norms == "post" else norm
     parts.pre_mlp_layernorm = IdentityOp if options.norms == "post" or options.parallel_mlp else norm
-    # Checkpoints of Megatron name norms as Transformer Engine does, which joins each norm with a linear layer.
+    # Megatron's checkpoints name a norm after the linear layer behind it, as Transformer Engine does.
     parts.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -278,10 +252,7 @@ def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOpt
 
 
 def linear_classes(te: bool) -> tuple[type, type]:
-    """Returns two classes of linear layers: split over tensor-parallel ranks by outputs, and split by inputs.
-
-    With ``te`` the classes are made from Transformer Engine's linear layers.
-    """
+    """Returns the classes of column-parallel and row-parallel linear layers; with ``te`` Transformer Engine's."""
     if te:
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 
@@ -291,7 +262,7 @@ def linear_classes(te: bool) -> tuple[type, type]:
 
 @cache
 def with_bias(linear: type) -> type:
-    """Returns a subclass of ``linear`` whose layers always have a bias, whatever the configuration says."""
+    """Returns a subclass of ``linear`` whose layers always have a bias."""
 
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         linear.__init__(self, *arguments, **{**named, "bias": True})  # type: ignore[misc]

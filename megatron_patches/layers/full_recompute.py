@@ -1,10 +1,8 @@
 """Full recomputation: a block keeps only the input of each layer, and backward computes the layer again.
 
-``distca.CAD(disaggregate=False, recompute="all")`` asks for full recomputation. Each rank then computes core attention
-of its own documents.
-
-Megatron's ``recompute_granularity="full"`` saves the attention mask as a tensor. In this project the argument
-``attention_mask`` is a micro-batch object, which autograd cannot save. So a closure holds the object here.
+``distca.CAD(disaggregate=False, recompute="all")`` asks for it. Megatron's ``recompute_granularity="full"`` would save
+the argument ``attention_mask`` with autograd, which keeps tensors only. In this project that argument is an object with
+the micro-batch, so a closure holds it here.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ def recompute_layers(block: TransformerBlock) -> None:
 
 
 def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with the same values that requires a gradient.
+    """Returns the same values as a tensor that requires a gradient.
 
-    Autograd runs the backward of a checkpointed function only if an input requires a gradient. Behind a frozen
-    embedding no input would, and the layers' weights would get no gradients.
+    Without such an input autograd skips the backward of a checkpointed function. Behind a frozen embedding the layers'
+    weights would then get no gradients.
     """
     return hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
 
 
 def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **rest: Any) -> Any:
-    """Runs ``own``, the layer's original forward; autograd keeps only ``hidden_states``."""
+    """Runs ``own``, the layer's original forward. Autograd keeps only ``hidden_states``."""
     if not torch.is_grad_enabled():
         return own(hidden_states=hidden_states, **rest)
     hidden_states = differentiable(hidden_states)
@@ -45,7 +43,7 @@ def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **r
     if layer.config.fp8:
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
-        # Transformer Engine's checkpoint keeps the scales of FP8 tensors for the second computation.
+        # Transformer Engine's checkpoint uses the same FP8 scales in the second computation.
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         return te_checkpoint(again, False, tracker, parallel_state.get_tensor_model_parallel_group(), hidden_states)
     return tensor_parallel.checkpoint(again, False, hidden_states)

@@ -1,7 +1,7 @@
-"""Megatron-Core 0.19's gated delta net, built without the kernels of the package fla, and the spec of its layer.
+"""Megatron-Core 0.19's gated delta net, built without the package fla, and the spec of its layer.
 
-A gated delta net is a recurrence in place of softmax attention. Of Megatron's module only weights, projections and norm
-are used. Kernels of this project compute the module's convolution and delta rule, on whichever rank has time.
+A gated delta net is a recurrence in place of softmax attention. Megatron's module supplies weights, projections and
+norm. This project's own kernels compute the convolution and the recurrence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_patches.layers.hybrid_layers import SplitRecurrentLayer
 
 
 class OwnGatedDeltaNet(GatedDeltaNet):
-    """Megatron's module, which can be built without fla. :class:`SplitRecurrentLayer` calls projections and norm."""
+    """Megatron's module, built without fla. :class:`SplitRecurrentLayer` calls its projections and norm directly."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with patch.object(common, "HAVE_FLA", True):
@@ -30,7 +30,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         self.gated_delta_rule = _never_called
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Raises SupportError: the layer calls projections and norm directly."""
+        """Raises SupportError: this method is never called."""
         _never_called()
 
 
@@ -53,7 +53,7 @@ def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, n
         module=OwnGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row),
     )
-    # Checkpoints of Megatron name norms as Transformer Engine does, which joins each norm with a linear layer.
+    # Megatron's checkpoints name a norm after the linear layer behind it, as Transformer Engine does.
     names = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
         key: name.replace("linear_qkv", "in_proj") for key, name in names.items()

@@ -1,10 +1,10 @@
 """Transformer layers of hybrid models such as Qwen3.5: with a gated delta net, or with a gate on attention's output.
 
-Each layer is cut at its *core*, softmax attention or the recurrence, which other ranks may compute. ``pre`` computes
-everything before the core, and ``mixed`` the output projection behind the core.
+A gated delta net is a recurrence in place of attention. The *core* of a layer is softmax(QKᵀ)V or the recurrence, which
+other ranks may compute. ``pre`` computes everything before the core, and ``mixed`` the output projection behind it.
 
-Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution; H query or output heads, G
-key/value heads; D head_dim, V elements of an output head. In kv_N2GD, index 0 of the dimension of size 2 is keys, and
+Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution. H query or output heads, G
+key/value heads, D head_dim, V elements of an output head. In kv_N2GD, index 0 of the dimension of size 2 is keys, and
 index 1 values.
 """
 
@@ -24,23 +24,19 @@ from megatron_patches.model.recurrences import has_output_gate, is_recurrent, re
 
 
 class SplitRecurrentLayer(SplitTransformerLayer):
-    """A layer with Megatron's gated delta net in place of attention. The layer's core is the convolution and the
-    recurrence."""
+    """A layer with Megatron's gated delta net. Its core is the convolution and the recurrence."""
 
     @cached_property
     def recurrence(self) -> Recurrence:
-        """The formula and the sizes of the core."""
         return recurrence_of(self.config)
 
     @cached_property
     def core_kernel(self) -> RecurrentKernel:
-        """The kernel that computes the core."""
         weight = self.self_attention.conv1d.weight
         return choose_recurrent_kernel(self.recurrence, weight.device, weight.dtype)
 
     @property
     def core_parameters(self) -> CoreParameters:
-        """The convolution's weights."""
         return CoreParameters(self.self_attention.conv1d.weight.squeeze(1))
 
     def pre(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
@@ -50,9 +46,9 @@ class SplitRecurrentLayer(SplitTransformerLayer):
             hidden: [rows, 1, hidden].
 
         Returns:
-            ``hidden`` and the output gate for :meth:`mixed`, then three inputs of the core. mixed_NC are q, k and v
-            before the convolution. g_NH is the logarithm of the factor by which the state decays at a row. beta_NH is
-            the weight with which a row updates the state.
+            ``hidden`` and the output gate for :meth:`mixed`, then the core's inputs mixed_NC, g_NH and beta_NH.
+            mixed_NC is q, k and v before the convolution. A row multiplies the recurrent state by exp(g_NH). beta_NH
+            is the weight of the row's update.
         """
         net = self.self_attention
         hidden, projected_NF = self._projected(hidden, net.in_proj)
@@ -63,8 +59,11 @@ class SplitRecurrentLayer(SplitTransformerLayer):
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Applies the gated norm of each head and the output projection to the core's output o_NHV; also returns the
-        residual."""
+        """Applies the gated norm of each head and the output projection to ``o``, the core's output o_NHV.
+
+        Returns:
+            The mixer's output, and the residual for it.
+        """
         net, (hidden, gate) = self.self_attention, residual
         normed = net._apply_gated_norm(o, gate.unflatten(1, o.shape[1:]))
         return net.out_proj(normed.view(len(o), 1, gate.shape[1])), hidden
@@ -73,7 +72,8 @@ class SplitRecurrentLayer(SplitTransformerLayer):
 class GatedAttentionLayer(SplitTransformerLayer):
     """A layer whose attention output is multiplied by the sigmoid of a gate.
 
-    For each key/value head the projection's outputs are queries, gates, key and value, in this order."""
+    For each key/value head the QKV projection returns queries, gates, key and value, in this order.
+    """
 
     def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         """Returns ``hidden`` and the gate for :meth:`mixed`, then q_NHD and kv_N2GD for core attention."""
@@ -87,8 +87,11 @@ class GatedAttentionLayer(SplitTransformerLayer):
         return hidden, gate.flatten(1), *self._heads(torch.cat((q, kv), dim=2).flatten(1), rotation)
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Multiplies core attention's output by the sigmoid of the gate, in float32 as Megatron does, and applies the
-        output projection; also returns the residual."""
+        """Multiplies ``o`` by the sigmoid of the gate, in float32 as Megatron does, and applies the output projection.
+
+        Returns:
+            The mixer's output, and the residual for it.
+        """
         hidden, gate = residual
         return super().mixed(self.self_attention._apply_output_gate(o, gate), hidden)
 

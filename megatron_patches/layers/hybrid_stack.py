@@ -1,7 +1,8 @@
 """The stack of layers of Megatron-Core's HybridModel, with another forward, and the spec to build such a stack.
 
-Each layer of a HybridModel is either a mixer (attention, a gated delta net or Mamba) or an MLP. A mixer is cut at its
-*core*, softmax attention or the recurrence, which other ranks may compute. A *unit* is a mixer with the MLPs behind it.
+Each layer of a HybridModel is either a *mixer* (attention, a gated delta net or Mamba), or an MLP or experts. The
+*core* of a mixer is softmax(QKᵀ)V or the recurrence, which other ranks may compute. A *unit* is a mixer with the MLPs
+and experts behind it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 class DisaggregatedStack(DisaggregatedForward, HybridStack):
     """Megatron's stack with the forward of :class:`DisaggregatedForward`, which lets other ranks compute cores.
 
-    Megatron's norm behind the last layer needs Transformer Engine, so a norm of this project is built in its place.
+    Megatron's norm behind the last layer needs Transformer Engine, so the constructor builds this project's norm.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
@@ -50,8 +51,8 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of the rows.
-            attention_mask: the micro-batch, in place of a mask. If every document of the micro-batch lies whole on one
-                rank (:class:`PackedMicroBatch`), this rank computes all cores of its documents itself.
+            attention_mask: the micro-batch in place of a mask. If it is a :class:`PackedMicroBatch`, this rank has
+                whole documents only and computes their cores itself.
             rotary_pos_emb: RoPE's rotations of all rows.
         """
         if not isinstance(attention_mask, PackedMicroBatch):
@@ -87,8 +88,8 @@ def hybrid_stack_spec(config: TransformerConfig, *, options: ModelOptions = MEGA
     """Returns the spec of a HybridModel's stack. With ``te`` linear layers are Transformer Engine's."""
     norm, (column, row) = norm_class(config), linear_classes(te)
     layer = layer_spec(config, options=options, te=te)
-    # A layer with an MLP alone also adds the output of the mixer before it to the residual, with the mixer's options.
-    # So all layers but Mamba's are made from the spec of a layer with attention and an MLP.
+    # All layers but Mamba's are made from the spec of a layer with attention and an MLP. Even a layer with an MLP alone
+    # uses more of that spec, as it adds the output of the mixer before it to the residual.
     attention, mlp = deepcopy(layer), deepcopy(layer)
     attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
     mlp.module = SplitTransformerLayer

@@ -1,11 +1,10 @@
 """A transformer layer with multi-head latent attention, cut at core attention, and its RoPE.
 
-In latent attention (DeepSeek-V2) a narrow *latent row* holds the keys and values of all heads of a token. The rank that
-holds a token expands the latent row to keys and values of every head. Ranks that compute core attention receive the
-expanded keys and values.
+In latent attention (DeepSeek-V2) a narrow *latent row* of each token is expanded to the keys and values of all heads.
+The rank that holds a token expands its latent row. Ranks that compute core attention receive expanded rows.
 
-RoPE's angles depend on each row's position in its document, and not on the layer. So a model computes the angles once,
-as :class:`RowAngles`. Each layer gives the angles to Megatron's attention through :class:`GivenAngles`.
+RoPE's angles depend only on a row's position in its document. So a model computes them once for all layers, as
+:class:`RowAngles`. Each layer gives them to Megatron's attention through :class:`GivenAngles`.
 """
 
 from __future__ import annotations
@@ -24,43 +23,35 @@ from megatron_patches.steps.batch_context import gather_nano_rows
 
 @dataclass(frozen=True)
 class RowAngles:
-    """RoPE's angles of rows.
-
-    Attributes:
-        angles: [rows, 1, 1, qk_pos_emb_head_dim], in radians.
-    """
+    """RoPE's angles: [rows, 1, 1, qk_pos_emb_head_dim], in radians."""
 
     angles: torch.Tensor
 
     def of(self, layer_number: int) -> torch.Tensor:
-        """Returns the angles, which are equal in all layers."""
         return self.angles
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
-        """Returns the angles of each *nano-batch*. A micro-batch is one nano-batch, or is split into two.
+        """Returns the angles of each *nano-batch*: of the whole micro-batch, or of its two parts.
 
         Args:
             nano_rows: number of rows of each nano-batch.
-            chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without it.
+            chunks: number of ranks over which sequence parallelism splits the rows; 1 without it.
         """
         return [RowAngles(each) for each in gather_nano_rows(self.angles, nano_rows, chunks)]
 
 
 class LatentRotary(PositionRotary):
-    """The rotary embedding of a whole GPTModel with latent attention. Megatron builds an embedding in each layer
-    instead."""
+    """The rotary embedding of a whole GPTModel, in place of the embedding that Megatron builds in each layer."""
 
     def forward(self, *_: Any, **__: Any) -> RowAngles:  # type: ignore[override]
-        """Returns the angles of the rows whose positions were set."""
         return RowAngles(super().forward())
 
 
 class GivenAngles(torch.nn.Module):
-    """Takes the place of the rotary embedding inside Megatron's latent attention, and returns the angles that
-    :meth:`LatentLayer.pre` set.
+    """A layer's rotary embedding that returns the angles which :meth:`LatentLayer.pre` set.
 
     Args:
-        factor: YaRN's factor on cosines and sines; None with plain RoPE, whose embedding returns angles alone.
+        factor: YaRN's factor on cosines and sines; None with plain RoPE.
     """
 
     def __init__(self, factor: float | None) -> None:
@@ -69,11 +60,11 @@ class GivenAngles(torch.nn.Module):
         self.angles: torch.Tensor | None = None
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Returns 0: Megatron's attention asks for a length, on which given angles do not depend."""
+        """Returns 0. Megatron asks for a length, but given angles need none."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Returns the angles with plain RoPE, and (angles, factor) with YaRN, as Megatron's embeddings do."""
+        """Returns the angles; with YaRN (angles, factor), as Megatron's embedding does."""
         assert self.angles is not None, "no angles were set for these rows"
         return self.angles if self._factor is None else (self.angles, self._factor)
 
@@ -81,7 +72,7 @@ class GivenAngles(torch.nn.Module):
 class LatentLayer(SplitTransformerLayer):
     """A layer whose keys and values are expanded from latent rows.
 
-    The output of the first norm is kept for backward, as two projections read that output.
+    It does not free the first norm's output after use, as two projections read this output.
     """
 
     def pre(self, hidden: torch.Tensor, rotation: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,8 +83,8 @@ class LatentLayer(SplitTransformerLayer):
             rotation: [rows, 1, 1, qk_pos_emb_head_dim] angles of these rows.
 
         Returns:
-            ``hidden`` for :meth:`post`; queries [rows, heads, key width]; and one tensor of keys and values. This is
-            [rows, 2, heads, width] if keys are as wide as values, else [rows, heads, key width + value width].
+            ``hidden`` for :meth:`post`, queries [rows, heads, key width], and keys with values. If both are equally
+            wide, the last tensor is [rows, 2, heads, width], else [rows, heads, key width + value width].
         """
         attention = self.self_attention
         hidden, normed = beside(self.input_layernorm, hidden)
@@ -103,10 +94,7 @@ class LatentLayer(SplitTransformerLayer):
 
 
 def use_row_angles(model: Any) -> None:
-    """Makes a GPTModel with latent attention compute the angles once for all layers.
-
-    Frequencies and YaRN's factor are taken from the rotary embeddings that Megatron built in the layers.
-    """
+    """Makes a GPTModel compute the angles once for all layers, from the rotary embeddings that Megatron built."""
     for layer in model.decoder.layers:
         made = layer.self_attention.rotary_pos_emb(2)  # angles of positions 0 and 1
         angles, factor = made if isinstance(made, tuple) else (made, None)

@@ -1,12 +1,11 @@
 """Megatron's multi-head latent attention, with whole down-projections on every tensor-parallel rank.
 
-A down-projection makes a token's narrow latent row, from which up-projections make the keys and values of all heads.
-The part of a key to which RoPE applies comes from the down-projection itself, and all heads share that part.
+A down-projection makes a token's narrow *latent row*. Up-projections make the keys and values of all heads from it. The
+down-projection also makes the part of a key to which RoPE applies, which all heads share.
 
-Megatron's local spec splits down-projections over tensor-parallel ranks by outputs. Each rank then computes the
-gradient of the shared part from its own heads alone, and nothing adds up the ranks' gradients. With two ranks, the
-down-projection's gradient was 8 % off. Here each rank has the whole weight, as in Megatron's spec with Transformer
-Engine, and gradients of the shared part are added up over ranks.
+Megatron's local spec splits down-projections over tensor-parallel ranks. Each rank then computes the gradient of the
+shared part from its own heads alone, which is wrong (by 8 % with two ranks). So here each rank has the whole weight, as
+in Megatron's spec with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -27,13 +26,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 class ReplicatedLinear(torch.nn.Module):
     """A linear layer without bias, of which every tensor-parallel rank has the whole weight.
 
-    With sequence parallelism each rank multiplies its own part of the rows. The attribute ``sequence_parallel`` of the
-    weight then makes Megatron add up the weight's gradients over tensor-parallel ranks.
-
-    Args:
-        inputs: columns of a row.
-        outputs: columns of a row after the product.
-        config: the model's configuration.
+    With sequence parallelism each rank multiplies its own rows. Megatron then adds up the weight's gradients over
+    tensor-parallel ranks, because the weight has the attribute ``sequence_parallel``.
     """
 
     def __init__(self, inputs: int, outputs: int, config: Any) -> None:
@@ -46,16 +40,16 @@ class ReplicatedLinear(torch.nn.Module):
         self._adds_up = config.gradient_accumulation_fusion
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Returns [..., outputs] for [..., inputs], and None for the bias, as Megatron's linear layers do."""
+        """Returns [..., outputs] for [..., inputs], and None in place of a bias."""
         trained = self.weight.requires_grad
         linear = linear_with_grad_accumulation_and_async_allreduce if trained else linear_with_frozen_weight
         return linear(rows, self.weight, None, self._adds_up, allreduce_dgrad=False, sequence_parallel=False), None
 
 
 class WholeRows(IdentityOp):
-    """Takes the place of the norm of latent rows in models that have no such norm.
+    """Stands where models may have a norm of latent rows, and copies the rows into a contiguous tensor.
 
-    Latent rows are columns of a wider tensor. NCCL gathers contiguous tensors only, so latent rows are copied.
+    Latent rows are a slice of a wider tensor, but NCCL gathers only contiguous tensors.
     """
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -63,11 +57,10 @@ class WholeRows(IdentityOp):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention with another constructor, which builds the linear layers and norms of the spec.
+    """Megatron's latent attention with another constructor.
 
-    Without Transformer Engine, and if queries have no latent rows, Megatron's constructor does not build the norm of
-    the latent rows of keys and values. Here that norm is built too. All norms of latent rows have the epsilon
-    ``norm_epsilon``.
+    Without Transformer Engine, Megatron's own omits the norm of key/value latent rows if queries have no latent rows.
+    ``norm_epsilon`` is the epsilon of all norms of latent rows.
     """
 
     def __init__(
@@ -104,7 +97,7 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_up_proj = self._of_heads(submodules.linear_kv_up_proj, rank, both)
 
     def _of_heads(self, linear: Any, inputs: int, head_dim: int) -> Any:
-        """Returns a linear layer with ``head_dim`` outputs for each head; each rank computes its own heads."""
+        """Returns a linear layer with ``head_dim`` outputs for each head, split over ranks by heads."""
         config: Any = self.config
         return linear(
             inputs,

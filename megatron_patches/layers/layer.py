@@ -1,9 +1,11 @@
 """Megatron's transformer layer, cut into the part before core attention and the part behind it.
 
-The *mixer* of a layer is its attention, or a recurrence such as Mamba's. The *core* is the mixer without projections,
-which other ranks may compute for this rank's rows. ``pre`` computes everything before the core, and ``post`` everything
-behind the core. The rows of a micro-batch may be split into two *nano-batches*: rows of one nano-batch travel between
-ranks while the other nano-batch is computed (``distca/runtime/ping_pong.py``).
+The *mixer* of a layer is its attention, or a recurrence such as Mamba's. The *core* is the operation inside the mixer
+that other ranks may compute for this rank's rows, for example softmax(QKᵀ)V. ``pre`` computes everything before the
+core, and ``post`` everything behind it.
+
+The rows of a micro-batch may be split into two *nano-batches*. One nano-batch is computed while rows of the other
+travel between ranks (``distca/runtime/ping_pong.py``).
 
 Shape suffixes: N rows (tokens), H query heads, G key/value heads, D head_dim, F columns of the QKV projection. In
 kv_N2GD, index 0 of the dimension of size 2 is keys, and index 1 values. Heads are those of this tensor-parallel rank.
@@ -34,15 +36,14 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 from megatron_patches.te.quantization import keeps_inputs
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
-"""The output of a mixer or an MLP, which is not yet added to the residual; and the bias or None."""
+"""The output of a mixer or an MLP before it is added to the residual, and its bias or None."""
 
 
 class SplitLayerParts:
-    """Methods that layers with attention, with delta nets and with Mamba share.
+    """Methods that all cut layers share, with attention or with a recurrence.
 
     Attributes:
-        options: the model's options.
-        keeps_outputs: whether outputs of norms are kept for backward. If not, backward may compute the outputs again.
+        keeps_outputs: whether outputs of norms stay in memory until backward. If not, backward computes them again.
     """
 
     options = MEGATRONS
@@ -53,16 +54,16 @@ class SplitLayerParts:
     input_layernorm: Any
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Returns the mixer's output, and the residual to which the output is to be added.
+        """Returns the mixer's output, and the residual for it.
 
         Args:
             o: the core's output for all rows and this rank's heads.
-            residual: the first tensors that the layer's ``pre`` returned, all but the core's inputs.
+            residual: the tensors that ``pre`` returned ahead of the core's inputs.
         """
         raise NotImplementedError
 
     def _projected(self, hidden: torch.Tensor, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``hidden``, and [rows, columns] the output of ``linear`` for the normed rows.
+        """Returns ``hidden``, and ``linear`` of the normed rows as [rows, columns].
 
         With sequence parallelism ``linear`` returns the rows of all tensor-parallel ranks.
         """
@@ -73,14 +74,18 @@ class SplitLayerParts:
         return hidden, mixed.squeeze(1)
 
     def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        """Frees ``normed``, unless outputs are kept. Backward fills ``normed`` again when the gradient of ``used``
-        is there. ``used`` is the output of the only operation that reads ``normed``."""
+        """Frees ``normed``, unless outputs are kept. Backward computes ``normed`` again from ``hidden``.
+
+        ``used`` is the output of the only operation that reads ``normed``.
+        """
         if normed is not hidden and not self.keeps_outputs:
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
 
     def _add(self, branch: Branch, residual: torch.Tensor, combine: Any, norm: Any) -> torch.Tensor:
-        """Applies bias, norm, multiplier and dropout to a branch, and returns the residual plus the branch.
-        ``combine`` is Megatron's ``get_bias_dropout_add``."""
+        """Returns the residual plus the branch, after bias, norm, multiplier and dropout.
+
+        ``combine`` is Megatron's ``get_bias_dropout_add``.
+        """
         multiplier = self.options.residual_multiplier
         if norm is not None or multiplier != 1.0:
             output, bias = branch
@@ -94,7 +99,7 @@ class SplitLayerParts:
 
 
 class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
-    """Megatron's layer with attention and an MLP, in two parts and with the additions of :class:`ModelOptions`."""
+    """Megatron's layer with attention and an MLP, cut in two and extended by :class:`ModelOptions`."""
 
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
@@ -108,14 +113,14 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
             self.post_mlp_layernorm = norm(config, size, config.layernorm_epsilon)
 
     def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes the norm, the QKV projection, norms of queries and keys if the model has these, and RoPE.
+        """Computes the layer norm, the QKV projection, the model's norms of queries and keys if any, and RoPE.
 
         Args:
             hidden: [rows, 1, hidden], with sequence parallelism this rank's part of the rows.
             rotation: RoPE's rotations of all rows.
 
         Returns:
-            ``hidden`` for :meth:`post`, then q_NHD and kv_N2GD of all rows.
+            ``hidden``, then q_NHD and kv_N2GD of all rows.
         """
         hidden, mixed_NF = self._projected(hidden, self.self_attention.linear_qkv)
         return hidden, *self._heads(mixed_NF, rotation)
@@ -140,15 +145,12 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return torch.cat((attention.q_layernorm(q), attention.k_layernorm(k), v), dim=2).flatten(1)
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano_batch: NanoBatch | None = None) -> torch.Tensor:
-        """Computes everything behind core attention: output projection, residual, norm and MLP or experts.
+        """Computes output projection, residual, norm, and MLP or experts; returns [rows, 1, hidden].
 
         Args:
             o_NHD: core attention's output for all rows.
             residual: the hidden rows that :meth:`pre` returned first.
             nano_batch: object in which routers count rows; None in models without experts.
-
-        Returns:
-            [rows, 1, hidden], the layer's output.
         """
         return self.added(*self.behind(*self.mixed(o_NHD, *residual), nano_batch))
 
@@ -159,16 +161,15 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def behind(
         self, branch: Branch | None, hidden: torch.Tensor, nano_batch: NanoBatch | None
     ) -> tuple[Branch, torch.Tensor]:
-        """Adds a branch to the residual, then computes this layer's norm and MLP or experts.
+        """Adds a branch to the residual ``hidden``, then computes the norm, and the MLP or experts.
 
         Args:
-            branch: the output of a mixer or an MLP, of this layer or the layer before. None if all branches were added
-                already.
-            hidden: the residual.
+            branch: this layer's mixer's output, or the output of the layer before. None if nothing is left to add.
+            hidden: [rows, 1, hidden].
             nano_batch: object in which routers count rows; None in models without experts.
 
         Returns:
-            The MLP's output, and the residual for :meth:`added`.
+            The output of the MLP or experts, and the residual for :meth:`added`.
         """
         return self._transformed(*self._before_mlp(branch, hidden), nano_batch)
 
@@ -180,8 +181,8 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def behind_parts(
         self, branch: Branch | None, hidden: torch.Tensor, nano_batch: NanoBatch | None
     ) -> Generator[None, None, tuple[Branch, torch.Tensor]]:
-        """Computes what :meth:`behind` does, as a generator. With experts the generator yields twice: while rows travel
-        to experts, and while outputs travel back."""
+        """:meth:`behind` as a generator. With experts it yields twice: while rows travel to experts, and while outputs
+        travel back."""
         read, residual, normed, norm = self._before_mlp(branch, hidden)
         if not isinstance(self.mlp, NanoBatchExperts):
             return self._transformed(read, residual, normed, norm, nano_batch)
@@ -192,11 +193,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def _before_mlp(
         self, branch: Branch | None, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        """Adds a branch to the residual and computes the norm before the MLP.
-
-        Returns:
-            The norm's input, the residual with the branch, the norm's output, and the norm itself.
-        """
+        """Returns the input of the MLP's norm, the residual with the branch, the norm's output, and the norm itself."""
         if branch is None:
             hidden, normed = beside(self.pre_mlp_layernorm, hidden)
             return hidden, hidden, normed, self.pre_mlp_layernorm
@@ -212,11 +209,11 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return added, added, normed, norm
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's output: the residual plus the branch of its MLP or experts."""
+        """Returns the layer's output: the residual plus the output of its MLP or experts."""
         return self._add(branch, residual, self.mlp_bda, self.post_mlp_layernorm)
 
     def _adds_plainly(self, branch: Branch, residual: torch.Tensor) -> bool:
-        """Whether a branch is added to the residual without bias, norm, multiplier, dropout or cast."""
+        """Whether there is no bias, norm, multiplier, dropout or cast between the branch and the sum."""
         output, bias = branch
         plain = bias is None and self.post_attention_layernorm is None and self.options.residual_multiplier == 1.0
         return plain and not (self.hidden_dropout and self.training) and output.dtype == residual.dtype
@@ -229,11 +226,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         norm: Any,
         nano_batch: NanoBatch | None,
     ) -> tuple[Branch, torch.Tensor]:
-        """Computes the MLP or the experts.
-
-        Returns:
-            The MLP's output with its bias, and ``residual``.
-        """
+        """Returns the output of the MLP or experts with its bias, and ``residual``."""
         if isinstance(self.mlp, NanoBatchExperts):
             assert nano_batch is not None
             return self.mlp(normed, nano_batch), residual
@@ -251,7 +244,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: PackedMicroBatch, rotary_pos_emb: RowRotations, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """Computes the whole layer, core attention included, on this rank. Megatron's own block calls this method.
+        """Computes the whole layer on this rank, core attention included. Megatron's own block calls this method.
 
         Args:
             hidden_states: [rows, 1, hidden], with sequence parallelism this rank's part of the rows.
@@ -259,7 +252,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
             rotary_pos_emb: RoPE's rotations of all rows in each layer.
 
         Returns:
-            The layer's output, and None in place of the context of cross attention.
+            The layer's output, and None in place of Megatron's ``context``.
         """
         hidden, q_NHD, kv_N2GD = self.pre(hidden_states, rotary_pos_emb.of(self.layer_number))
         q, k, v = (x[:, None] for x in (q_NHD, *keys_and_values(kv_N2GD, q_NHD.shape[2])))
@@ -269,15 +262,17 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
 
 
 def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``hidden`` and the normed ``hidden``. On GPUs the backward kernel of :class:`RMSNorm` also adds up the
-    gradients of the two results."""
+    """Returns ``hidden`` and the normed ``hidden``.
+
+    On GPUs one kernel of :class:`RMSNorm` computes the gradient of ``hidden`` through both results.
+    """
     return norm.beside(hidden) if isinstance(norm, RMSNorm) else (hidden, norm(hidden))
 
 
 def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
-    """Sets whether layers keep the outputs of their norms for backward, and MLPs the output of their activation.
+    """Sets whether norms and MLPs' activations keep their outputs for backward.
 
-    With Megatron's recomputation, MLPs keep the output of the activation also if ``keep`` is false.
+    With Megatron's ``recompute_granularity`` activations always keep them.
     """
     for module in model.modules():
         if isinstance(module, SplitLayerParts):

@@ -1,11 +1,10 @@
 """A layer of Mamba-2 cut at its core, with the parameters and projections of Megatron's mixer.
 
-The *core* is the convolution and the scan, which mix the rows of a document. Kernels of this project compute the core,
-on whichever rank has time. Megatron's constructor asks for packages with CUDA kernels. The mixer is built without
-these packages here, as none of their kernels is called.
+The *core* is the convolution and the scan. This project's kernels compute it, possibly on another rank. Megatron's
+mixer asks for packages with CUDA kernels, which are not called here. So the mixer is built without these packages.
 
-Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution, H heads, V elements of a
-head of the output.
+Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution, H heads, V elements of an
+output head.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from megatron_patches.model.recurrences import mamba_recurrence
 
 
 class GroupedGatedNorm(torch.nn.Module):
-    """RMSNorm of x · SiLU(gate), separate for each group of channels and in at least float32.
+    """RMSNorm of x · SiLU(gate) within each group of channels, computed in at least float32.
 
     Args:
         width: number of channels on this tensor-parallel rank.
         eps: number that is added to the mean square.
         group_size: number of channels in a group.
-        named: further arguments of Megatron's norm, of which ``norm_before_gate`` must be False.
+        named: "device" and "dtype" of the weight; ``norm_before_gate``, which must be False.
     """
 
     def __init__(self, width: int, eps: float, group_size: int, **named: Any) -> None:
@@ -47,14 +46,14 @@ class GroupedGatedNorm(torch.nn.Module):
         self.eps, self.group_size = eps, group_size
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Returns [rows, channels] of the type of ``x``; ``x`` and ``gate`` are [rows, channels]."""
+        """Returns [rows, channels] in the type of ``x``; ``x`` and ``gate`` have this shape too."""
         dtype = wide(x.dtype)
         gated = (x.to(dtype) * functional.silu(gate.to(dtype))).unflatten(1, (-1, self.group_size))
         normed = gated * torch.rsqrt(gated.square().mean(2, keepdim=True) + self.eps)
         return (normed.flatten(1) * self.weight.to(dtype)).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Returns the weight for a checkpoint, as this tensor-parallel rank's part of all channels."""
+        """Describes the weight for a checkpoint: this tensor-parallel rank's part of all channels."""
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets
         )
@@ -62,8 +61,7 @@ class GroupedGatedNorm(torch.nn.Module):
 
 
 class OwnMambaMixer(MambaMixer):
-    """Megatron's mixer, which can be built without the CUDA packages. :class:`SplitMambaLayer` calls projections and
-    norm."""
+    """Megatron's mixer, built without the CUDA packages. :class:`SplitMambaLayer` calls its projections and norm."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with (
@@ -75,13 +73,12 @@ class OwnMambaMixer(MambaMixer):
             super().__init__(*arguments, **named)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises SupportError: the layer calls projections and norm directly."""
+        """Raises SupportError: this method is never called."""
         raise SupportError("A Mamba mixer was called by itself: run its layer in a model that CAD attached.")
 
 
 class SplitMambaLayer(SplitLayerParts, MambaLayer):
-    """A layer with Megatron's Mamba-2 mixer. The core is the convolution, the scan, and D · x, which is added to the
-    scan's output."""
+    """A layer with Megatron's Mamba-2 mixer. Its core also adds D · x to the scan's output."""
 
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
@@ -91,17 +88,15 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
 
     @property
     def input_layernorm(self) -> Any:  # type: ignore[override]
-        """The norm before the mixer, under the name of this norm in other layers."""
+        """The norm before the mixer, which other layers call ``input_layernorm``."""
         return self.norm
 
     @cached_property
     def recurrence(self) -> Recurrence:
-        """The formula and the sizes of the core."""
         return mamba_recurrence(self.config)
 
     @cached_property
     def core_kernel(self) -> RecurrentKernel:
-        """The kernel that computes the core."""
         return choose_recurrent_kernel(self.recurrence, self.mixer.conv1d_weight.device, self.mixer.conv1d_weight.dtype)
 
     @property
@@ -116,9 +111,9 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
             hidden: [rows, 1, hidden].
 
         Returns:
-            ``hidden`` and the gate z for :meth:`mixed`, then three inputs of the core. mixed_NC are x, B and C before
-            the convolution. g_NH is the logarithm of the factor by which the state decays at a row. beta_NH is the
-            step size.
+            ``hidden`` and the gate z for :meth:`mixed`, then the core's inputs mixed_NC, g_NH and beta_NH. mixed_NC is
+            x, B and C before the convolution. A row multiplies the scan's state by exp(g_NH). beta_NH is the row's step
+            size, Δ in the paper of Mamba.
         """
         mixer, what = self.mixer, self.recurrence
         hidden, projected_NF = self._projected(hidden, mixer.in_proj)
@@ -132,14 +127,18 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Applies the gated norm and the output projection to the core's output o_NHV; also returns the residual."""
+        """Applies the gated norm and the output projection to ``o``, the core's output o_NHV.
+
+        Returns:
+            The mixer's output, and the residual for it.
+        """
         hidden, gate = residual
         return self.mixer.out_proj(self.mixer.norm(o.flatten(1), gate).unsqueeze(1)), hidden
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
-        """Returns the residual plus the mixer's output, for a mixer that has no MLP behind it."""
+        """Returns the residual plus the mixer's output. It is called if no MLP follows the mixer."""
         return self._add(branch, residual, self.mamba_bda, None)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Raises SupportError: ``layers/units.py`` calls :meth:`pre` and :meth:`mixed` instead."""
+        """Raises SupportError: this method is never called, as :meth:`pre` and :meth:`mixed` take its place."""
         raise SupportError("A Mamba layer was called by itself: run it in a model that CAD attached.")

@@ -1,8 +1,8 @@
-"""Core attention inside each of several packed documents, as a module for Megatron's layers.
+"""Core attention, softmax(QKᵀ)V, inside each of several packed documents, as a module for Megatron's layers.
 
-Megatron's own DotProductAttention refuses packed documents, so layer specs name this module instead. The forward runs
-where each rank computes the attention of its own documents, for example with ``CAD(disaggregate=False)``. Where other
-ranks compute attention, the module only holds the learned sinks.
+Megatron's own DotProductAttention refuses packed documents. The forward here runs if each rank computes the attention
+of its own documents, for example with ``distca.CAD(disaggregate=False)``. If ranks compute attention for each other,
+this module only holds the learned sinks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class PackedAttention(MegatronModule):
     Attributes:
         layer: the layer's number in the whole model, from 0.
         kind: which keys a query of this layer sees, and how scores are scaled.
-        softmax_offset: [heads of this tensor-parallel rank] the learned sinks; None for a layer without sinks. A sink
-            is a score that joins a head's softmax without a value.
-        kernel: the attention kernel; ``CAD.attach`` sets ``kernel`` and ``timeline``.
-        timeline: where the kernel's time is recorded.
+        softmax_offset: [this rank's heads] the learned sinks, or None. A sink is one more score in a head's softmax,
+            without a value.
+        kernel: the attention kernel; set by ``CAD.attach``.
+        timeline: records the kernel's time; set by ``CAD.attach``.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
@@ -47,7 +47,7 @@ class PackedAttention(MegatronModule):
 
     @staticmethod
     def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
-        """Returns the parameter of the sinks, [heads of this tensor-parallel rank], with its initial values."""
+        """Returns a new parameter for the sinks of this rank's heads."""
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
@@ -64,7 +64,7 @@ class PackedAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns the sinks for a checkpoint, as this tensor-parallel rank's part of all heads."""
+        """Describes the sinks for a checkpoint: this tensor-parallel rank's part of all heads."""
         sinks = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             sinks, prefix, {"softmax_offset": 0}, sharded_offsets
@@ -79,17 +79,13 @@ class PackedAttention(MegatronModule):
         attention_mask: PackedMicroBatch,
         **_: Any,
     ) -> torch.Tensor:
-        """Computes attention inside each document.
+        """Returns [rows, 1, heads · head_dim] attention inside each document; zero in padding rows.
 
         Args:
             query: [rows, 1, heads, head_dim].
             key: [rows, 1, kv_heads, head_dim].
             value: [rows, 1, kv_heads, head_dim].
-            attention_mask: the micro-batch, whose ``attend`` computes attention of its documents. Rows beyond its
-                ``rows`` are padding.
-
-        Returns:
-            [rows, 1, heads · head_dim]; zero in padding rows.
+            attention_mask: the micro-batch; rows beyond ``attention_mask.rows`` are padding.
         """
         assert self.kernel is not None and self.timeline is not None
         rows, padding = attention_mask.rows, len(query) - attention_mask.rows
@@ -98,8 +94,8 @@ class PackedAttention(MegatronModule):
         o = attention_mask.attend(self.kernel, q, k, v, self.kind, timer, self.softmax_offset)
         if padding:
             padded = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
-            # Backward of the output projection reads ``padded``, and backward of the kernel reads ``o``. To save
-            # memory ``o`` is freed here, and backward copies its rows back from ``padded``.
+            # The output projection saves ``padded`` for backward, and the kernel saves ``o``. To save memory ``o`` is
+            # freed here, and backward copies it back from ``padded``.
             forget_until_backward(o, partial(_fill_rows, padded.detach()), padded)
             o = padded
         return o.flatten(1).unsqueeze(1)

@@ -1,8 +1,8 @@
 """RoPE for models whose layers may rotate queries and keys by different angles, or not at all.
 
-A GPTModel has one rotary embedding, whose output every layer receives. A :class:`LayerRotary` takes the embedding's
-place. From each row's position in its document, all distinct rotations are computed once for each micro-batch. Layers
-look up their rotation in the resulting :class:`RowRotations`. A layer without positions has a rotation by angle zero.
+A GPTModel gives the output of one rotary embedding to all layers. :class:`LayerRotary` takes that embedding's place. It
+computes all distinct rotations once for each micro-batch, from each row's position in its document. A layer looks up
+its own in the resulting :class:`RowRotations`. A layer without positions rotates by zero.
 
 Shape suffixes: N rows (tokens), E rotated pairs of a head.
 """
@@ -22,31 +22,30 @@ from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.steps.batch_context import gather_nano_rows
 
 _NONE, _OWN = object(), object()
-"""Marks: a layer without positions, and a layer that uses the embedding with which the model was built."""
+"""Marks of layers: one without positions, and one that uses the model's own embedding."""
 
 
 @dataclass(frozen=True)
 class RowRotations:
-    """The rotations of some rows, such as those of a micro-batch, in all layers of a pipeline stage.
+    """The rotations of some rows in all layers of a pipeline stage.
 
     Attributes:
         rotations: the distinct rotations.
-        of_layer: for each layer's number, the index of its rotation in ``rotations``. Megatron numbers layers from 1.
+        of_layer: a layer's number (from 1), and the index of its rotation in ``rotations``.
     """
 
     rotations: tuple[Rotation, ...]
     of_layer: dict[int, int]
 
     def of(self, layer_number: int) -> Rotation:
-        """Returns the rotation of a layer."""
         return self.rotations[self.of_layer[layer_number]]
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowRotations]:
-        """Returns the rotations of each *nano-batch*. A micro-batch is one nano-batch, or is split into two.
+        """Returns the rotations of each *nano-batch*: of the whole micro-batch, or of its two parts.
 
         Args:
             nano_rows: number of rows of each nano-batch.
-            chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without it.
+            chunks: number of ranks over which sequence parallelism splits the rows; 1 without it.
         """
 
         def gather(x: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
@@ -65,9 +64,7 @@ class LayerRotary(torch.nn.Module):
     """Takes the place of a model's rotary embedding, and returns :class:`RowRotations`.
 
     Args:
-        own: the embedding with which the model was built; None if the model was built without positions.
-        config: Megatron's configuration.
-        options: the model's options.
+        own: the model's own embedding, or None.
         layers: numbers of this stage's layers, from 1.
     """
 
@@ -78,7 +75,7 @@ class LayerRotary(torch.nn.Module):
         assert config.kv_channels is not None
         self._head_dim, self._interleaved = config.kv_channels, config.rotary_interleaved
         self._query_scaling = options.query_scaling
-        # ``needs_lengths`` must be equal on all stages, so the value is computed from the layers of all stages.
+        # ``needs_lengths`` must be equal on all stages, so the layers of all stages are read.
         rotaries = [_of_layer(config, options, number) for number in range(1, config.num_layers + 1)]
         every = _different(rotaries)
         made = [self._embedding(each, own) for each in every]
@@ -90,7 +87,7 @@ class LayerRotary(torch.nn.Module):
         self._positions: torch.Tensor | None = None
 
     def _embedding(self, rotary: Any, own: PositionRotary | None) -> tuple[PositionRotary | None, float]:
-        """Returns the embedding that computes a rotation's angles, and the factor on cosines and sines."""
+        """Returns the embedding that computes the angles, and the factor on cosines and sines."""
         if rotary is _NONE:
             return None, 1.0
         if rotary is _OWN:
@@ -104,7 +101,7 @@ class LayerRotary(torch.nn.Module):
 
         Args:
             positions: [rows] int64 position of each row in its document.
-            lengths: [rows] int64 length of each row's document in tokens; read only if ``needs_lengths``.
+            lengths: [rows] int64 tokens of each row's document; read if ``needs_lengths``.
 
         Raises:
             SupportError: lengths are needed and not given.
@@ -115,11 +112,10 @@ class LayerRotary(torch.nn.Module):
                 embedding.set_positions(positions, lengths)
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Returns 0: GPTModel asks for a length, but angles depend on positions alone."""
+        """Returns 0. GPTModel asks for a length, but angles depend on positions alone."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> RowRotations:
-        """Returns the rotations of the rows whose positions were set."""
         assert self._positions is not None, "set_positions was not called for this micro-batch"
         scale = None if self._query_scaling is None else query_scale(self._query_scaling, self._positions)
         rotations = tuple(
@@ -153,10 +149,10 @@ def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> 
 
 
 def query_scale(scaling: QueryScaling, positions: torch.Tensor) -> torch.Tensor:
-    """Returns [rows] float32 factors on queries.
+    """Returns [rows] float32 factors on queries: 1 + beta · ln(1 + floor(position / original length)).
 
     Args:
-        scaling: the slope and the original length in the formula.
+        scaling: beta and the original length.
         positions: [rows] int64 position of each row in its document.
     """
     return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.original_length))

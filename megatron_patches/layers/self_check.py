@@ -1,8 +1,7 @@
 """Compares the GPU operations of a model's layers with float64 on small inputs, before the layers are built.
 
-The operations are this project's fused ones, such as RMSNorm and SwiGLU, and the matrix products of Transformer
-Engine's linear layers. The constructor of ``distca.CAD``, the object that a training script makes, calls
-:func:`check_layers`.
+The operations are this project's fused ones, such as RMSNorm, and the matrix products of Transformer Engine. The
+constructor of ``distca.CAD`` calls :func:`check_layers` in training scripts.
 """
 
 from __future__ import annotations
@@ -21,20 +20,15 @@ from megatron_patches.patches.fused_ops import gate_of
 from megatron_patches.steps.plan_options import attention_shape
 
 _products_checked: set[str] = set()
-"""The FP8 formats and recipes for which Transformer Engine's products were found right in this process."""
+"""The FP8 formats and recipes for which Transformer Engine's products were right in this process."""
 _check_operations = cache(check_operations)
 
 
 def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> None:
-    """Compares fused operations with float64, and Transformer Engine's products where the layers use them.
+    """Compares fused operations with float64, and with ``te`` Transformer Engine's products too.
 
-    A fused operation that is wrong is replaced by torch's own, with a warning. All ranks call this function together.
-    Without a GPU nothing is compared, as no operation is fused there.
-
-    Args:
-        config: the model's configuration.
-        device: this rank's device.
-        te: whether the layers get Transformer Engine's linear layers.
+    A wrong fused operation is replaced by torch's own, with a warning. All ranks call this function together. Without
+    a GPU it does nothing.
 
     Raises:
         SupportError: on all ranks, if Transformer Engine's products are wrong on any rank.

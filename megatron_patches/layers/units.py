@@ -1,11 +1,11 @@
 """Groups a model's layers into units, each with one mixer, for the runner of layers (``distca/runtime/ping_pong.py``).
 
-A *mixer* is attention or a recurrence. The *core* of a mixer is the part without projections, which other ranks may
-compute. A *unit* is a mixer with all MLPs and experts up to the next mixer. A layer of a GPTModel is a unit.
-In a HybridModel mixers and MLPs are separate layers, so a unit may have several layers.
+A *mixer* is attention or a recurrence. Its *core* is softmax(QKᵀ)V, or the recurrence without its projections; other
+ranks may compute the core. A *unit* is a mixer with all MLPs and experts up to the next mixer. A layer of a GPTModel is
+a unit. A HybridModel has mixers and MLPs as separate layers, so a unit may have several layers.
 
-The rows of a micro-batch are one *nano-batch*, or are split into two. For each nano-batch the runner calls ``pre`` of a
-unit, has the core computed, and calls ``post``.
+A micro-batch is one *nano-batch*, or is split into two. For each nano-batch the runner calls a unit's ``pre``, has the
+core computed, and calls ``post``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class Unit:
 
     Attributes:
         mixer: the layer with attention or a recurrence.
-        before: layers with an MLP alone that come before the first mixer of a pipeline stage; empty in all units but
-            the first.
-        behind: the layers whose MLPs follow the mixer. In a GPTModel the mixer's layer itself.
+        before: the layers ahead of a stage's first mixer, which have an MLP alone; empty in all units but the first.
+        behind: the layers with the MLPs behind the mixer. In a GPTModel this is ``mixer`` itself.
     """
 
     mixer: Any
@@ -57,7 +56,7 @@ def units_in(layers: Iterable[Any]) -> list[Unit]:
 class _Bound:
     """A unit with the rotations of one micro-batch.
 
-    In methods, ``hidden`` is [rows, 1, hidden], the rows of nano-batch number ``nano`` (0 or 1).
+    In methods, ``hidden`` is [rows, 1, hidden], the rows of nano-batch ``nano`` (0 or 1).
 
     Attributes:
         unit: the unit's layers.
@@ -70,11 +69,11 @@ class _Bound:
     balance: MicroBatchBalance | None
 
     def post(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """Computes everything behind the core; returns [rows, 1, hidden] of the unit's last layer.
+        """Returns the unit's output, [rows, 1, hidden].
 
         Args:
             o: the core's output.
-            residual: the first tensors that ``pre`` returned, all but the core's inputs.
+            residual: the tensors that ``pre`` returned ahead of the core's inputs.
             nano: number of the nano-batch.
         """
         last, nano_batch = self.unit.mixer, self._nano_batch(nano)
@@ -90,8 +89,8 @@ class _Bound:
         return any(layer.has_exchanges for layer in self.unit.behind)
 
     def post_parts(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> Parts:
-        """Computes what :meth:`post` does, as a generator. In each layer with experts the generator yields twice: while
-        rows travel to experts, and while outputs travel back."""
+        """:meth:`post` as a generator. In each layer with experts it yields twice: while rows travel to experts, and
+        while outputs travel back."""
         last, nano_batch = self.unit.mixer, self._nano_batch(nano)
         branch, hidden = last.mixed(o, *residual)
         for last in self.unit.behind:
@@ -114,13 +113,16 @@ class BoundUnit(_Bound):
 
     @property
     def sink(self) -> torch.Tensor | None:
-        """[heads] the learned sinks of this rank's heads; None for a layer without sinks."""
+        """[this rank's heads] the learned sinks, which are further scores in the softmax; None without sinks."""
         sink: torch.Tensor | None = self.unit.mixer.self_attention.core_attention.softmax_offset
         return sink
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Computes everything before core attention; returns tensors for :meth:`post`, then queries, then keys and
-        values in one tensor."""
+        """Computes everything before core attention.
+
+        Returns:
+            Tensors for :meth:`post`, then queries, then keys and values in one tensor.
+        """
         mixer = self.unit.mixer
         made: tuple[torch.Tensor, ...] = mixer.pre(
             self._first(hidden, nano), self.rotations[nano].of(mixer.layer_number)
@@ -130,7 +132,7 @@ class BoundUnit(_Bound):
 
 @dataclass(frozen=True)
 class BoundRecurrentUnit(_Bound):
-    """A unit with a recurrence, which reads no rotations."""
+    """A unit with a recurrence, to which RoPE does not apply."""
 
     @property
     def recurrence(self) -> Recurrence:
@@ -146,12 +148,16 @@ class BoundRecurrentUnit(_Bound):
 
     @property
     def core_parameters(self) -> CoreParameters:
-        """The weights of the core for this rank's heads."""
+        """The core's weights for this rank's heads."""
         parameters: CoreParameters = self.unit.mixer.core_parameters
         return parameters
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Computes everything before the core; returns tensors for :meth:`post`, then the core's inputs."""
+        """Computes everything before the core.
+
+        Returns:
+            Tensors for :meth:`post`, then the core's inputs.
+        """
         made: tuple[torch.Tensor, ...] = self.unit.mixer.pre(self._first(hidden, nano))
         return made
 
@@ -159,13 +165,7 @@ class BoundRecurrentUnit(_Bound):
 def bound_units(
     layers: Iterable[Any], rotations: Sequence[RowRotations], balance: MicroBatchBalance | None
 ) -> list[BoundUnit | BoundRecurrentUnit]:
-    """Returns the units of a pipeline stage's layers, for one micro-batch.
-
-    Args:
-        layers: the stage's layers.
-        rotations: RoPE's rotations of each nano-batch's rows.
-        balance: object in which routers count rows; None in models without experts.
-    """
+    """Returns the units of a pipeline stage's layers; the other arguments are attributes of ``_Bound``."""
     return [
         (BoundRecurrentUnit if hasattr(unit.mixer, "recurrence") else BoundUnit)(unit, rotations, balance)
         for unit in units_in(layers)
