@@ -1,12 +1,11 @@
 """Exchanges of rows between ranks: the rows that each rank sends, receives and keeps for attention.
 
-The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention, for tasks: ranges of
-query rows of one document. Rows of q go from homes to servers in one exchange, and rows of k and v in another.
-``routes.py`` makes exchanges for each *nano-batch*, a whole micro-batch or one of its two parts. On the way back, o and
-gradients take the same exchange with source and destination swapped.
+The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A *task* is a range of
+query rows of one document on one server. A *nano-batch* is a whole micro-batch, or one of its two parts.
 
-Rows that follow each other in a tensor move together, as a *segment*. So a transfer is a short list of row ranges,
-without an index for each row.
+In each nano-batch, q goes from homes to servers in one exchange, and k and v in another exchange. o and gradients
+return by the same exchanges, with source and destination swapped. An exchange is a list of *segments*: ranges of rows
+that follow each other in both tensors.
 
 Array legend: R ranks, T tasks, N segments or pieces; all arrays are int64.
 """
@@ -24,7 +23,7 @@ from distca.plan.sorting import order_by
 
 @dataclass(frozen=True)
 class Segments:
-    """Row ranges that move, sorted by (peer, destination). Array legend: N segments; all arrays are int64.
+    """Ranges of rows that move, sorted by (peer, destination).
 
     Attributes:
         peer: [N] the rank at the other end.
@@ -43,7 +42,7 @@ class Segments:
 
     @staticmethod
     def none() -> Segments:
-        """Returns an empty list of segments."""
+        """Returns no segments."""
         empty = np.zeros(0, np.int64)
         return Segments(empty, empty, empty, empty)
 
@@ -67,28 +66,28 @@ class Segments:
 
 @dataclass(frozen=True)
 class RowExchange:
-    """The way of q rows, or of k and v rows, from homes to servers, seen from one rank.
+    """One rank's part of an exchange of q rows, or of k and v rows.
 
-    A kernel reads one *region* of k,v rows for each task. A server receives each row once. While the server computes,
-    it copies rows that several tasks share to the regions of these tasks.
+    The rank has a home tensor, from which rows are sent, and a server buffer, in which each row arrives once. A kernel
+    reads one *region* of k,v rows for each task. If tasks share rows, the server copies rows from its buffer to the
+    regions.
 
     Attributes:
-        source_rows: rows of this rank's home tensor.
-        destination_rows: rows of this rank's buffer as a server; each of them arrives once.
-        send: home rows of this rank that other servers need.
-        receive: rows that other homes send to this server.
-        keep: home rows of this rank that the rank needs as a server.
-        repeat: copies from the server buffer to the regions of tasks; in backward, gradients of all copies of a row are
-            added up. Empty if the buffer already consists of the regions.
-        before: copies from the server buffer of the previous nano-batch to the regions of tasks; in backward, gradients
-            of copies are added to the gradients of that buffer.
-        travelling: rows that travel between any two ranks. The number is the same on every rank, so all ranks know when
-            to leave an exchange out.
-        ahead_at_server: [R] int64 rows that each server receives from homes below this rank. Receivers pack rows by
-            sender, so this rank's rows begin there.
-        ahead_at_home: [R] int64 rows that each home gets back from servers below this rank.
-        most_to_server: rows that the busiest server receives from other ranks; the same on every rank.
-        most_to_home: rows that the busiest home gets back from other ranks; the same on every rank.
+        source_rows: rows of the home tensor.
+        destination_rows: rows of the server buffer.
+        send: rows that this home sends to other servers.
+        receive: rows that this server receives from other homes.
+        keep: rows from this rank's home tensor to its own server buffer.
+        repeat: copies from the server buffer to regions. In backward, the gradients of a row's copies are added. Empty
+            if the buffer already consists of the regions.
+        before: copies from the previous nano-batch's server buffer to regions. In backward, their gradients are added
+            to that buffer's gradients.
+        travelling: rows that travel between all ranks together. If the number is 0, all ranks leave the exchange out.
+        ahead_at_server: [R] rows that each server receives from ranks below this rank. A server stores received rows in
+            the order of senders, so this rank's rows begin there.
+        ahead_at_home: [R] rows that each home gets back from ranks below this rank.
+        most_to_server: the most rows that any server receives from other ranks.
+        most_to_home: the most rows that any home gets back from other ranks.
     """
 
     source_rows: int
@@ -107,7 +106,7 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Row ranges that servers read, for all ranks. Array legend: N pieces; all arrays are int64.
+    """Ranges of rows that servers read, for all ranks; N pieces.
 
     Attributes:
         sender: [N] rank that has the rows.
@@ -127,14 +126,14 @@ class Pieces:
     def of(
         reads: Reads, begin: np.ndarray, offset: np.ndarray, shards: Shards, links: Links | None = None, ranks: int = 1
     ) -> tuple[Pieces, Pieces]:
-        """Returns the pieces of ``reads`` that come from home, and the pieces that come from a *gateway*.
+        """Returns the pieces that servers receive from homes, and the pieces that servers receive from *gateways*.
 
-        A gateway is a server that received the rows from another node, and hands them on inside its own node.
+        A gateway is a server that receives rows from another node, and sends them on to servers of its own node.
 
         Args:
             reads: the ranges of home rows that tasks read.
-            begin: [T] first row that each task reads.
-            offset: [T] where this row is in the server's buffer.
+            begin: [T] first position that each task reads in its document.
+            offset: [T] row of this position in the server's buffer.
             shards: the home rank and row of every range of a document.
             links: which ranks share a node; None if all ranks share one.
             ranks: R.
@@ -156,7 +155,7 @@ class Exchanges:
     Args:
         pieces: the row ranges that servers read.
         source_rows: [R] rows of every sender's tensor.
-        only: the one rank whose exchange will be asked for, which saves time; None if any rank may be asked for.
+        only: the rank whose exchange will be asked for, which saves time; None for any rank.
     """
 
     def __init__(self, pieces: Pieces, source_rows: np.ndarray, only: int | None) -> None:
@@ -173,9 +172,7 @@ class Exchanges:
         self._to_home = _Arrivals(server, home, rows, ranks, only)
 
     def of(self, rank: int, destination_rows: int, repeat: Segments, before: Segments) -> RowExchange:
-        """Returns the exchange of one rank, whose buffer as a server has ``destination_rows``.
-
-        ``repeat`` and ``before`` are fields of :class:`RowExchange`."""
+        """Returns one rank's part; for the arguments see :class:`RowExchange`."""
         send, keep = self._by_home.of(rank)
         receive, _ = self._by_server.of(rank)
         return RowExchange(
@@ -195,10 +192,10 @@ class Exchanges:
 
 
 class _Grouped:
-    """The segments of all ranks, grouped by ``owner`` [N], the rank at this end.
+    """The segments of all ranks, grouped by ``owner`` [N]: the sender if peers receive, else the receiver.
 
     Segments that continue each other become one segment. Example: rows 0 to 3 go to rows 10 to 13 of a peer, and rows 4
-    and 5 go to rows 14 and 15. They become one segment of 6 rows."""
+    and 5 go to rows 14 and 15. Together they are one segment of 6 rows."""
 
     def __init__(self, owner: np.ndarray, segments: Segments, ranks: int, only: int | None) -> None:
         if only is None:
@@ -221,7 +218,7 @@ class _Grouped:
         self._bounds = np.searchsorted(owner[heads], np.arange(ranks + 1))
 
     def of(self, rank: int) -> tuple[Segments, Segments]:
-        """Returns the rank's segments with other ranks, and its segments with itself."""
+        """Returns the rank's segments with other ranks as peers, and those with itself as peer."""
         mine = self._segments.between(*self._bounds[rank : rank + 2].tolist())
         low, high = np.searchsorted(mine.peer, (rank, rank + 1)).tolist()
         others = np.concatenate((np.arange(low), np.arange(high, len(mine))))
@@ -229,11 +226,11 @@ class _Grouped:
 
 
 class _Arrivals:
-    """Counts the rows that reach each rank from other ranks, for [N] pieces with a sender and a receiver each.
+    """Counts the rows of N pieces that travel from ``sender`` to ``receiver``.
 
     Attributes:
-        total: rows at all receivers together.
-        most: most rows at one receiver.
+        total: rows of all pieces.
+        most: the most rows at one receiver.
     """
 
     def __init__(

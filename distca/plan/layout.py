@@ -1,15 +1,18 @@
 """Layouts: the home rank and row of every token of a nano-batch.
 
-A micro-batch is a list of documents whose rows lie on several ranks, their *homes*. It is computed as one or two
-*nano-batches*, ping and pong: the transfers of one run beside the computation of the other. Each nano-batch has a
-layout, for example from ``place/lay_out.py``. A *server* is a rank that computes attention.
+The *home* of a token is the rank that holds the token's row. A micro-batch is computed in one or two parts, the
+*nano-batches* ping and pong. Each nano-batch has a layout.
 
-A document may have its first rows in ping and its last rows in pong. The queries in pong then need the keys and values
-of the first rows too. In pong's layout these rows are *carried*: they stay on the ranks that have them since ping.
+A document may have its first rows in ping and its last rows in pong. The queries in pong then also need the keys and
+values of the first rows. These k,v rows are *carried*: they stay on their homes, and are in pong's layout too.
 
-Example: a document of 6 rows on two ranks, cut at row 4. In ping, rank 0 has rows 0 and 1, and rank 1 has rows 2 and 3.
-In pong, rank 0 has row 4 and rank 1 has row 5. Then the k,v rows of pong are 0, 1, 4 on rank 0, and 2, 3, 5 on rank 1.
-Rows 0 to 3 are carried.
+Example: a document of 6 rows is on two ranks.
+
+| | rank 0 | rank 1 |
+|---|---|---|
+| query rows in ping | 0, 1 | 2, 3 |
+| query rows in pong | 4 | 5 |
+| k,v rows in pong | 0, 1 (carried), 4 | 2, 3 (carried), 5 |
 
 Array legend: D documents of the micro-batch, S shards, R ranks, N ranges. All arrays are int64.
 """
@@ -25,14 +28,14 @@ from distca.plan.sorting import order_by
 
 @dataclass(frozen=True)
 class Shards:
-    """Contiguous token ranges of documents and their home ranks, sorted by (document, start).
+    """Ranges of documents, each on one home rank, sorted by (document, start).
 
     Attributes:
         document: [S] index of the document in the micro-batch.
-        start: [S] first token of the range, as a position in the document.
-        stop: [S] one past the last token.
+        start: [S] first position of the range in the document.
+        stop: [S] one past the last position.
         rank: [S] home rank.
-        row: [S] row of token ``start`` in the home rank's tensor.
+        row: [S] row of position ``start`` in the home rank's tensor.
     """
 
     document: np.ndarray
@@ -45,7 +48,7 @@ class Shards:
         return len(self.document)
 
     def on_rank(self, rank: int) -> Shards:
-        """Returns the shards that lie on ``rank``, ordered by row."""
+        """Returns the shards on ``rank``, ordered by row."""
         mine = np.flatnonzero(self.rank == rank)
         mine = mine[np.argsort(self.row[mine], kind="stable")]
         return Shards(*(column[mine] for column in self.columns()))
@@ -71,13 +74,12 @@ def overlaps(
     Returns:
         Three arrays with an element for each pair: index of the range, index of the shard, rows in common.
     """
-    # The shards of a range follow each other: "count" shards, from index "low" on. If a document has several shards,
-    # the ends of the range are searched. For the search, (document, position) is one number, document * span +
-    # position.
+    # A range is paired with "count" shards, from index "low" on. At first these are all shards of the document.
     shards_of = np.bincount(shards.document, minlength=int(document.max(initial=-1)) + 1)
     low = (np.cumsum(shards_of) - shards_of)[document]
     count = shards_of[document]
-    # Most documents have one shard, and their ranges need no search.
+    # If a document has several shards, both ends of the range are searched. For the search, a document and a position
+    # become one number, document * span + position.
     cut = np.flatnonzero(count > 1)
     if len(cut):
         document, span = document[cut], int(max(stop.max(), shards.stop.max())) + 1
@@ -95,19 +97,19 @@ def overlaps(
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The rows that one nano-batch computes, the k,v rows that it needs for these, and the homes of all.
+    """The query rows of one nano-batch, the k,v rows that these queries see, and the homes of both.
 
-    A layout is equal only to itself, so that it can be a key of a dictionary.
+    A layout is equal only to itself, and can be a key of a dictionary.
 
     Attributes:
-        ranks: number of home ranks; also the number of servers.
-        first: [D] position of each document's first row that is computed in this nano-batch.
-        last: [D] one past the last row; ``first == last`` for a document without rows here.
-        q: shards of the query rows, covering [first, last) of every document.
-        kv: shards of the key/value rows, covering [0, last) of every document with rows here. ``row`` counts a rank's
-            k,v rows: first its carried rows, then its own rows in the order of ``q``.
-        q_rows: [R] query rows of each rank.
-        carried_rows: [R] carried rows of each rank.
+        ranks: R; each rank may compute attention.
+        first: [D] position of each document's first query row in this nano-batch.
+        last: [D] one past the last query row; ``first == last`` for a document without query rows here.
+        q: shards of the query rows [first, last) of every document.
+        kv: shards of the k,v rows [0, last) of every document with query rows here. A rank's k,v tensor has the carried
+            rows first, then the k,v rows of its query rows.
+        q_rows: [R] number of query rows of each rank.
+        carried_rows: [R] number of carried rows of each rank.
     """
 
     ranks: int
@@ -120,25 +122,25 @@ class Layout:
 
     @property
     def kv_rows(self) -> np.ndarray:
-        """Returns [R] k,v rows of each rank: carried rows and own rows."""
+        """Returns [R] number of k,v rows of each rank."""
         return self.carried_rows + self.q_rows
 
     @property
     def tokens(self) -> int:
-        """Returns the query rows of all ranks together."""
+        """Returns the number of query rows of all ranks together."""
         return int(self.q_rows.sum())
 
     @property
     def carried(self) -> np.ndarray:
-        """Returns [S] bool: whether each shard of ``kv`` is carried from the previous nano-batch."""
+        """Returns [S] bool, whether each shard of ``kv`` is carried."""
         return np.asarray(self.kv.row < self.carried_rows[self.kv.rank])
 
     def within(self, window: int) -> Layout:
-        """Returns the layout for a kind of layer whose queries see ``window`` keys; 0 for all keys.
+        """Returns the layout without the carried rows that no query sees.
 
-        Carried rows that no query of this nano-batch sees are left out."""
-        # Each document keeps the ``window`` - 1 rows before its first row here. Then the k,v rows of each rank are
-        # numbered anew: first carried rows, then own rows.
+        ``window`` is the number of keys that a query sees; 0 for all keys."""
+        # Queries see the "window" - 1 rows before their document's first query row. Of carried rows only these are
+        # left. Then all k,v rows of a rank get new row numbers.
         carried = self.carried
         if not window or not carried.any():
             return self
@@ -155,8 +157,7 @@ class Layout:
         return replace(self, kv=Shards(document, start, stop, rank, row), carried_rows=carried_rows)
 
     def carried_from(self, previous: Layout | None, rank: int) -> list[tuple[int, int]]:
-        """Returns, in order, the rows of the ``previous`` nano-batch that ``rank`` carries over, as ranges (begin,
-        end)."""
+        """Returns the carried rows of ``rank`` as ranges (begin, end) of the previous nano-batch's query rows."""
         if previous is None or not self.carried_rows[rank]:
             return []
         here = self.kv.on_rank(rank)

@@ -1,8 +1,10 @@
 """The effects of a plan: seconds of each server, rows that travel and their memory, and a bound on any plan's time.
 
-The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention; a *task* is a range of
-query rows of one document on one server. A *gateway* is a server that receives key/value rows from another node, and
-hands them on to other servers of its own node.
+- A *nano-batch* is a whole micro-batch, or one of its two parts. It has one plan.
+- The *home* of a row is the rank that holds the row.
+- A *server* is a rank that computes attention.
+- A *task* is a range of query rows of one document on one server.
+- A *gateway* is a server that receives key/value rows from another node, and sends them on to servers of its own node.
 
 Array legend: R ranks, P pairs of ranks, K kinds of attention layers, N ranges of rows. Rows are int64, seconds float64.
 """
@@ -22,20 +24,18 @@ from distca.plan.plan import Plan
 from distca.plan.sorting import order_by
 
 _LEAST_GB = 0.25
-"""The least memory for received rows, in GiB. If a rank has few tokens, it may receive more than 4.5 times its
-tokens."""
+"""The least memory for received rows, in GiB. The usual 4.5 rows per token can be too few if a rank has few tokens."""
 
 
 @dataclass(frozen=True)
 class PairRows:
-    """The rows that travel between each pair of ranks. Pairs are sorted, and pairs without rows are left out. All
-    arrays are int64.
+    """The rows that travel from one rank to another, for each sorted pair of ranks with at least one row.
 
     Attributes:
         ranks: R.
-        home: [P] the rank that sends: a home, or a gateway.
-        server: [P] the rank that receives.
-        rows: [P] rows of each pair, at least 1.
+        home: [P] sender: a home, or a gateway.
+        server: [P] receiver.
+        rows: [P] number of rows.
     """
 
     ranks: int
@@ -59,19 +59,19 @@ class PairRows:
         return np.bincount(self.server, self.rows, self.ranks).astype(np.int64)
 
     def between(self, group: np.ndarray) -> PairRows:
-        """Returns the pairs whose ranks are in different groups; ``group`` [R] is the group of every rank."""
+        """Returns the pairs of ranks in different groups; ``group`` [R] is the group of every rank."""
         far = group[self.home] != group[self.server]
         return PairRows(self.ranks, self.home[far], self.server[far], self.rows[far])
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The rows that travel between ranks for one plan, on the way to servers.
+    """The rows that travel to servers for one plan.
 
     Attributes:
-        q: query rows from homes to servers.
-        kv: key/value rows from homes to servers.
-        relay: key/value rows from gateways to other servers of their nodes; they are not in ``kv``.
+        q: query rows from homes.
+        kv: key/value rows from homes.
+        relay: key/value rows from gateways.
     """
 
     q: PairRows
@@ -93,10 +93,13 @@ class Traffic:
         return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
     def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
-        """Returns [R] int64 bytes that every rank sends or receives, whichever is more.
+        """Returns [R] int64 bytes that every rank sends, or receives if these are more.
 
-        A query row takes ``q_out`` bytes to the server, and its result ``q_back`` bytes home. A key/value row takes
-        ``kv_out`` bytes to the server."""
+        Args:
+            q_out: bytes of a query row to the server.
+            q_back: bytes that return home for a query row.
+            kv_out: bytes of a key/value row to the server.
+        """
         kv_sent, kv_received = self.kv.sent + self.relay.sent, self.kv.received + self.relay.received
         sent = self.q.sent * q_out + self.q.received * q_back + kv_sent * kv_out
         received = self.q.received * q_out + self.q.sent * q_back + kv_received * kv_out
@@ -104,16 +107,15 @@ class Traffic:
 
 
 def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """Returns [R] attention seconds of every server; "both" adds forward and backward.
+    """Returns [R] attention seconds of every server in one layer; "both" adds forward and backward.
 
-    ``cost`` is the cost model of all kinds of layers, or a sequence with one for each kind."""
+    ``cost`` is one cost model, or a sequence with a cost model for each kind of layer."""
     costs = cost if isinstance(cost, Sequence) else (cost,)
     return np.asarray(seconds_by_kind(plan, costs, direction).sum(axis=0))
 
 
 def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """Returns [K, R] attention seconds of every server in the layers of each kind; with one cost, [1, R] for all
-    tasks."""
+    """Returns [K, R] attention seconds of every server, by kind of layer; with one cost, [1, R] for all tasks."""
     tasks, ranks = plan.tasks, plan.layout.ranks
     found = np.zeros((len(costs), ranks))
     for number, cost in enumerate(costs):
@@ -124,10 +126,9 @@ def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction
 
 
 def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Returns [R] k,v rows in the buffer of each server, and [R] rows of copies for its tasks.
+    """Returns two [R] arrays: k,v rows in each server's buffer, and rows that the server copies for its tasks.
 
-    Copies are made if tasks read the same rows, or rows from the previous nano-batch; otherwise the second number is
-    0."""
+    A server copies rows if tasks share rows, or need rows from the previous nano-batch; else it copies 0 rows."""
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
     kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
     regions = np.bincount(tasks.server, plan.region_rows, ranks).astype(np.int64)
@@ -143,12 +144,11 @@ def imbalance(seconds: np.ndarray) -> float:
 def traffic(plan: Plan, links: Links | None = None) -> Traffic:
     """Returns the rows that travel for ``plan``.
 
-    Rows that a server holds as a home, or from the previous nano-batch, do not travel. A k,v row travels to a server
-    once, even if several tasks of the server read it.
+    A k,v row travels to a server once, even if several tasks of the server read it.
 
     Args:
         plan: over R ranks.
-        links: which ranks share a node; k,v rows then travel once to each node. None if all ranks share one.
+        links: which ranks share a node, so that gateways can be chosen; None if all ranks share one.
     """
     ranks, reads = plan.layout.ranks, plan.q_reads
     q = pair_rows(reads.home, reads.server, reads.rows, ranks)
@@ -160,8 +160,8 @@ def traffic(plan: Plan, links: Links | None = None) -> Traffic:
 
 
 def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -> PairRows:
-    """Adds up [N] rows for each pair of ranks; rows that stay on their rank are left out."""
-    # A pair becomes one number, home * ranks + server. Rows with equal numbers are added.
+    """Adds up [N] ``rows`` for each pair of ``home`` and ``server``; rows that stay on their rank are left out."""
+    # To sort pairs, each pair becomes one number.
     away = np.flatnonzero(home != server)
     pair, rows = (home * ranks + server)[away], rows[away]
     order = order_by(pair)
@@ -173,20 +173,18 @@ def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int
 
 
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
-    """Returns the least seconds that the slowest server can need, whatever the plan.
+    """Returns a lower bound on the seconds of the slowest server, for any plan.
 
-    The result is the larger of two bounds. The first is the time of all work, if servers share it by their speed. The
-    second is the time of the longest document's last query row, which one server computes. "both" adds the bounds of
-    forward and backward.
+    The result is the larger of two bounds. One is the time of all work, divided in proportion to the servers' speeds.
+    The other is the time of the costliest query row. "both" adds the bounds of forward and backward.
 
     Args:
         layout: the nano-batch.
         cost: seconds per task.
         direction: forward, backward or both.
     """
-    # For each cost table and direction, "work" is the seconds of all documents on one server, and "row" the seconds of
-    # the dearest last row. A server does the fraction 1 / work of everything in a second; "speed" is the sum over all
-    # servers.
+    # work [tables, directions]: seconds of all documents on one server. row: seconds of the costliest row. speed: the
+    # fraction of all documents that all servers together compute in a second.
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * layout.ranks)
@@ -197,18 +195,16 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
 
 
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:
-    """Returns the GiB of memory for received rows.
+    """Returns the GiB of memory for the rows that a rank receives.
 
-    Two exchanges may be under way at a time, each with the rows of one nano-batch that the busiest rank receives. There
-    is room for the q, k and v rows of 4.5 times a rank's tokens, or 5 times with ``resend``. Plans without pipeline
-    stages fit into it, for the mixes of documents in tests/plan/test_receive_buffer.py.
+    The memory holds 4.5 rows of q, k and v per token of the rank, or 5 rows with ``resend``. Two nano-batches may
+    receive rows at a time. Plans without pipeline stages fit, for the documents in tests/plan/test_receive_buffer.py.
 
     Args:
         shape: heads of one rank.
         tokens: tokens of a micro-batch per rank.
         resend: whether backward sends q, k, v and o again, with dO.
-        sinks: whether heads have learned scores in the softmax. The log-sum-exp of each row's scores then comes home
-            with o, and goes out again with dO.
+        sinks: whether heads have learned scores in the softmax. The log-sum-exp of each row then travels with o and dO.
     """
     rows = (5.0 if resend else 4.5) * tokens
     lse = 4 * shape.heads if sinks and not resend else 0

@@ -1,16 +1,15 @@
 """The network between ranks: which ranks share a node, and where a server gets each row from.
 
-A *server* is a rank that computes attention; the *home* of a row is the rank that holds the row. Query rows come
-straight from home. A row of keys and values may take two hops: it crosses the network once to each node, to one server
-called the *gateway*, which hands the row on to other servers of the node.
+The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A *task* is a range of
+query rows of one document on one server. A *shard* is a range of a document's rows on one home.
 
-A home rank holds *shards*, ranges of documents. A server that reads a shard reads the shard's first rows, up to some
-row. So the server of a node that reads most of a shard has the rows of all others, and becomes the gateway. Example:
-home 0 on node A has rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8
-gets 10 rows from home 0, and server 9 gets 6 rows from server 8.
+Query rows come straight from home. Keys and values cross the network once to each node, to a server called the
+*gateway*. The gateway sends them on to other servers of its node. Example: home 0 on node A has a shard of rows [0,
+10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8 gets 10 rows from home 0, and
+server 9 gets 6 rows from server 8.
 
-If several servers read most, the gateway is the server whose number inside its node equals the home rank's, or the next
-one. So gateways are spread over ranks as homes are.
+The gateway is the node's server that reads most rows of the shard. All servers read a shard from its first row on, so
+the gateway has the rows of the others. With a window this is not so, and rows come straight from home.
 """
 
 from __future__ import annotations
@@ -25,18 +24,21 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _NVLINK = 360e9
-"""Bytes per second that a rank sends, and receives at the same time, inside a node: measured on H200s over NVLink
-(benchmarks/results/planner.md)."""
+"""Bytes per second that a rank sends inside a node while it receives as many. This is the rate of H200s over NVLink, as
+measured (benchmarks/results/planner.md)."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """The nodes of ranks, and how much a byte between nodes costs, compared with a byte inside a node.
+    """The nodes of ranks, and the price of bytes between nodes.
 
     Attributes:
         ranks_per_node: consecutive ranks that share a node; 0 if all ranks share one.
-        network_price: the price of a byte between nodes over the price of a byte inside a node. The default is about
-            360 GB/s of NVLink over 50 GB/s of network for each H200.
+        network_price: the time of a byte between nodes over the time of a byte inside a node; at least 1. The default
+            is for H200s with NVLink of 360 GB/s and a network of 50 GB/s.
+
+    Raises:
+        PlanError: ``ranks_per_node`` is negative, or ``network_price`` is below 1.
     """
 
     ranks_per_node: int = 0
@@ -54,27 +56,27 @@ class Links:
         return np.arange(ranks) // (self.ranks_per_node or ranks)
 
     def bytes_per_s(self, *, far: bool) -> float:
-        """Returns the bytes per second that a rank sends, and receives at the same time, inside a node; with ``far``,
-        between nodes."""
+        """Returns the bytes per second that a rank sends inside a node, or with ``far`` between nodes."""
         return _NVLINK / (self.network_price if far else 1.0)
 
     def may_relay(self, ranks: int) -> bool:
-        """Returns whether rows may take two hops: if there are several nodes with several ranks each."""
+        """Returns whether there can be gateways: with several nodes of several ranks each."""
         return 1 < self.ranks_per_node < ranks
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Ranges of home shards that servers read. Array legend: N pieces, each a range of one shard for one task; T tasks,
-    R ranks. Arrays are int64 unless noted.
+    """The rows that servers read, as *pieces*: each is a range of one shard for one task.
+
+    Array legend: N pieces, T tasks, R ranks. Arrays are int64 unless noted.
 
     Attributes:
         task: [N] index of the task that reads the piece.
-        shard: [N] index of the home shard.
+        shard: [N] index of the shard.
         home: [N] rank that holds the rows.
-        server: [N] rank that reads the rows; it may be the home rank.
-        rows: [N] rows of the piece.
-        straight: [N] bool, whether each piece must come from home; None if gateways may hand on any piece.
+        server: [N] rank that reads the rows; it may be the home.
+        rows: [N] number of rows.
+        straight: [N] bool, whether the piece must come straight from home; None if no piece must.
     """
 
     task: np.ndarray
@@ -86,22 +88,23 @@ class Reads:
 
     @staticmethod
     def of(tasks: Tasks, begin: np.ndarray, shards: Shards) -> Reads:
-        """Returns the reads of ``tasks``: each reads the rows from its ``begin`` [T] up to its stop."""
+        """Returns the reads of ``tasks``: task t reads the rows [begin[t], tasks.stop[t])."""
         task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
         return Reads(task, shard, shards.rank[shard], tasks.server[task], rows)
 
     def in_hops(self, links: Links | None, ranks: int) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
         """Returns which pieces come from home, and which come from a gateway.
 
-        Pieces that are not ``straight`` must be the first rows of their shards, with a different shard or server each.
+        Pieces that are not ``straight`` must begin with the first row of a shard. A server has one such piece of a
+        shard.
 
         Args:
             links: which ranks share a node; None if all ranks share one.
             ranks: R.
 
         Returns:
-            Three arrays of indices of pieces: pieces that come from home; pieces that gateways hand on; and for each
-            piece handed on, the piece with which its gateway got the rows.
+            Three arrays of indices of pieces: pieces that come from home; pieces that come from a gateway; and for each
+            piece from a gateway, the gateway's own piece.
         """
         none = np.zeros(0, np.int64)
         if links is None or not links.may_relay(ranks):
@@ -113,8 +116,9 @@ class Reads:
         if not len(far):
             return slice(None), none, none
         # Pieces that cross the network are sorted into groups of one shard and one node. The first piece of a group is
-        # the gateway's: it has most rows, and then the least "turn", the distance from the home's number in its node to
-        # the server's. The other pieces are handed on.
+        # the gateway's, and has the most rows. Among pieces with equal rows, the home's number inside its node decides:
+        # the server with this number comes first, then the server with the next number. This spreads gateways over
+        # ranks.
         rows, group = self.rows[far], self.shard[far] * (ranks // links.ranks_per_node + 1) + node[far]
         turn = (self.server[far] - self.home[far]) % links.ranks_per_node
         order = order_by(group, rows.max() - rows, turn)

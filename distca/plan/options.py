@@ -1,9 +1,10 @@
-"""The options of planning, with their checks. Each process makes the same plans from the same options.
+"""The options of planning, with their checks.
 
-The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention; a *task* is a range of
-query rows of one document on one server. All ranks of all pipeline stages are servers. There may be more servers,
-without a model, which hold no rows. ``step.py`` plans with these options, and for example
-``megatron_patches/steps/plan_options.py`` makes them.
+- The *home* of a row is the rank that holds the row. The ranks of all pipeline stages are homes.
+- A *server* is a rank that computes attention. All homes are servers. There may be more servers, without a model.
+- A *task* is a range of query rows of one document on one server.
+
+``step.py`` plans with these options. The same options and document lengths give the same plans on every rank.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ from distca.plan.network import Links
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of planning; the same on every rank. Array legend: R servers, C combinations.
+    """The options of planning. Array legend: R servers, C combinations.
 
-    A *combination* is the kinds of layers that the stages run at the same time.
+    All pipeline stages run their layer i at the same time. The kinds of these layers, one for each stage, are a
+    *combination*.
 
     Attributes:
         ranks: data-parallel ranks of a stage.
-        servers: servers without a model; they are numbered after all other ranks.
+        servers: number of servers without a model; they are numbered after all other ranks.
         cost: seconds per task.
         stages: pipeline stages.
-        nano_batches: 1, or 2 for ping and pong: two parts of a micro-batch, where the transfers of one run beside the
+        nano_batches: 1, or 2 if a micro-batch is computed in two parts. The transfers of one part then run beside the
             computation of the other.
-        align: rows of a nano-batch on a rank are a multiple of this, on all ranks but the last; itself a multiple of
-            ``shares``.
+        align: the rows of a nano-batch on a rank are a multiple of this, except on the last rank. ``align`` is a
+            multiple of ``shares``.
         shares: tensor-parallel ranks that split the rows of a home; 1 without sequence parallelism.
-        resend: whether homes send rows again for backward, which then has a plan of its own; must be True with several
-            stages.
+        resend: whether homes send rows again for backward, which then has its own plan; with several stages it must be
+            True. False lets servers keep the rows.
         disaggregate: False computes the attention of every row at its home.
-        tolerance: how far the slowest server may be above the mean, as a part of the mean; None takes a value for the
-            number of servers.
+        tolerance: the most that the slowest server may take above the mean, as a fraction of the mean. None takes a
+            value for the number of servers.
         links: which servers share a node, and prices of bytes between servers.
         kinds: the kinds of the model's attention layers; documents are placed for the first kind.
         costs: seconds per task for each kind; empty if all kinds have ``cost``.
         layer_kinds: for each stage and layer, the index of the layer's kind; empty if all layers have the first kind.
-        non_attention: seconds of linear layers, which are levelled together with attention; None levels attention
-            alone.
-        server_gb_s: GB/s over the network of a server without a model; 0 takes the rate of ``links``.
+        non_attention: seconds of linear layers, to be balanced together with attention; None balances attention alone.
         scheduler: plans one nano-batch, for tests; None takes the default scheduler.
+        server_gb_s: GB/s over the network of a server without a model; 0 takes the rate of ``links``.
 
     Raises:
-        PlanError: a size is below 1; ``servers`` is negative, or not 0 while attention stays at home; ``server_gb_s``
-            is negative. Several stages keep rows for backward, or have unequal numbers of layers. There are too few or
-            too many cost tables, factors or costs. A layer's kind is unknown.
+        PlanError: an option is out of its range. Several stages have ``resend`` False, or unequal numbers of layers.
+            ``cost``, ``costs`` or ``non_attention`` are for another number of servers, kinds or homes. A layer's kind
+            is unknown.
     """
 
     ranks: int
@@ -115,25 +116,25 @@ class PlanOptions:
 
     @cached_property
     def server_cost(self) -> CostModel:
-        """Returns the seconds per task on each server, in layers of the first kind."""
+        """Returns ``cost`` as the cost model of all servers (:meth:`on_servers`)."""
         return self.on_servers(self.cost)
 
     def on_servers(self, cost: CostModel) -> CostModel:
-        """Returns ``cost`` for all servers; a server without a model is as fast as a home unless ``cost`` differs."""
+        """Returns ``cost`` as the cost model of all servers.
+
+        A server without a model is as fast as a home, unless ``cost`` is a :class:`PoolCost`."""
         if isinstance(cost, PoolCost) or not self.servers:
             return cost
         return PoolCost((cost,), (0,) * self.pool_ranks)
 
     @cached_property
     def combinations(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the different combinations that stages run at the same time: for each stage, the index of its
-        kind."""
+        """Returns the different combinations, each with the index of a kind for each stage."""
         return tuple(dict.fromkeys(zip(*self.layer_kinds, strict=True))) or ((0,) * self.stages,)
 
     @cached_property
     def layer_combinations(self) -> tuple[int, ...]:
-        """Returns, for each layer of a stage, the index of its combination; if ``layer_kinds`` is empty, for one
-        layer."""
+        """Returns the index of each layer's combination, or (0,) if ``layer_kinds`` is empty."""
         each = {combination: number for number, combination in enumerate(self.combinations)}
         return tuple(each[layer] for layer in zip(*self.layer_kinds, strict=True)) or (0,)
 
@@ -145,8 +146,7 @@ class PlanOptions:
 
     @property
     def names_of_combinations(self) -> tuple[str, ...]:
-        """Returns the name of each combination in tables: how many layers have it, and the kind of layer of every
-        stage."""
+        """Returns the name of each combination: how many layers have it, and the kind of every stage."""
         layers = self.layer_combinations
         return tuple(
             f"{layers.count(number)} of {len(layers)} layers: {' | '.join(self.kinds[kind].name for kind in kinds)}"
@@ -193,9 +193,9 @@ class PlanOptions:
 
     @property
     def stage_node(self) -> int:
-        """Returns how many consecutive ranks of a stage share a node.
+        """Returns how many consecutive ranks of a stage share a node; 0 if the nodes do not matter to placement.
 
-        It is 0 if all ranks or no two ranks share a node, or if a stage's ranks do not fill whole nodes."""
+        They do not if all ranks or no two ranks share a node, or if a stage's ranks do not fill whole nodes."""
         size = self.links.ranks_per_node
         return size if size > 1 and self.ranks % size == 0 else 0
 

@@ -1,13 +1,14 @@
 """The phases of a step, and the plans of each phase.
 
-In a *phase*, each pipeline stage runs the forward of some micro-batch, or each runs the backward of some micro-batch; a
-stage may be idle. Each rank holds rows, as their *home*, and computes attention, as a *server*. In a phase any server
-may compute attention of any stage. So there is one plan for all ranks, for each *nano-batch*: a whole micro-batch or
-one of its two parts. ``step.py`` calls :func:`plan_phases` with the layouts of all micro-batches.
+- The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention.
+- A *task* is a range of query rows of one document on one server.
+- In a forward *phase*, each pipeline stage runs the forward of a micro-batch, or is idle. In a backward phase, each
+  stage runs the backward of a micro-batch, or is idle. Any server may compute attention of any stage.
+- A *nano-batch* is a whole micro-batch, or one of its two parts. In each phase, a nano-batch has a plan over all ranks.
+- All stages run their layer i at the same time. The kinds of these layers are a *combination*, which has its own plans.
 
-Stages may run layers of different kinds at the same time, for example with and without a window. A *combination* says
-which kind each stage runs. A phase has a plan for each combination. Example: stage 0 has layers with and without a
-window in turn, and stage 1 has only layers without a window. Then the combinations are (window, full) and (full, full).
+Example of combinations: in stage 0, layers with and without a window alternate. In stage 1, all layers are without a
+window. The combinations are (window, full) and (full, full).
 
 Array legend: R ranks of all stages, followed by servers without a model.
 """
@@ -39,7 +40,7 @@ class Phase:
 
     Attributes:
         micro_batches: for each stage, the micro-batch that it runs; None for an idle stage.
-        by_combination: for each combination and nano-batch, the plan over all ranks.
+        by_combination: for each combination and nano-batch, the plan.
     """
 
     micro_batches: tuple[int | None, ...]
@@ -52,9 +53,9 @@ class Phase:
 
 
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
-    """Returns [R] seconds of linear layers between two attention layers, in one nano-batch; [2, R] for both directions.
+    """Returns [R] seconds of linear layers between two attention layers; for "both", [2, R].
 
-    It is 0 if ``options`` have no such seconds."""
+    All are 0 if ``options.non_attention`` is None."""
     each = options.non_attention
     if each is None:
         return np.zeros_like(layout.q_rows, np.float64)
@@ -71,7 +72,7 @@ def plan_phases(
 ) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
     """Returns all forward phases, and all backward phases.
 
-    Stage s runs the forward of micro-batch m in forward phase m + s. With p stages it runs the backward of m in
+    Stage s runs the forward of micro-batch m in forward phase m + s. With p stages, stage s runs the backward of m in
     backward phase m + (p - 1) - s.
 
     Args:
@@ -92,7 +93,7 @@ def plan_phases(
 
     numbers = range(len(layouts) + stages - 1)
     forward = tuple(phase(number, "both" if keeps else "forward") for number in numbers)
-    # Servers that keep rows compute the backward of the same tasks as the forward.
+    # Servers that keep rows for backward compute the same tasks in forward and backward.
     return forward, forward if keeps else tuple(phase(number, "backward") for number in numbers)
 
 
@@ -103,16 +104,16 @@ def _of_combination(
     direction: Direction,
     scheduler: Scheduler,
 ) -> tuple[Plan, ...]:
-    """Returns a plan for each nano-batch of a phase, for the layers of one combination of kinds.
+    """Returns a plan for each nano-batch of a phase, for one combination.
 
-    Layers with a window are computed at home, where their work is about level. Layers without a window are scheduled
-    over all servers. Servers that have work of layers with windows get less.
+    Layers with a window are computed at home, because their work is about equal on all ranks. Layers without a window
+    are scheduled over all servers.
 
     Args:
         kinds: for each stage, the index of its kind.
         nanos: for each nano-batch and stage, the layout; None for an idle stage.
         options: how to plan.
-        direction: the directions that the plans level.
+        direction: the directions whose seconds are balanced.
         scheduler: plans one nano-batch.
     """
     windows = [options.kinds[kind].window for kind in kinds]
@@ -128,8 +129,8 @@ def _of_combination(
         if all(windows):
             plans.append(home)
             continue
-        # "full" [R] are ranks of stages without a window, and servers without a model. Only tasks of these are
-        # scheduled. The tasks of other ranks ("rest") stay at home, and their seconds count as other work ("beside").
+        # full [R] bool: whether a rank is in a stage without a window, or a server without a model. The tasks of other
+        # ranks ("rest") stay at home. The scheduler counts their seconds ("beside"), so these ranks get fewer tasks.
         full = np.repeat([not window for window in windows], options.ranks)
         full = np.append(full, np.ones(options.servers, bool))
         rest = home.tasks.take(~full[home.tasks.server])
@@ -142,9 +143,7 @@ def _of_combination(
 
 
 def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
-    """Returns the plan with each document's kind of layer.
-
-    The plan stays as it is if all stages run layers of the first kind, and no kind has a window."""
+    """Returns the plan with the kind of each document's layer."""
     if not any(kinds) and not any(options.windows):
         return plan
     documents = [0 if layout is None else len(layout.first) for layout in nano]
@@ -153,16 +152,16 @@ def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int],
 
 
 def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
-    """Plans every row at home; the arguments are those of :class:`distca.plan.choice.Scheduler`."""
+    """Plans every row at home; arguments as in :class:`distca.plan.choice.Scheduler`."""
     return plan_at_home(layout)
 
 
 def scheduler_of(options: PlanOptions) -> Scheduler:
-    """Returns the default scheduler, with the tolerance, costs and other work that ``options`` say."""
+    """Returns the default scheduler, with the tolerance and costs of ``options``."""
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
-    growth: Growth = {}  # # passed from each plan of the step to the next
+    growth: Growth = {}  # shared by all plans of the step
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)
@@ -185,8 +184,8 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
     """Returns the seconds per task on every server.
 
-    A server without rows of its own must wait until rows arrive. If servers differ in speed, and linear layers are
-    levelled too, the seconds include this wait."""
+    A server without rows of its own waits until rows arrive. These waits are added if servers have several cost tables
+    and linear layers are balanced too."""
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost
@@ -197,10 +196,15 @@ def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
 
 
 def _joined(parts: Sequence[Layout | None], options: PlanOptions, some: Sequence[bool] | None = None) -> Layout:
-    """Returns one layout over all ranks: the ranks of all stages, and servers without a model.
+    """Returns one layout over the ranks of all stages and the servers without a model.
 
-    Idle stages have no rows in it, and neither have stages for which ``some`` is False. Documents and ranks are
-    numbered stage by stage: rank r of stage s becomes s · ranks + r."""
+    Documents and ranks are numbered stage by stage: rank r of stage s becomes s · ranks + r. Idle stages have no rows.
+
+    Args:
+        parts: for each stage, the layout; None for an idle stage.
+        options: how to plan.
+        some: for each stage, whether its rows count; None if all rows count.
+    """
     if len(parts) == 1 and parts[0] is not None and not options.servers:
         return parts[0]
     ranks = options.ranks

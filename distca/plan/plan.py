@@ -1,8 +1,12 @@
 """Plans: the rank that computes the attention of each query row of a nano-batch, and the k,v rows that ranks need.
 
-A *nano-batch* is a whole micro-batch, or one of its two parts. A *layout* says which rank, its *home*, holds each row
-of a nano-batch. A *server* is a rank that computes attention; a *task* is a range of query rows of one document on one
-server. The scheduler makes plans, and ``routes.py`` finds the rows that each rank sends and receives.
+- A *nano-batch* is a whole micro-batch, or one of its two parts, *ping* and *pong*.
+- The *home* of a row is the rank that holds the row. A *layout* has the homes of a nano-batch's rows.
+- A *shard* is a range of a document's rows on one home.
+- A *server* is a rank that computes attention.
+- A *task* is a range of query rows of one document on one server.
+
+``routes.py`` finds the rows that each rank sends and receives for a plan.
 """
 
 from __future__ import annotations
@@ -26,16 +30,16 @@ from distca.plan.tasks import Tasks
 class Contexts:
     """The k,v rows that servers need. Array legend: L contexts, T tasks; arrays are int64.
 
-    A *context* is a range of k,v rows of one document on one server. Tasks share a context if they read overlapping
-    keys. Example: the tasks [2, 4) and [6, 7) of a document read the keys [0, 4) and [0, 7), so they share the context
-    [0, 7). With a window of 2 keys they read [1, 4) and [5, 7), which are two contexts.
+    A *context* is a range of k,v rows of one document on one server. Tasks with overlapping keys share a context.
+    Example: the tasks [2, 4) and [6, 7) read the keys [0, 4) and [0, 7), so they share the context [0, 7). With a
+    window of 2 keys they read [1, 4) and [5, 7), which are two contexts.
 
-    A server may have the first rows of a context from the previous nano-batch. Then only the other rows travel.
+    A server may have the first rows of a context from the previous nano-batch.
 
     Attributes:
-        last: the last task of each context; a context ends where this task stops.
+        last: the last task of each context; the context ends where this task stops.
         first: [L] first row of each context.
-        begin: [L] first row that must travel; the server holds the rows [first, begin).
+        begin: [L] first row that the server's buffer gets; the server already has the rows [first, begin).
         at: [L] where the rows [first, begin) are in the server's buffer of the previous nano-batch.
         of_task: [T] index of every task's context.
     """
@@ -48,7 +52,7 @@ class Contexts:
 
     @property
     def rows(self) -> np.ndarray:
-        """Returns [L] rows of each context that must travel."""
+        """Returns [L] number of rows that the server's buffer gets for each context."""
         return self.last.stop - self.begin
 
 
@@ -56,17 +60,17 @@ class Contexts:
 class Plan:
     """A layout, and the server of every query row in it. Array legend: D documents, T tasks, L contexts.
 
-    Layers of one kind share a plan. A plan is equal only to itself, so that it can be a key of a dictionary.
+    All layers of one kind, for example all layers with a window, have the same plan. With pipeline stages, a plan has
+    the documents of several stages, which may run layers of different kinds. A plan is equal only to itself, and can be
+    a key of a dictionary.
 
     Attributes:
         layout: the layout of the nano-batch.
         tasks: the tasks, which compute every query row once.
-        before: the tasks of the previous nano-batch, if servers keep its k,v rows; these rows do not travel again. None
-            if servers keep none, for example in layers with a window.
-        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys. It is 0 too for kinds of
-            which the plan has no layers.
-        kind: [D] int64 number of every document's kind of layer: in a pipeline, one plan has the documents of several
-            stages, which may run layers of different kinds. None if all documents have the first kind.
+        before: the tasks of the previous nano-batch, if servers keep the k,v rows of these tasks; else None.
+        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys, and for kinds without
+            documents.
+        kind: [D] int64 index in ``windows`` of every document's kind; None if all documents have the first kind.
     """
 
     layout: Layout
@@ -77,7 +81,7 @@ class Plan:
 
     @property
     def kind_of_task(self) -> np.ndarray:
-        """Returns [T] int64 number of every task's kind of layer."""
+        """Returns [T] int64 index in ``windows`` of every task's kind of layer."""
         return np.zeros(len(self.tasks), np.int64) if self.kind is None else self.kind[self.tasks.document]
 
     @cached_property
@@ -89,14 +93,14 @@ class Plan:
 
     @property
     def region_rows(self) -> np.ndarray:
-        """Returns [T] k,v rows that every task reads."""
+        """Returns [T] number of k,v rows that every task reads."""
         return self.tasks.stop - self.first_key
 
     @cached_property
     def contexts(self) -> Contexts:
         """Returns the contexts that servers need for their tasks."""
-        # Tasks are sorted by server, document and start. A context ends with the last task of a document on a server.
-        # With windows it also ends if the next task's first key is behind all keys of this task.
+        # ends [T]: whether a task is the last one of its context. Tasks are sorted by server, document and start. With
+        # a window, a context also ends before a task whose first key is behind all earlier keys.
         tasks, first = self.tasks, self.first_key
         ends = tasks.last_on_server
         if any(self.windows):
@@ -110,29 +114,29 @@ class Plan:
         return Contexts(last, first, begin, at, of_task)
 
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows of contexts that servers have from the nano-batch ``before``.
+        """Finds the rows of contexts that servers have from the previous nano-batch.
 
-        Example: the home shards of a document are [0, 4), [4, 8) and [8, 12), and in ping a server read its rows [0,
-        10). For pong only the rows of whole shards count, [0, 8).
+        A server counts as having whole shards only. Example: the shards of a document are [0, 4), [4, 8) and [8, 12).
+        In ping a server read the rows [0, 10). For pong only the rows [0, 8) count.
 
         Args:
             before: the tasks of the previous nano-batch.
             last: the last task of each context.
 
-        Returns: [L] number of a document's first rows that the server has; and [L] where these rows begin in the
-        server's buffer.
+        Returns:
+            [L] number of first rows of the document that the server has; and [L] row of its buffer where they begin.
         """
         assert not any(self.windows), "kinds with a window keep no rows of the nano-batch before"
-        # "kept" has the last task of each document on each server. For the server and document of each context, "stop"
-        # [L] is where that task stops, or 0. For the search, (server, document) is one number.
+        # stop [L]: the server read the rows [0, stop) of the context's document in the previous nano-batch; 0 if it
+        # read none. For the search, a server and a document become one number.
         kept = before.take(before.last_on_server)
         documents = len(self.layout.last)
         key = kept.server * documents + kept.document
         wanted = last.server * documents + last.document
         found = np.searchsorted(key, wanted)
         stop = np.where(np.append(key, -1)[found] == wanted, np.append(kept.stop, 0)[found], 0)
-        # An exchange sends a shard from its first row on. So the server counts as having whole shards only, up to
-        # "begin". Documents follow each other in a server's buffer, in the order of "kept".
+        # begin [L]: where the last whole shard in [0, stop) ends. Documents follow each other in a server's buffer, in
+        # the order of "kept".
         kv = self.layout.kv
         span = int(kv.stop.max()) + 1
         whole = np.searchsorted(kv.document * span + kv.stop, last.document * span + stop, side="right") - 1
@@ -143,16 +147,16 @@ class Plan:
 
     @cached_property
     def q_reads(self) -> Reads:
-        """Returns the query rows of the tasks, as ranges of home shards."""
+        """Returns the query rows that tasks read, as ranges of shards."""
         return Reads.of(self.tasks, self.tasks.start, self.layout.q)
 
     @cached_property
     def kv_reads(self) -> Reads:
-        """Returns the k,v rows that must travel for contexts, as ranges of home shards.
+        """Returns the k,v rows that contexts need from homes, as ranges of shards.
 
-        Gateways, which hand rows on to other servers of their node, serve only documents without a window. All servers
-        read shards of such a document from the first row on, so the server that reads most has the rows of all
-        others."""
+        Rows of documents with a window come straight from home. Other rows may come from a *gateway*: a server that
+        sends rows on to other servers of its node. Without a window all servers read a shard from its first row on.
+        So one of them has the rows of all others."""
         reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
         if not any(self.windows):
             return reads
@@ -162,8 +166,8 @@ class Plan:
 
     def check(self) -> None:
         """Raises PlanError unless every query row is computed exactly once, by an existing server."""
-        # Sorted by document and start, each task must begin where the task before ends, or at its document's first row.
-        # The tasks of a document must have as many rows as the document.
+        # Tasks are sorted by document and start. The first task of a document must begin at the document's first row,
+        # and each other task must begin where the previous task stops.
         tasks, layout = self.tasks, self.layout
         unknown = tasks.server[(tasks.server < 0) | (tasks.server >= layout.ranks)]
         if len(unknown):
@@ -185,13 +189,13 @@ class Plan:
 
 
 def plan_at_home(layout: Layout) -> Plan:
-    """Returns the plan in which every row is computed on its home rank."""
+    """Returns the plan in which each home computes its own query rows."""
     q = layout.q
     return Plan(layout, Tasks.sorted(q.document, q.start, q.stop, q.rank))
 
 
 def fingerprint(plans: Iterable[Plan]) -> int:
-    """Returns the CRC-32 of all layouts and tasks; equal plans have equal numbers."""
+    """Returns a CRC-32 checksum of layouts and tasks; equal plans have equal checksums."""
     value = 0
     for plan in plans:
         layout, tasks = plan.layout, plan.tasks

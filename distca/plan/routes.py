@@ -1,16 +1,20 @@
-"""Routes: one rank's part of a plan, as the rows that it sends and receives, and the k,v rows of each of its tasks.
+"""Routes: one rank's part of a plan, with the rows that it sends and receives, and the k,v rows of each of its tasks.
 
-The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A *task* is a range of
-query rows of one document on one server. A kernel reads one *region* of k,v rows for each task. Tasks with overlapping
-keys on one server share a *context*: the range of k,v rows that these tasks need together (``plan.py``).
+- The *home* of a row is the rank that holds the row.
+- A *server* is a rank that computes attention.
+- A *task* is a range of query rows of one document on one server.
+- A *region* is the range of k,v rows that a kernel reads for one task.
+- A *context* is the union of overlapping regions on one server (``plan.py``).
 
-The rows of a context travel to the server once, into its buffer. While the server computes, it copies shared rows from
-the buffer to each task's region. The server may keep the buffer for the next nano-batch, the second part of the
-micro-batch. Between nodes, k,v rows travel once to each node, to a server called the *gateway*. A second exchange, the
-*relay*, brings them to other servers of the node (``network.py``).
+The rows of a context travel to the server's buffer once. The server copies them to the regions. Example: a server has
+the tasks [2, 4) and [6, 7) of a document. Its buffer gets the k,v rows [0, 7). The regions are copies of the rows [0,
+4) and [0, 7).
 
-Example: a server has the tasks [2, 4) and [6, 7) of a document at another home. Its buffer gets the k,v rows [0, 7)
-once. The first task's region is a copy of rows [0, 4), and the second task's a copy of rows [0, 7).
+The k,v rows of a document without a window travel once to each node, to a server called the *gateway*. A second
+exchange, the *relay*, brings them to other servers of the node (``network.py``).
+
+A micro-batch is computed in one or two parts, the *nano-batches*. Each nano-batch has a plan. In the second nano-batch
+a server may use its buffer of the first.
 
 Array legend: T tasks, L contexts, R ranks.
 """
@@ -38,13 +42,12 @@ class Route:
         rank: this rank.
         ranks: number of ranks in the plan.
         q: exchange of query rows; o returns by the reverse exchange.
-        kv: exchange of key and value rows that come straight from home.
-        relay: exchange of the rows that gateways hand on; it follows ``kv``, and comes before ``kv`` on the way back.
-            Here gateways are the homes, and their server buffers are the home tensors. None if all rows of the plan
-            come straight from home.
+        kv: exchange of key and value rows from homes.
+        relay: exchange of key and value rows from gateways, whose server buffers are the source tensors. It runs after
+            ``kv``; for gradients it runs before ``kv``. None if no rank of the plan is a gateway.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' k,v regions.
-        kind: [T] int64 number of every task's kind of layer; tasks of one kind need not be together.
+        kind: [T] int64 number of every task's kind of layer, in any order.
     """
 
     rank: int
@@ -73,7 +76,7 @@ def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
     Args:
         plan: over R ranks.
         rank: the rank.
-        links: which ranks share a node; key and value rows travel once to each node. None if all ranks share one.
+        links: which ranks share a node, so that gateways can be chosen; None if all ranks share one.
 
     Raises:
         PlanError: the plan was made for fewer ranks.
@@ -82,20 +85,20 @@ def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
 
 
 class Routes(Sequence[Route]):
-    """The routes of all ranks of a plan. A rank's route is put together when it is asked for.
+    """The routes of all ranks of a plan; each is made when it is asked for.
 
     Args:
         plan: over R ranks.
-        links: which ranks share a node; key and value rows travel once to each node. None if all ranks share one.
-        only: the one rank whose route will be asked for, which saves time; None if any rank may be asked for.
+        links: which ranks share a node, so that gateways can be chosen; None if all ranks share one.
+        only: the rank whose route will be asked for, which saves time; None for any rank.
     """
 
     def __init__(self, plan: Plan, links: Links | None = None, only: int | None = None) -> None:
         tasks, layout = plan.tasks, plan.layout
         self._ranks = layout.ranks
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
-        # Query rows of tasks, and k,v rows of contexts, follow each other in a server's buffer. "offset" [T or L] is
-        # where each begins. Server r has the elements from bounds[r] up to bounds[r + 1].
+        # q_offset [T] and kv_offset [L]: first row of each task or context in its server's buffer. Server r has the
+        # tasks or contexts from bounds[r] up to bounds[r + 1].
         q_rows = tasks.stop - tasks.start
         self._q_ends, self._kv_ends = np.cumsum(q_rows), np.cumsum(plan.region_rows)
         self._kind = plan.kind_of_task
@@ -155,46 +158,47 @@ class Routes(Sequence[Route]):
 
 
 def _borders(ends: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Returns [high - low + 1] int32 borders of the tasks from ``low`` up to ``high``, from 0 on."""
+    """Returns int32 borders of the tasks from ``low`` up to ``high``, if the first of them begins at 0.
+
+    Example: ends 2, 5, 9 with low 1 and high 3 give 0, 3, 7."""
     before = ends[low - 1] if low else 0
     return np.concatenate(([0], ends[low:high] - before)).astype(np.int32)
 
 
 def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns [T] first row of each task in its server's buffer, where tasks follow each other.
+    """Returns [T] first row of each task in its server's buffer, where tasks of ``rows`` [T] rows follow each other.
 
-    Server r has the tasks [bounds[r], bounds[r + 1]). A task takes ``rows`` [T] rows."""
+    Server r has the tasks [bounds[r], bounds[r + 1])."""
     begins = np.concatenate(([0], np.cumsum(rows)))
     return begins[:-1] - begins[bounds[tasks.server]]
 
 
 def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
-    """Returns the copies to regions of tasks: from the server buffer, and from the buffer of the previous nano-batch.
+    """Returns copies to regions, from the server's buffer and from its buffer of the previous nano-batch.
 
-    Copies are needed on servers whose tasks share rows, or have rows from the previous nano-batch. On other servers the
-    buffer already consists of the regions. ``peer`` is the server of each copy.
+    A server without tasks that share rows, and without rows from the previous nano-batch, copies nothing: its buffer
+    already consists of the regions. ``peer`` is the server of each copy.
 
     Args:
         plan: over all servers.
         kv_offset: [L] first row of each context in its server's buffer.
         bounds: server r has the tasks [bounds[r], bounds[r + 1]).
     """
-    # A task's region has two parts: first rows that the server kept from the previous nano-batch ("before"), then rows
-    # that arrived ("source"). Copies that continue each other are joined. That is so for tasks without other tasks in
-    # their contexts, and without kept rows.
+    # A region consists of "kept" rows from the previous nano-batch, and then of rows from the server's buffer. A task's
+    # copy is joined to the copy before it if the task is alone in its context and has no kept rows.
     tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task
-    alone = np.append(context[1:] != context[:-1], True)[: len(tasks)]  # whether a task is its context's last
+    is_last = np.append(context[1:] != context[:-1], True)[: len(tasks)]  # in the task's context
     kept = contexts.begin - contexts.first
-    shares = np.bincount(tasks.server[~alone | (kept[context] > 0)], minlength=len(bounds)) > 0
-    chosen = np.flatnonzero(shares[tasks.server])
+    copies = np.bincount(tasks.server[~is_last | (kept[context] > 0)], minlength=len(bounds)) > 0
+    chosen = np.flatnonzero(copies[tasks.server])
     target = _offsets_within_server(tasks, bounds, plan.region_rows)[chosen]
-    context, alone, server = context[chosen], alone[chosen], tasks.server[chosen]
+    context, is_last, server = context[chosen], is_last[chosen], tasks.server[chosen]
     begin, kept = contexts.begin[context], kept[context]
     first = np.maximum(plan.first_key[chosen], begin)
     rows = tasks.stop[chosen] - first
     some = np.flatnonzero(kept)
     before = Segments(server[some], contexts.at[context[some]], target[some], kept[some])
-    joins = alone[1:] & alone[:-1] & (kept[1:] == 0) & (server[1:] == server[:-1])
+    joins = is_last[1:] & is_last[:-1] & (kept[1:] == 0) & (server[1:] == server[:-1])
     heads = np.flatnonzero(np.append(True, ~joins)[: len(chosen)])
     rows = np.add.reduceat(rows, heads) if len(heads) else rows
     source = kv_offset[context] + first - begin

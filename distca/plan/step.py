@@ -1,15 +1,15 @@
-"""The plan of a step: for all its micro-batches, which rank holds each row, and which rank computes its attention.
+"""The plan of a step: which rank holds each row of its micro-batches, and which rank computes each row's attention.
 
-Each rank holds rows of documents, as their *home*, and computes attention, as a *server*. In a *phase*, each pipeline
-stage runs the forward of some micro-batch, or each runs the backward of some micro-batch; a stage may be idle. In a
-phase any server may compute attention of any stage. So idle stages, at the start and the end of a step, help other
-stages. Without pipeline stages a phase is the forward or the backward of one micro-batch.
+The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A step is a list of
+*phases*. In a forward phase, each pipeline stage runs the forward of a micro-batch, or is idle. In a backward phase,
+each stage runs the backward of a micro-batch, or is idle. Any server may compute attention of any stage, so idle stages
+help the others. Without pipeline stages, a phase is the forward or the backward of one micro-batch.
 
-Stage s runs the forward of micro-batch m in forward phase m + s. With p stages it runs the backward of m in backward
-phase m + (p − 1) − s. Backward phase k runs right after forward phase k + p − 1.
+Stage s runs the forward of micro-batch m in forward phase m + s. With p stages, stage s runs the backward of m in
+backward phase m + (p − 1) − s. Backward phase k runs right after forward phase k + p − 1.
 
-Ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model come last. Every
-training process plans by itself, and gets the same plan from the same lengths.
+Ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model come last. The
+same document lengths always give the same plan.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""If a document has more work than this multiple of the mean rank's, rows must move in any placement
-(:func:`distca.plan.choice.cheaper`)."""
+"""The most work of a document, over the mean work of a rank, with which the document may stay on one rank. With more
+work, its rows travel in any placement (:func:`distca.plan.choice.cheaper`). Values from 1.01 to 1.2 give about equal
+plans (benchmarks/results/planner.md)."""
 _LONGER = 1.02
-"""If documents are dealt over micro-batches anew, a micro-batch may have this many times the tokens of the longest
-micro-batch before. Otherwise two documents as long as the context would not fit together."""
+"""Limits the tokens of a micro-batch if documents change their micro-batch. The limit is this factor times the largest
+token count of a given micro-batch. If documents do not fit, the limit is ``room``."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,19 @@ class StepPlan:
     """All phases of one step. Array legend: D documents of a micro-batch, P phases, R ranks, K kinds of attention
     layers.
 
-    A micro-batch is computed as one or two *nano-batches*: the transfers of one run beside the computation of the
-    other.
+    A micro-batch is computed in one or two parts, the *nano-batches*. The transfers of one nano-batch run beside the
+    computation of the other.
 
     Attributes:
         options: how the step was planned.
         lengths: for each micro-batch, [D] int64 tokens per document.
-        homes: for each micro-batch, [D] the home rank of every document, or None if documents may span ranks.
-        layouts: for each micro-batch and nano-batch, the home and row of every token. Homes are the data-parallel ranks
-            of one stage; all stages have the same layout.
+        homes: for each micro-batch, [D] home rank of every document; None if documents may span ranks.
+        layouts: for each micro-batch and nano-batch, the home and row of every token. All stages have the same layout,
+            over the data-parallel ranks of one stage.
         forward: forward phases in order.
-        backward: backward phases in order. If servers keep rows for backward, these are the forward phases.
-        drawn: for each micro-batch, [D, 2] int64 where each document came from: the micro-batch in which it was given,
-            and its index there.
+        backward: backward phases in order. They equal the forward phases if servers keep rows for backward.
+        drawn: for each micro-batch, [D, 2] int64: the micro-batch in which each document was given, and the document's
+            index in the given micro-batch.
     """
 
     options: PlanOptions
@@ -93,9 +94,7 @@ class StepPlan:
         return micro_batch + self.options.stages - 1 - stage
 
     def order(self) -> Iterator[tuple[Literal["forward", "backward"], int]]:
-        """Yields all phases in the order in which they run.
-
-        A backward phase runs as soon as the last stage has finished its micro-batch's forward."""
+        """Yields the direction and number of every phase, in the order in which phases run."""
         last = self.options.stages - 1
         for tick in range(len(self.forward) + last):
             if tick < len(self.forward):
@@ -104,8 +103,9 @@ class StepPlan:
                 yield "backward", tick - last
 
     def seconds_before(self) -> np.ndarray:
-        """Returns [P, R] attention seconds of one layer, if documents lie one after the other and are computed at
-        home."""
+        """Returns [P, R] attention seconds of one layer without balancing.
+
+        Documents are then laid out in the given order, and every rank computes its own rows."""
         return np.asarray(self._in_order().seconds_by_kind().sum(axis=0))
 
     def seconds_by_kind(self) -> np.ndarray:
@@ -113,16 +113,16 @@ class StepPlan:
         return np.stack([_seconds(phase, self.options, direction) for direction, phase in self.phases], axis=1)
 
     def _in_order(self) -> StepPlan:
-        """Returns the step with documents one after the other, computed at home."""
+        """Returns the step without balancing (:meth:`seconds_before`)."""
         in_order = [_lay_out(self.options, *each) for each in zip(self.lengths, self.homes, strict=True)]
         forward, backward = plan_phases(in_order, self.options, at_home)
         return replace(self, forward=forward, backward=backward)
 
     def of_combination(self, number: int) -> StepPlan:
-        """Returns the same step of a model whose layers all have one combination.
+        """Returns the same step for a model in which all layers have one combination of kinds.
 
-        A *combination* is the kinds of layers that the stages run at the same time; ``number`` is an index of
-        ``options.combinations``."""
+        A *combination* has, for each stage, the kind of the layer that the stage runs at a time. ``number`` is an index
+        of ``options.combinations``."""
         options = self.options
         layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()
         forward, backward = (
@@ -132,7 +132,7 @@ class StepPlan:
         return replace(self, options=replace(options, layer_kinds=layers), forward=forward, backward=backward)
 
     def balance(self) -> StepBalance:
-        """Returns how level the plan is; this takes about as long as planning."""
+        """Returns seconds and bytes with and without balancing; this takes about as long as planning."""
         options, phases = self.options, self.phases
         return StepBalance(
             self._in_order().seconds_by_kind(),
@@ -149,16 +149,15 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepBalance:
-    """How level the phases of a step are. Array legend: P phases (forward, then backward), R ranks, K kinds of
-    attention layers.
+    """The seconds of every rank with and without balancing, and the bytes that travel.
 
-    Seconds and bytes of one layer are the mean over a stage's layers, which may be of several kinds.
+    Seconds and bytes are those of one layer, as the mean over a stage's layers. Array legend: P phases (forward, then
+    backward), R ranks, K kinds of attention layers.
 
     Attributes:
-        before_by_kind: [K, P, R] attention seconds of one layer, if documents lie one after the other and are computed
-            at home.
-        after_by_kind: [K, P, R] attention seconds of one layer as planned.
-        other_seconds: [P, R] seconds of linear layers that plans count for one layer; 0 if plans level attention alone.
+        before_by_kind: [K, P, R] attention seconds without balancing.
+        after_by_kind: [K, P, R] attention seconds as planned.
+        other_seconds: [P, R] seconds of linear layers; 0 if plans balance attention alone.
         bytes_moved: bytes that travel in the whole step for one layer of every stage.
     """
 
@@ -169,12 +168,12 @@ class StepBalance:
 
     @cached_property
     def seconds_before(self) -> np.ndarray:
-        """Returns [P, R] seconds before, for all kinds together."""
+        """Returns [P, R] attention seconds without balancing, for all kinds together."""
         return np.asarray(self.before_by_kind.sum(axis=0))
 
     @cached_property
     def seconds_after(self) -> np.ndarray:
-        """Returns [P, R] seconds as planned, for all kinds together."""
+        """Returns [P, R] attention seconds as planned, for all kinds together."""
         return np.asarray(self.after_by_kind.sum(axis=0))
 
 
@@ -191,9 +190,8 @@ def plan_step(
         options: how to plan.
         homes: for each micro-batch, the home rank of every document, if documents must stay whole; None lets documents
             span ranks.
-        room: for each micro-batch, most tokens. Documents are then dealt over the micro-batches anew, and
-            ``StepPlan.drawn`` says where they came from. None leaves documents in their micro-batches, as does a room
-            that is too small for all documents.
+        room: for each micro-batch, the most tokens. If given, documents may change their micro-batch
+            (``StepPlan.drawn``). If documents do not fit into ``room``, all stay. None lets all stay.
 
     Raises:
         PlanError: there is no micro-batch; lengths cannot be laid out; ``room`` has another number of micro-batches; or
@@ -209,10 +207,9 @@ def plan_step(
         if len(room) != len(rows):
             raise PlanError(f"room is for {len(room)} micro-batches, and the step has {len(rows)}.")
         flat, origin = np.concatenate(rows), np.concatenate(drawn)
-        # Documents are dealt into a little more tokens than the longest micro-batch had, or else into all of the room.
-        longest = np.minimum(int(_LONGER * max(int(each.sum()) for each in rows)), room)
+        most = np.minimum(int(_LONGER * max(int(each.sum()) for each in rows)), room)
         deal = partial(deal_over_micro_batches, flat, stages=options.stages)
-        chosen = deal(longest) or deal(room)
+        chosen = deal(most) or deal(room)
         if chosen is not None:
             rows, drawn = tuple(flat[each] for each in chosen), tuple(origin[each] for each in chosen)
     places = tuple(
@@ -227,11 +224,10 @@ def plan_step(
 def _laid_out(
     options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Scheduler
 ) -> tuple[Layout, ...]:
-    """Returns the layouts of one micro-batch.
+    """Returns the layouts of one micro-batch, one for each nano-batch.
 
-    The placement of documents depends on the number of ranks, and in small pools on the price of plans."""
-    # An idle stage can help only with attention of the present nano-batch. So with stages both nano-batches get about
-    # as much attention.
+    With few ranks, two placements are planned, and the cheaper one is returned."""
+    # Idle stages help with one nano-batch at a time. So with several stages, both nano-batches get about equal work.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
     if not options.disaggregate or homes is not None:
@@ -240,7 +236,8 @@ def _laid_out(
     by_nano_batch = partial(laid, placement="spread_by_nano_batch", cost=options.cost)
     if options.ranks == 1:
         return by_nano_batch()
-    if options.ranks > SMALL_POOL or options.servers:  # with servers without a model, most rows travel anyway
+    # With servers without a model, most rows travel anyway.
+    if options.ranks > SMALL_POOL or options.servers:
         return together()
 
     def planned(layout: Layout) -> tuple[Plan, Plan]:
@@ -254,12 +251,12 @@ def _laid_out(
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
-    """Returns the layouts of documents; by default one layout, with documents one after the other."""
+    """Returns the layouts of documents; without ``how``, one layout with documents in the given order."""
     return lay_out(lengths, options.ranks, rank_of=homes, align=options.align, **how)
 
 
 def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.ndarray:
-    """Returns [K, R] attention seconds of a phase in one layer, for each kind, as the mean over a stage's layers."""
+    """Returns [K, R] attention seconds of a phase in one layer, as the mean over a stage's layers."""
     return np.asarray(
         sum(
             share * np.sum([seconds_by_kind(plan, options.cost_of_kind, direction) for plan in plans], axis=0)

@@ -1,12 +1,12 @@
 """A cost model that interpolates measured seconds of attention tasks; ``distca profile`` measures them.
 
 A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A table has the
-seconds of tasks on one GPU, kernel and shape of heads, for some values of ``q_rows`` and ``kv_rows``. The planner asks
-for the seconds of thousands of tasks many times. So :class:`TableCost` interpolates the table once, onto a finer grid,
-and finds a task's cell in the grid without a search (:class:`_Lines`).
+seconds of tasks for some values of ``q_rows`` and ``kv_rows``. It is for one GPU, one kernel and one shape of heads.
+:class:`TableCost` interpolates the table once, onto a finer grid. A task's grid cell then needs no search
+(:class:`_Lines`).
 
 Array legend: Q measured values of ``q_rows``, V measured values of ``kv_rows``, K directions (forward, backward), N
-tasks, C grid cells.
+tasks, C grid cells, L lengths.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.geometry import causal_pairs
 
 _STEPS = 8
-"""The number of equal steps of the fine grid between a power of two and the next power. Measured points on grid lines
-keep their seconds; measured points between grid lines are smoothed a little."""
+"""The number of grid steps between a power of two and the next power. Measured points on grid lines keep their seconds;
+measured points between grid lines are smoothed a little."""
 _FEW = 8
-"""The largest number of tasks that are computed in plain Python. For one task Python takes 2 µs and numpy 15 µs; for
-eight tasks Python takes 12 µs and numpy 19 µs. With numpy alone a plan takes 10 to 20 % longer."""
-_PER_LINE = _STEPS / 2.0**52
-"""Grid lines per unit of a float64's bits, read as an integer. From a power of two to the next power this integer grows
-by 2^52, and the number of grid lines by ``_STEPS``."""
+"""The most tasks that plain Python computes; numpy computes more tasks. Eight tasks take 12 µs in Python and 19 µs in
+numpy, as measured on a CPU."""
+_LINES_PER_BIT = _STEPS / 2.0**52
+"""Turns the bits of a float64, read as an integer, into a number of grid lines. From a power of two to the next power
+the integer grows by 2^52, and the number of lines by ``_STEPS``."""
 
 
 @dataclass(frozen=True)
 class LoadFactors:
-    """Factors on a table's seconds. The table was measured on batches of equal tasks; batches of mixed tasks differ.
+    """Factors that correct a table's seconds for batches of unequal tasks. The table is measured on equal tasks.
 
-    Between two of the L lengths a factor is linear in log2 of k,v rows. Beyond the first and last length it is
+    Between two lengths a factor is linear in log2 of ``kv_rows``. Beyond the first and the last length a factor is
     constant.
 
     Attributes:
@@ -48,7 +48,7 @@ class LoadFactors:
         backward: [L] factors above 0 on backward's seconds.
 
     Raises:
-        PlanError: lengths do not increase, a factor is not above 0, or the numbers of lengths and factors differ.
+        PlanError: ``kv_rows`` do not increase, a factor is not above 0, or an array has another length.
     """
 
     kv_rows: np.ndarray
@@ -74,7 +74,7 @@ class LoadFactors:
         return LoadFactors(*(np.asarray(found[key], np.float64) for key in ("kv_rows", "forward", "backward")))
 
     def at(self, kv_rows: np.ndarray) -> np.ndarray:
-        """Returns [2, N] factors of forward and backward at [N] lengths."""
+        """Returns [K, N] factors at [N] ``kv_rows``."""
         at, lengths = np.log2(kv_rows), np.log2(self.kv_rows)
         return np.stack([np.interp(at, lengths, factors) for factors in (self.forward, self.backward)])
 
@@ -82,17 +82,19 @@ class LoadFactors:
 class TableCost(CostModel):
     """Seconds of tasks, interpolated between measured points.
 
-    A task's seconds are the seconds by the formula of ``analytic.py`` times a *factor*. At a measured point the factor
-    is measured seconds over the formula's. Between measured points the factor is bilinear in log2 of q and k,v rows;
-    beyond the measured points it is constant. The factor is computed in this way at the crossings of the fine grid's
-    lines. Inside a grid cell the factor is bilinear in the rows.
+    A task's seconds are a *factor* times the seconds by the formula of ``analytic.py``. The factor is found in three
+    steps:
+
+    - At a measured point, the factor is measured seconds over the formula's seconds.
+    - At each corner of a grid cell, the factor is bilinear between measured points, in log2 of ``q_rows`` and
+      ``kv_rows``. Outside the measured points the factor is constant.
+    - Inside a grid cell, the factor is bilinear in ``q_rows`` and ``kv_rows``.
 
     Args:
-        shape: heads of the attention layer that was measured.
+        shape: the measured heads.
         q_rows: [Q] query rows, increasing.
         kv_rows: [V] k,v rows, increasing.
-        forward_seconds: [Q, V] seconds that a task adds to a batch which fills the GPU; nan if q_rows > kv_rows, or if
-            the point was not measured.
+        forward_seconds: [Q, V] seconds that a task adds to a large batch; nan if the point was not measured.
         backward_seconds: [Q, V] seconds in backward, with nan as in forward.
         block: query rows of one kernel tile.
         load: factors on all seconds; None for no factors.
@@ -100,13 +102,11 @@ class TableCost(CostModel):
         window: the number of keys that a query sees in the measured layers; 0 without a limit.
 
     Raises:
-        PlanError: an axis does not increase, seconds are not above 0, shapes do not fit, or for some ``kv_rows`` no
-            point was measured.
+        PlanError: ``q_rows`` or ``kv_rows`` do not increase, seconds are not above 0, shapes do not fit, or for some
+            ``kv_rows`` no point was measured.
 
     Attributes:
-        measured: the four arrays of arguments, under the names in :attr:`COLUMNS`.
-        load: the argument.
-        window: the argument.
+        measured: the four measured arrays, under the names in :attr:`COLUMNS`.
     """
 
     COLUMNS = ("q_rows", "kv_rows", "forward_seconds", "backward_seconds")
@@ -143,20 +143,20 @@ class TableCost(CostModel):
                 _factors("backward", backward_seconds, self._base.backward(*grid)),
             )
         )
-        # "nodes" [K, q lines, kv lines]: the factor at each crossing of grid lines; "_best" [K]: the smallest factor.
+        # corners [K, q lines, kv lines]: the factor at each corner of a grid cell.
         self._q, self._kv = _Lines.over(q_axis), _Lines.over(kv_axis)
-        nodes = _interpolated(factors, q_axis, kv_axis, self._q.rows, self._kv.rows)
+        corners = _interpolated(factors, q_axis, kv_axis, self._q.rows, self._kv.rows)
         if load is not None:
-            nodes = nodes * load.at(self._kv.rows)[:, None]
-        self._best = nodes.min(axis=(1, 2))
-        # [2, 1] each, for q and k,v rows. A float64's bits times _PER_LINE, less "_zero", are its place in lines from
-        # the grid's first line. "_most" is the place of the last line, and "_last" the index of the last cell.
+            corners = corners * load.at(self._kv.rows)[:, None]
+        self._least_factor = corners.min(axis=(1, 2))
+        # [2, 1] arrays, for q_rows and kv_rows. A float64 stores its exponent e as e + 1023, so "_first_line" is the
+        # first line's number plus _STEPS · 1023.
         lines = (self._q, self._kv)
-        self._zero = np.array([[_STEPS * 1023.0 + x.first] for x in lines])
-        self._most = np.array([[float(x.cells)] for x in lines])
-        self._last = np.array([[x.cells - 1] for x in lines])
-        # The terms of each cell: as arrays for many tasks, and as lists for a few.
-        cells = _cells(nodes)
+        self._first_line = np.array([[_STEPS * 1023.0 + x.first] for x in lines])
+        self._cell_count = np.array([[float(x.cells)] for x in lines])
+        self._last_cell = np.array([[x.cells - 1] for x in lines])
+        # The terms of each cell: as arrays for many tasks, and as lists for a few tasks.
+        cells = _cells(corners)
         self._cells = {"both": cells, "forward": cells[:, :1], "backward": cells[:, 1:]}
         terms = [self._base.forward_terms, self._base.backward_terms]
         few = [list(zip(*cells[:, k].tolist(), strict=True)) for k in range(2)]
@@ -171,15 +171,15 @@ class TableCost(CostModel):
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         if q_rows.ndim == 1 and len(q_rows) <= _FEW and not self.window:
             return np.array(self.of_few(direction, q_rows.tolist(), kv_rows.tolist()))
-        # "at" [2, N]: the place of each task's q and k,v rows on the grid, in lines from the first line. The whole part
-        # of a place is the "cell", and the fraction is dq or dkv. In a cell the factor is
-        # constant + by_q · dq + by_kv · dkv + by_both · dq · dkv, which is computed without further arrays.
+        # at [2, N]: q_rows and kv_rows of each task, counted in grid lines from the first line. The whole part is the
+        # cell's index, and the fraction is dq or dkv. The factor is
+        # constant + by_q · dq + by_kv · dkv + by_both · dq · dkv. In-place operations save time.
         seconds = self._base.per_direction(direction, q_rows, kv_rows)
         at = np.array((q_rows, kv_rows), np.float64).reshape(2, -1)
-        at = np.multiply(at.view(np.int64), _PER_LINE)
-        at -= self._zero
-        np.minimum(np.maximum(at, 0.0, out=at), self._most, out=at)
-        cell = np.minimum(at.astype(np.int64), self._last)
+        at = np.multiply(at.view(np.int64), _LINES_PER_BIT)
+        at -= self._first_line
+        np.minimum(np.maximum(at, 0.0, out=at), self._cell_count, out=at)
+        cell = np.minimum(at.astype(np.int64), self._last_cell)
         at -= cell
         dq, dkv = at
         parts = self._cells[direction].take(cell[0] * self._kv.cells + cell[1], axis=2)
@@ -211,19 +211,18 @@ class TableCost(CostModel):
         return seconds
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """Returns [K, N] seconds by the formula, times the table's smallest factor.
-
-        By the formula, the parts of a task together take at least as long as the whole task."""
-        best = {"forward": self._best[:1], "backward": self._best[1:]}.get(direction, self._best)
-        return self._base.per_direction(direction, q_rows, kv_rows) * best[:, None]
+        """Returns [K, N] seconds by the formula, times the table's smallest factor."""
+        both = self._least_factor
+        factor = {"forward": both[:1], "backward": both[1:]}.get(direction, both)
+        return self._base.per_direction(direction, q_rows, kv_rows) * factor[:, None]
 
 
 class _Lines:
     """The lines of the fine grid along one axis.
 
-    Line number _STEPS · e + i, with i from 0 to _STEPS - 1, is at 2^e · (1 + i / _STEPS) rows. A float64 has e in its
-    exponent and i in the first bits of its fraction. Example with 8 steps: line 24 is at 8 rows and line 25 at 9 rows;
-    8.5 rows are at 24.5.
+    Line number _STEPS · e + i, with i from 0 to _STEPS - 1, is at 2^e · (1 + i / _STEPS) rows. Example with 8 steps:
+    line 24 is at 8 rows and line 25 at 9 rows. A float64 stores 2^e · (1 + i / _STEPS) as e and i / _STEPS, so the line
+    follows from the float's bits.
 
     Attributes:
         first: number of the first line.
@@ -235,20 +234,22 @@ class _Lines:
 
     @staticmethod
     def over(axis: np.ndarray) -> _Lines:
-        """Returns at least two lines, which enclose all values of ``axis``."""
+        """Returns the lines that enclose all values of ``axis``, at least two."""
         low, high = (_number(axis[[0, -1]])).tolist()
         first = int(np.floor(low))
         return _Lines(first, max(int(np.ceil(high)) - first, 1))
 
     @property
     def rows(self) -> np.ndarray:
-        """[cells + 1] float64, the rows at which each line lies."""
+        """Returns [cells + 1] float64 rows at which the lines are."""
         line = self.first + np.arange(self.cells + 1)
         return np.exp2(line // _STEPS) * (1 + line % _STEPS / _STEPS)
 
     def place(self, rows: float) -> tuple[int, float]:
-        """Returns the index of the cell nearest to ``rows``, and the place of ``rows`` in it, from 0 to 1."""
-        # frexp gives rows = fraction · 2^exponent with a fraction of at least 1/2, so e is exponent - 1.
+        """Returns the index of the cell with ``rows``, and the place of ``rows`` in this cell, from 0 to 1.
+
+        Rows outside the grid are moved to the nearest line."""
+        # frexp gives rows = fraction · 2^exponent, where fraction is at least 1/2. So e is exponent - 1.
         fraction, exponent = math.frexp(rows)
         at = (exponent - 2 + 2 * fraction) * _STEPS - self.first
         if at <= 0.0:
@@ -263,18 +264,18 @@ def _check_axis(name: str, axis: np.ndarray) -> None:
 
 
 def _number(rows: np.ndarray) -> np.ndarray:
-    """Returns [N] line numbers of ``rows``, with a fraction between lines.
-
-    A float64 has e + 1023 in its exponent, so ``_STEPS`` · 1023 is subtracted."""
-    return rows.view(np.int64) * _PER_LINE - _STEPS * 1023.0
+    """Returns [N] line numbers of [N] float64 ``rows``. Example with 8 steps: 8.5 rows are at line 24.5."""
+    # A float64 stores its exponent e as e + 1023.
+    return rows.view(np.int64) * _LINES_PER_BIT - _STEPS * 1023.0
 
 
 def _interpolated(
     factors: np.ndarray, q_axis: np.ndarray, kv_axis: np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray
 ) -> np.ndarray:
-    """Returns [K, q_rows, kv_rows] factors at the given rows, from [K, Q, V] factors at the axes' values.
+    """Returns the factors at all pairs of ``q_rows`` and ``kv_rows``, with directions first.
 
-    Factors are bilinear in the logarithms of rows, and constant outside the axes."""
+    ``factors`` [K, Q, V] are at the pairs of ``q_axis`` and ``kv_axis``. Interpolation is bilinear in log2 of rows, and
+    constant outside the axes."""
     q, dq = _cell(np.log2(q_axis), q_rows)
     kv, dkv = _cell(np.log2(kv_axis), kv_rows)
     q1, kv1 = np.minimum(q + 1, len(q_axis) - 1), np.minimum(kv + 1, len(kv_axis) - 1)
@@ -283,28 +284,28 @@ def _interpolated(
 
 
 def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each of N ``rows`` the interval of ``axis`` that holds log2 of it, and the place there, from 0 to 1.
+    """Returns two [N] arrays for [N] ``rows``: the interval of ``axis`` with log2(rows), and the place in it, 0 to 1.
 
-    Rows outside the axis are moved to the nearest end."""
+    Rows outside the axis are moved to the nearest end. Example: 6 is in interval 1 of log2 of [2, 4, 8], at 0.58."""
     at = np.clip(np.log2(rows), axis[0], axis[-1])
     low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, max(len(axis) - 2, 0))
     width = axis[np.minimum(low + 1, len(axis) - 1)] - axis[low]
     return low, np.divide(at - axis[low], width, out=np.zeros_like(at), where=width > 0)
 
 
-def _cells(nodes: np.ndarray) -> np.ndarray:
-    """Returns [4, K, C] terms of each cell's factor, from [K, q lines, kv lines] factors at crossings of grid lines.
+def _cells(corners: np.ndarray) -> np.ndarray:
+    """Returns [4, K, C] terms of each cell's factor: constant, by_q, by_kv and by_both.
 
-    Terms are the factor at the cell's first corner, and its rises along q, along k,v, and along both."""
-    low, right = nodes[:, :-1, :-1], nodes[:, :-1, 1:]
-    above, corner = nodes[:, 1:, :-1], nodes[:, 1:, 1:]
-    return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(nodes), -1)
+    ``corners`` [K, q lines, kv lines] are the factors at the cells' corners."""
+    low, right = corners[:, :-1, :-1], corners[:, :-1, 1:]
+    above, corner = corners[:, 1:, :-1], corners[:, 1:, 1:]
+    return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(corners), -1)
 
 
 def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
     """Returns [Q, V] measured ``seconds`` over the formula's seconds ``base``.
 
-    A point that was not measured takes the factor of the nearest measured point with equal k,v rows."""
+    A point that was not measured takes the factor of the nearest measured point in its column."""
     table = np.asarray(seconds, np.float64)
     if table.shape != base.shape:
         raise PlanError(f"The cost table's {name} seconds have shape {table.shape}; its axes ask for {base.shape}.")

@@ -1,16 +1,19 @@
 """The states of recurrent layers (linear attention, SSM) that travel between ranks.
 
-A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
-nano-batch. A piece turns the state S before the piece into A·S + B. The *transition* A and the *own state* B are the
-piece's *summary*. A rank with a piece gets the summaries of all earlier pieces of the document. With them it computes
-the state before its own piece. In backward, gradients of states take the place of B, and pieces are in reverse order.
+A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is a range of a document's rows on one rank
+in one nano-batch. With the state S before a piece, the state behind the piece is A·S + B. A is the piece's
+*transition*, and B its *own state*. Both together are its *summary*.
 
-The first piece of a document sends no transition, since there is no state before it. The last piece sends no summary.
-Example: a document has pieces on ranks 0, 1 and 2. Rank 0 sends B0 to ranks 1 and 2, and rank 1 sends A1 and B1 to rank
-2. The state before piece 1 is B0, and the state before piece 2 is A1·B0 + B1.
+A rank with a piece receives the summaries of all earlier pieces of the document, and computes the state before its own
+piece. Example: a document has pieces 0, 1 and 2 on ranks 0, 1 and 2.
 
-An *exchange* is one transfer between all ranks. Array legend: P pieces in the direction's order; Q pairs of a piece and
-a rank that reads the piece's summary.
+- Rank 0 sends B0 to ranks 1 and 2. Rank 1 sends A1 and B1 to rank 2.
+- The state before piece 1 is B0. The state before piece 2 is A1·B0 + B1.
+
+The first piece sends no transition, because the state before a document is zero. The last piece sends nothing. In
+backward, pieces are in reverse order, and gradients of states take the place of states.
+
+Array legend: P pieces, in reverse order for backward; Q pairs of a piece and a rank that reads the piece's summary.
 """
 
 from __future__ import annotations
@@ -26,14 +29,13 @@ from distca.plan.sorting import expand
 
 @dataclass(frozen=True)
 class Link:
-    """One piece of a document, in the list of pieces over which a rank computes states.
+    """One piece in a :class:`ChainRoute`'s list of a document's pieces.
 
     Attributes:
-        piece: the piece's number among this rank's pieces of the nano-batch, if this rank needs the state before the
-            piece. It is -1 for pieces of other ranks and for the first piece of a document.
-        state: row of B among the own states that arrived on this rank; -1 if the rank does not read the summary.
-        transition: row of A among the transitions that arrived on this rank. It is -1 if the rank does not read the
-            summary, and for the first piece of a document.
+        piece: the piece's number among this rank's pieces of the nano-batch. It is -1 for pieces of other ranks, and
+            for the first piece of a document.
+        state: row of B among the own states that this rank received; -1 if the rank does not read B.
+        transition: row of A among the transitions that this rank received; -1 if the rank does not read A.
     """
 
     piece: int
@@ -43,16 +45,14 @@ class Link:
 
 @dataclass(frozen=True)
 class ChainRoute:
-    """One rank's part of the states of one nano-batch, in one direction.
+    """The summaries that one rank sends and receives in one nano-batch and direction, and what it computes with them.
 
     Attributes:
-        sends_state: numbers of this rank's pieces whose own state is sent, in the order of the exchange's source rows.
-        sends_transition: numbers of this rank's pieces whose transition is sent, in the order of the exchange's source
-            rows.
-        states: the exchange of own states; each is one row.
-        transitions: the exchange of transitions; each is one row.
-        chains: for each document whose states this rank computes, the document's number and its links in this
-            nano-batch.
+        sends_state: numbers of this rank's pieces whose own state is sent, in the order in which they are sent.
+        sends_transition: numbers of this rank's pieces whose transition is sent, in the order in which they are sent.
+        states: the transfer of own states between all ranks; each is one row.
+        transitions: the transfer of transitions between all ranks; each is one row.
+        chains: pairs of a document's number and its links: the pieces that this rank computes states over.
     """
 
     sends_state: np.ndarray
@@ -64,9 +64,7 @@ class ChainRoute:
 
 @dataclass(frozen=True)
 class ChainReads:
-    """The summaries that each rank reads in one direction.
-
-    In backward all pieces are in reverse order, and a document's last piece counts as its first.
+    """The summaries that each rank reads in one direction. In backward, a document's last piece counts as its first.
 
     Attributes:
         order: [P] index of each piece in ``DocumentPieces``.
@@ -74,8 +72,8 @@ class ChainReads:
         home: [P] rank of each piece.
         first: [P] bool, whether the piece is the first of its document.
         last: [P] bool, whether the piece is the last of its document.
-        piece: [Q] a piece whose summary is read.
-        reader: [Q] the rank that reads the summary; it may be the piece's rank.
+        piece: [Q] index of the piece whose summary is read.
+        reader: [Q] the rank that reads the summary; it may be the piece's own rank.
     """
 
     order: np.ndarray
@@ -96,21 +94,23 @@ class ChainReads:
         return ChainReads(order, pieces.shards.document[order], home, first, last, *_readers(first, home, pieces.ranks))
 
     def sent(self, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the indices of pieces in ``some`` [P] bool that send their own state, and that send a transition."""
+        """Returns two arrays of indices of pieces: those that send their own state, and those that send a transition.
+
+        ``some`` [P] bool chooses the pieces to look at."""
         return np.flatnonzero(some & ~self.last), np.flatnonzero(some & ~self.last & ~self.first)
 
 
 def chain_routes(pieces: DocumentPieces, nano_batches: int, rank: int, backward: bool) -> tuple[ChainRoute, ...]:
-    """Returns the parts of ``rank``, one for each nano-batch.
+    """Returns the route of ``rank`` for each nano-batch.
 
     Args:
         pieces: the pieces of the micro-batch.
         nano_batches: number of nano-batches.
-        rank: the rank whose part is returned.
-        backward: whether gradients of states travel, from a document's last piece to its first.
+        rank: the rank.
+        backward: whether the route is for backward.
     """
-    # In each nano-batch, "own" are this rank's pieces that need a state. "state_at" and "transition_at" have for each
-    # piece the rows in which its B and A arrive on this rank. Pieces in "own" or "state_at" get links.
+    # own: this rank's pieces that need the state before them. state_at and transition_at: for each piece, the rows of B
+    # and A on this rank. Pieces in "own" or "state_at" get links.
     reads = ChainReads.of(pieces, backward)
     order, document, home, first = reads.order, reads.document, reads.home, reads.first
     nano, number = pieces.nano[order], pieces.number[order]
@@ -137,13 +137,12 @@ def chain_routes(pieces: DocumentPieces, nano_batches: int, rank: int, backward:
 
 
 def _readers(first: np.ndarray, home: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns [Q] pieces and [Q] ranks that read the pieces' summaries.
+    """Returns [Q] pieces, and [Q] ranks that read the pieces' summaries.
 
-    A rank reads the summaries of all pieces that come before the rank's last piece of the document. Example: a
-    document's pieces 0, 1, 2 and 3 lie on ranks 0, 1, 0 and 2. Rank 0 reads pieces 0 and 1, rank 1 reads piece 0, and
-    rank 2 reads pieces 0, 1 and 2."""
-    # Each pair of a document ("which") and a rank has one number, the "key". "ends" has for each key the rank's last
-    # piece of the document. The rank reads pieces [begin, ends).
+    A rank reads all pieces before its own last piece of the document. Example: the pieces 0, 1, 2 and 3 are on ranks 0,
+    1, 0 and 2. Rank 0 reads pieces 0 and 1, rank 1 reads piece 0, and rank 2 reads pieces 0, 1 and 2."""
+    # A document and a rank become one number, the "key". ends: for each key, the rank's last piece of the document. The
+    # rank reads the pieces [begin, ends).
     begins = np.flatnonzero(first)
     which = np.cumsum(first) - 1
     key = which * ranks + home
@@ -156,21 +155,20 @@ def _readers(first: np.ndarray, home: np.ndarray, ranks: int) -> tuple[np.ndarra
 def _exchange(
     sent: np.ndarray, piece: np.ndarray, reader: np.ndarray, home: np.ndarray, ranks: int, rank: int
 ) -> tuple[RowExchange, dict[int, int]]:
-    """Plans an exchange with one row for each of the ``sent`` pieces.
+    """Plans a transfer with one row for each of the ``sent`` pieces.
 
     Args:
         sent: indices of pieces that send a row.
-        piece: [Q] a piece whose row is read.
-        reader: [Q] the rank that reads the row.
+        piece: [Q] index of a piece that is read.
+        reader: [Q] the rank that reads this piece.
         home: [P] rank of each piece.
         ranks: number of ranks.
         rank: the rank whose part is returned.
 
     Returns:
-        The rank's part of the exchange; and a dict with the row in which each piece's row arrives on the rank.
+        The rank's part of the transfer; and a dict from a piece to its row among the rows that the rank receives.
     """
-    # "source" [P]: the row of each sent piece in the tensor that its rank sends; -1 for other pieces. Rows are sent and
-    # received in the order of pieces.
+    # source [P]: the row of each sent piece in the tensor that its rank sends; -1 for other pieces.
     source = np.full(len(home), -1)
     source[sent] = numbered(home[sent])
     pairs = np.flatnonzero(source[piece] >= 0)
