@@ -1,9 +1,8 @@
-"""A transport for pools with servers without a model, which are processes that only compute attention.
+"""A transport for pools with *servers without a model*: processes that compute attention for the ranks that train.
 
-When such a server dies, exchanges of rows fail on the *homes*, the ranks that train. An error in the middle of a step
-would leave other homes waiting in Megatron's collectives. So homes run the step to the end, with zeros in place of rows
-that do not come. Then :meth:`BreakableTransport.came_to_end` returns False, and the homes repeat the step without the
-dead server.
+The ranks that train are called *homes*. If a server dies, exchanges of rows fail. Homes then run the step to its end,
+with zeros in place of the rows: an error would leave other homes waiting in Megatron's collectives. After the step,
+:meth:`BreakableTransport.came_to_end` returns False, and homes repeat the step without the dead server.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from distca.transport.interface import Part
 logger = logging.getLogger(__name__)
 
 _LOST = ("gloo/transport", "NCCL", "ncclRemoteError")
-"""Words in the error message of a collective that fails because another rank of the group is gone."""
+"""A collective's error message has one of these words if another rank of the group is gone."""
 
 
 class PoolBrokenError(RuntimeError):
-    """Raised by an exchange after this rank has left the pool."""
+    """An exchange was started after this rank had left the pool."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -40,8 +39,7 @@ class BreakableTransport:
     """A :class:`CollectiveTransport` whose process group can break and be replaced.
 
     Args:
-        goes_on: whether exchanges deliver zeros after a rank has gone, as on homes. With False they raise an error, as
-            on servers.
+        goes_on: whether exchanges deliver zeros after a rank has gone (on homes), or raise an error (on servers).
 
     Attributes:
         broken: whether an exchange has failed in this group, or there is no group.
@@ -55,20 +53,20 @@ class BreakableTransport:
         self.name, self.rank, self.ranks, self.broken = "", 0, 0, True
 
     def use(self, group: dist.ProcessGroup) -> None:
-        """Leaves the old group, if any, and exchanges rows over ``group`` from now on."""
+        """Leaves the old group, if any, and takes ``group``."""
         self.give_up()
         self._group, self._inner, self.broken = group, CollectiveTransport(group), False
         self.name, self.rank, self.ranks = self._inner.name, self._inner.rank, self._inner.ranks
 
     def give_up(self) -> None:
-        """Leaves the group; exchanges that are under way fail, and so do later exchanges until :meth:`use`."""
+        """Leaves the group. Exchanges fail until :meth:`use` is called."""
         with self._ending:
             group, self._group, self._inner, self.broken = self._group, None, None, True
             if group is not None:
                 give_up(group)
 
     def break_off(self) -> None:
-        """Makes exchanges that are under way fail; any thread may call it."""
+        """Makes exchanges fail that are under way. Any thread may call this."""
         with self._ending:
             self.broken = True
             if self._group is not None:
@@ -100,14 +98,14 @@ class BreakableTransport:
         if not self._goes_on or not (self.broken or is_lost_peer(error)):
             raise error
         logger.debug("An exchange of rows failed: %s", error)
-        # The traceback's frames refer to the group, whose connections must close, so that other ranks get an error.
+        # The traceback's frames would keep the group and its connections open. Other ranks must get an error.
         error.__traceback__ = None
         self.give_up()
 
     def came_to_end(self, device: torch.device) -> bool:
-        """Whether all exchanges of a step have succeeded on all ranks; waits for the device.
+        """Whether all exchanges of a step have succeeded on all ranks; blocks until the device has run them.
 
-        Every rank calls it at the end of a step.
+        All ranks must call this at the end of a step.
 
         Raises:
             RuntimeError: an exchange failed, and ``goes_on`` is False or the cause is not a rank that is gone.
@@ -118,7 +116,7 @@ class BreakableTransport:
                 self.failed(PoolBrokenError("The pool was given up."))
                 return False
             dist.all_reduce(here, group=self._group)
-            # Every rank has added 1. An all-reduce that NCCL aborts may leave any number.
+            # Each rank adds 1. An all-reduce that NCCL aborts may leave any number.
             whole = here.item() == self.ranks and not self.broken
         except RuntimeError as error:
             self.failed(error)
@@ -136,11 +134,11 @@ class BreakableHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The pending collectives, whose ends the timeline records."""
+        """The pending collectives, for the timeline."""
         return [] if self._handle is None else self._handle.works
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Lets a thread of gloo call ``ended`` after each collective; does nothing for a failed exchange."""
+        """Makes a gloo thread call ``ended`` after each collective; does nothing for a failed exchange."""
         if self._handle is not None:
             self._handle.tell(ended)
 

@@ -1,8 +1,8 @@
-"""Transport over torch.distributed (NCCL on GPUs, gloo on CPUs): one all-to-all for each tensor of an exchange.
+"""Transport over torch.distributed (NCCL on GPUs, gloo on CPUs).
 
-Rows are copied into a packed send tensor, sent, and copied from a packed receive tensor to their places. Keys and
-values for another node may take two *hops*: to one rank of the node, and from there to the node's other ranks. The
-second hop is a second all-to-all, which starts after the first.
+An *exchange* moves rows of several tensors, its *parts*, between all ranks: one all-to-all for each part. Rows for
+another node may take two *hops*: to one rank of that node, and from there to other ranks of the node. The second hop is
+a second all-to-all.
 """
 
 from __future__ import annotations
@@ -21,14 +21,10 @@ from distca.transport.interface import Hops, Part, check_ranks
 
 
 class CollectiveTransport:
-    """Moves rows by all-to-all over a process group.
-
-    Args:
-        group: process group of all ranks that exchange rows.
-    """
+    """Moves rows by all-to-all over ``group``, the process group of all ranks that exchange rows."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # A group may have a backend for CPUs and a backend for GPUs. If NCCL is among them, rows are on GPUs.
+        # A group may have gloo for CPUs and NCCL for GPUs. Rows are then on GPUs.
         self.name = "nccl" if "nccl" in str(dist.get_backend(group)) else str(dist.get_backend(group))
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
@@ -37,18 +33,18 @@ class CollectiveTransport:
         self._relaying: torch.cuda.Stream | None = None
 
     def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
-        """Starts an all-to-all for each part with rows that travel between ranks, and copies rows that stay on a rank.
+        """Starts the all-to-alls, and copies rows that stay on this rank.
 
-        On GPUs the second hop is queued at once, on a stream of its own. On CPUs the second hop starts when the caller
-        waits for this exchange or launches another exchange.
+        On GPUs the second hop is queued at once, on a side stream. On CPUs it starts when the caller waits for this
+        exchange or launches the next one.
 
         Raises:
             TransportError: the moves were planned for another number of ranks; nothing was sent.
         """
         check_ranks(parts, self.ranks)
         if self._newest is not None:
-            # All ranks must start a group's collectives in the same order, but they wait at different times. So the
-            # second hop of the last exchange starts now, even if the caller has not waited for that exchange.
+            # All ranks must start collectives in the same order, but they wait at different times. So the second hop of
+            # the previous exchange starts here at the latest.
             self._newest.hand_on()
             self._newest = None
         hops = Hops.of(parts)
@@ -61,7 +57,7 @@ class CollectiveTransport:
                 handle.hand_on()
         elif hops.second:
             self._newest = handle
-        # Rows that stay on this rank are copied last, so that transfers start first.
+        # Transfers start first.
         for part in parts:
             part.moves.copy_kept(part.source, part.destination)
         return handle
@@ -74,7 +70,7 @@ class CollectiveTransport:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Makes a side stream the current stream; its work begins after all work that was queued before."""
+        """Makes a side stream the current stream, after the earlier work of the caller's stream."""
         if self._relaying is None:
             self._relaying = torch.cuda.Stream(priority=-1)
         self._relaying.wait_stream(torch.cuda.current_stream())
@@ -116,9 +112,9 @@ class CollectiveHandle:
     """The all-to-alls of an exchange; the constructor starts the first hop.
 
     Args:
-        handed_on: all-to-alls of the first hop, for parts that have two hops.
-        others: all-to-alls of parts that have one hop.
-        second: all-to-alls of the second hop.
+        handed_on: first hop of the parts with two hops.
+        others: parts with one hop.
+        second: second hop of the parts with two hops.
     """
 
     def __init__(self, handed_on: list[_AllToAll], others: list[_AllToAll], second: list[_AllToAll]) -> None:
@@ -130,19 +126,17 @@ class CollectiveHandle:
 
     @property
     def works(self) -> list[dist.Work]:
-        """The pending collectives, whose ends the timeline records."""
+        """The pending collectives, for the timeline."""
         return [each.work for each in self._under_way if each.work is not None]
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Lets a thread of gloo call ``ended`` after each collective of both hops."""
+        """Makes a gloo thread call ``ended`` after each collective of both hops."""
         self._ended = ended
         for each in self._under_way:
             each.tell(ended)
 
     def hand_on(self) -> None:
-        """Waits for the rows that the second hop sends, and starts the second hop on the current stream.
-
-        Does nothing if there is no second hop, or if the second hop was started before."""
+        """Waits for the first hop and starts the second, if there is one that has not started."""
         if not self._second:
             return
         for each in self._handed_on:
@@ -161,15 +155,15 @@ class CollectiveHandle:
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Returns a view [rows, bytes per row] uint8, since gloo does not support all dtypes."""
+    """Returns a view [rows, bytes per row] uint8, because gloo does not support all dtypes."""
     return rows.view(-1).view(torch.uint8).view(len(rows), row_bytes(rows))
 
 
 def nccl_goes_first() -> None:
     """Gives NCCL's kernels a high stream priority; must be called before any process group is made.
 
-    Attention of a long document fills a GPU's multiprocessors for up to seconds. With equal priority, a collective may
-    have to wait until attention ends on one rank. On the other ranks the collective then spins and takes
-    multiprocessors from attention. A TORCH_NCCL_HIGH_PRIORITY that is set already stays.
+    With equal priority, a collective on one rank may wait seconds for attention of a long document. On other ranks the
+    collective's kernel would wait too, and take multiprocessors from attention. An environment variable
+    TORCH_NCCL_HIGH_PRIORITY that is set already stays.
     """
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

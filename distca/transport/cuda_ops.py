@@ -1,10 +1,10 @@
-"""The CUDA library of ``csrc/``, called through ctypes: copies by copy engine, signals in memory, and kernels for rows.
+"""The CUDA library of ``csrc/``, called through ctypes: copies by copy engine, signals between GPUs, kernels for rows.
 
 A *slot* is a 64-bit word of memory. To *signal*, a GPU writes a number to a slot, and a stream of another GPU waits for
 that number. The NVSHMEM transport needs copies and signals; ``gather_scatter.py`` needs the kernels.
 
-The library is optional: :func:`why_not` says why it cannot be used. Functions with a stream queue their work on the
-stream and do not block the host.
+The library is optional; :func:`why_not` says why it cannot be used. Functions with a ``stream`` queue work on it and do
+not block the host.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from distca.device.event import Event
 
 _SUM_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The library's number of each dtype that ``distca_sum_rows`` adds."""
+"""The dtypes that ``distca_sum_rows`` adds, with the library's number of each."""
 
 
 class NativeError(RuntimeError):
-    """Raised if a CUDA call of the library failed."""
+    """A CUDA call of the library failed."""
 
 
 _INTERFACE = 2
-"""The version of the C functions in csrc/row_moves.cu that this file calls. No other version is used."""
+"""The version of the C functions in csrc/row_moves.cu. A library of another version is not used."""
 
 
 @cache
@@ -75,7 +75,7 @@ def _library() -> ctypes.CDLL | None:
 def why_not() -> str | None:
     """Returns the reason why the library cannot be used, or None.
 
-    On a GPU a kernel is tried, because a library that loads may lack code for this GPU or need a newer driver."""
+    A kernel is tried on a GPU: the library may load, but lack code for this GPU or need a newer driver."""
     library, reason = _library(), _load()[1]
     if library is None or not torch.cuda.is_available():
         return reason
@@ -95,7 +95,7 @@ def is_available() -> bool:
 
 
 def row_bytes(rows: torch.Tensor) -> int:
-    """Returns the bytes of one row of a tensor, whose first dimension counts rows."""
+    """Returns the bytes of one row; the tensor's first dimension counts rows."""
     return rows.shape[1:].numel() * rows.element_size()
 
 
@@ -114,11 +114,11 @@ def why_no_signals() -> str | None:
 def create_stream(priority: int) -> torch.cuda.Stream:
     """Returns a new stream of the current GPU, which is never destroyed.
 
-    ``torch.cuda.Stream()`` may return a stream that other code uses. Other code's work would then wait behind this
-    stream's waits for other ranks.
+    ``torch.cuda.Stream()`` may return a stream that other code uses too. Its work would then wait behind our waits for
+    other ranks.
 
     Args:
-        priority: 0 for the usual priority; work of streams with a lower number starts first.
+        priority: 0 is usual; work of streams with a lower number starts first.
     """
     handle = ctypes.c_void_p()
     _call("distca_create_stream", priority, ctypes.addressof(handle))
@@ -126,12 +126,12 @@ def create_stream(priority: int) -> torch.cuda.Stream:
 
 
 def current_stream() -> torch.cuda.Stream:
-    """Torch's current stream."""
+    """Returns torch's current stream."""
     return torch.cuda.current_stream()
 
 
 def mark(stream: torch.cuda.Stream) -> Event:
-    """Returns an event that comes when all work that the stream has so far is done."""
+    """Returns an event that comes when the stream's earlier work is done."""
     event = Event()
     event.record(stream)
     return event
@@ -141,14 +141,14 @@ def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool,
     """Copies row ranges by copy engine.
 
     Args:
-        pieces: for each tensor four entries: the address of its first row; the address of the destination's first row,
-            on any GPU; [N, 3] int64 ranges (first source row, first destination row, number of rows), contiguous; and
-            the bytes of a row.
-        batched: whether one CUDA call copies all ranges, in any order, by as many engines as the driver chooses.
-            Otherwise each range is a call, in order; copies inside one GPU then run as kernels.
+        pieces: for each tensor (address of its first row, address of the destination's first row, ranges, bytes of a
+            row). The destination may be on any GPU. Ranges are [N, 3] int64, contiguous: first source row, first
+            destination row, number of rows.
+        batched: whether one CUDA call copies all ranges, in any order. Otherwise each range is a call, in order, and
+            copies inside one GPU run as kernels.
         stream: the stream to queue the copies on.
     """
-    # The C function takes a table of int64: one line for each tensor, with the address of its ranges.
+    # The C function takes a table of int64 with one line for each tensor.
     table = [(source, to, ranges.ctypes.data, len(ranges), width) for source, to, ranges, width in pieces]
     packed = np.array(table, np.int64)
     _call("distca_copy_rows", packed.ctypes.data, len(table), batched, stream.cuda_stream)
@@ -162,12 +162,12 @@ def push_rows(
     most_blocks: int,
     stream: torch.cuda.Stream,
 ) -> None:
-    """Writes rows to other addresses by a kernel, which then signals.
+    """Writes rows to addresses by a kernel, which then signals.
 
     Args:
-        pieces: for each piece three entries: a contiguous tensor; [N] int64 numbers of the rows to write; and the
-            address, on any GPU, to which the first row is written. The other rows follow without gaps.
-        arrived: uint64 addresses of slots to which the kernel writes ``number`` at the end; empty for no signal.
+        pieces: for each piece (contiguous tensor, [N] int64 numbers of its rows to write, address on any GPU). The rows
+            follow each other from this address without gaps.
+        arrived: uint64 addresses of slots to signal to; empty for no signal.
         number: the value of the signal.
         finished_blocks: [1] int32 zero, a counter for the kernel. Two streams must not share a counter.
         most_blocks: the largest number of thread blocks, of 256 threads each.
@@ -180,14 +180,14 @@ def push_rows(
 
 
 def signal(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Writes ``value`` to the slots at ``addresses`` [N] uint64, on any GPU.
+    """Writes ``value`` to the slots at ``addresses``, [N] uint64, on any GPU.
 
-    A GPU that sees the value also sees the results of all earlier work of the stream."""
+    A GPU that sees the value also sees the results of the stream's earlier work."""
     _call("distca_signal", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
 def wait_for(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Makes the stream wait until every slot at ``addresses`` [N] uint64, on this GPU, is at least ``value``."""
+    """Makes the stream wait until each slot at ``addresses``, [N] uint64, on this GPU, is at least ``value``."""
     _call("distca_await", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
@@ -198,16 +198,15 @@ def move_rows(
     destination_rows: torch.Tensor | None,
     rows: int,
 ) -> None:
-    """Sets destination[destination_rows[i]] = source[source_rows[i]] for i < rows; an index of None means i itself.
+    """Sets destination[destination_rows[i]] = source[source_rows[i]] for i < rows; an index tensor of None means i.
 
-    Both tensors are contiguous, with equal dtype and trailing shape. Indices are [rows] int64 on the tensors' device.
-    """
+    Both tensors are contiguous, with equal dtype and trailing shape. Index tensors are [rows] int64 on their device."""
     arguments = (source.data_ptr(), _address(source_rows), destination.data_ptr(), _address(destination_rows))
     _call("distca_move_rows", *arguments, rows, row_bytes(source), torch.cuda.current_stream().cuda_stream)
 
 
 def can_sum(rows: torch.Tensor) -> bool:
-    """Whether :func:`sum_rows` can add ``rows``: 16-bit floats or float32, with rows of a multiple of 16 bytes."""
+    """Whether :func:`sum_rows` can add ``rows``: 16-bit floats or float32, and 16·n bytes in a row."""
     return rows.dtype in _SUM_KINDS and row_bytes(rows) % 16 == 0
 
 
@@ -218,10 +217,10 @@ def sum_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor,
 ) -> None:
-    """Adds the rows packed[copies[borders[i]:borders[i+1]]] to destination[destination_rows[i]].
+    """Adds packed[copies[borders[i]:borders[i+1]]] to destination[destination_rows[i]].
 
-    Rows are added in float32, in the order of ``copies``, and each sum is rounded once. Indices are int64 on the
-    tensors' device."""
+    Rows are added in float32, in the order of ``copies``, and each sum is rounded once. Index tensors are int64 on the
+    same device."""
     width = packed.shape[1:].numel()
     tensors = (packed, copies, borders, destination_rows, destination)
     addresses = (tensor.data_ptr() for tensor in tensors)
@@ -230,7 +229,7 @@ def sum_rows(
 
 
 def addresses_of(base: int, slots: Sequence[int]) -> np.ndarray:
-    """Returns [N] uint64, the addresses of slots number ``slots`` in an array of slots that begins at ``base``."""
+    """Returns [N] uint64, the addresses of N slots, by number, in an array of slots that begins at ``base``."""
     return base + 8 * np.asarray(slots, np.uint64)
 
 

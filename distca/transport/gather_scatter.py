@@ -1,7 +1,4 @@
-"""Gathering, scattering and adding rows of tensors on one device, by the CUDA library of ``csrc/`` or by torch.
-
-Transports, for example, pack rows with these functions and put received rows in their places.
-"""
+"""Gathers, scatters and adds rows of tensors on one device, by the CUDA library of ``csrc/`` or by torch."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ def move_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor | None,
 ) -> None:
-    """Sets destination[destination_rows] = source[source_rows]; an index of None means 0, 1, 2 and so on.
+    """Sets destination[destination_rows] = source[source_rows].
 
     Args:
         source: [N, ...] contiguous.
-        source_rows: [rows] int64 on the device of ``source``, or None.
+        source_rows: [rows] int64 on the device of ``source``; None means 0, 1, 2 and so on.
         destination: [M, ...] contiguous, with the dtype and trailing shape of ``source``.
-        destination_rows: [rows] int64 on the device of ``source``, or None.
+        destination_rows: [rows] int64 on the device of ``source``; None means 0, 1, 2 and so on.
     """
     index = source_rows if source_rows is not None else destination_rows
     rows = len(index) if index is not None else len(source)
@@ -52,11 +49,11 @@ def sum_rows(
     [5, 9], copies is [0, 2, 1] and borders is [0, 2, 3].
 
     Args:
-        packed: [N, ...] received rows.
-        copies: [C] int64 numbers of packed rows, grouped by destination row.
+        packed: [N, ...] rows to add.
+        copies: [C] int64 packed rows, grouped by destination row.
         borders: [rows + 1] int64; copies[borders[i]:borders[i+1]] are added to row destination_rows[i].
-        rounds: these additions for torch, as a list of (packed rows, indices i in destination_rows). An i is in a round
-            at most once, which fixes the order of additions.
+        rounds: the same additions for torch, as pairs (packed rows, indices i in destination_rows). A round has each i
+            at most once, so the order of additions is fixed.
         destination: [M, ...] rows to add to, with the dtype and trailing shape of ``packed``.
         destination_rows: [rows] int64 rows of ``destination``, without repetition.
     """

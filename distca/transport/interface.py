@@ -1,9 +1,8 @@
-"""The interface of transports, which move rows of tensors between ranks.
+"""The interface of transports, which move rows of tensors between the ranks of a *pool*.
 
-The *home* of a row is the rank that holds the row between layers; a *server* is a rank that computes attention with the
-row. Rows go from homes to servers, and results come back. One *exchange* moves rows of several tensors between all
-ranks of a *pool*, the ranks that compute attention for each other. Each tensor is a :class:`Part` of the exchange.
-Implementations: ``collective.py`` (NCCL, gloo) and ``nvshmem/transport.py``.
+One *exchange* moves rows of several tensors between all ranks. Each tensor is a :class:`Part` of the exchange. A *hop*
+is one journey from rank to rank; rows for another node may take two. Implementations: ``collective.py`` (NCCL, gloo)
+and ``nvshmem/transport.py``.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ class Part:
     """One tensor's part of an exchange.
 
     Attributes:
-        source: [moves.source_rows or more, ...] contiguous tensor to send rows of. Callers must not write to the
-            source until they have waited for the exchange. With ``moves.relay_before`` the exchange adds gradients of
-            other ranks to rows of the source, and then sends the sums.
+        source: [moves.source_rows or more, ...] contiguous tensor to send rows of. Callers must not write to it until
+            the exchange has ended. With ``moves.relay_before`` the exchange first adds other ranks' gradients to it.
         destination: [moves.destination_rows or more, ...] contiguous tensor to fill, with the trailing shape and dtype
-            of ``source``. Callers must neither read nor write the destination until they have waited for the exchange.
-            If ``moves.reduction`` adds rows up, the destination must hold zeros at first.
-        moves: the rows that move, and the ranks between which they move.
+            of ``source``. Callers must not use it until the exchange has ended. With ``moves.reduction`` it must hold
+            zeros at first.
+        moves: the rows and ranks.
     """
 
     source: torch.Tensor
@@ -37,22 +35,22 @@ class Part:
     moves: RowMoves
 
     def __post_init__(self) -> None:
-        # Transports compute a row's address as base + number · row size, which is right for contiguous tensors only.
+        # Transports compute a row's address as base + number · row size.
         assert self.source.is_contiguous() and self.destination.is_contiguous()
         assert self.source.dtype == self.destination.dtype and self.source.shape[1:] == self.destination.shape[1:]
 
 
 @dataclass(frozen=True)
 class Hops:
-    """The parts of an exchange, by hop. Parts without a row that travels between ranks are left out.
+    """The parts of an exchange, by hop. A part is left out if none of its rows travels.
 
-    Keys and values for another node may take two hops: to one rank of the node, the *gateway*, and from the gateway to
-    other ranks of the node. On the way back, ranks send gradients to the gateway, and the gateway sends sums home.
+    Keys and values for another node may go to one rank of the node, the *gateway*, and from there to other ranks of the
+    node. On the way back, ranks send gradients to the gateway, and the gateway sends sums.
 
     Attributes:
-        handed_on: first hop of the parts that have two hops.
-        others: parts that have one hop; they travel together with ``handed_on``.
-        second: second hop of the parts in ``handed_on``.
+        handed_on: first hop of the parts with two hops.
+        others: parts with one hop.
+        second: second hop of the parts with two hops.
     """
 
     handed_on: tuple[Part, ...]
@@ -61,7 +59,7 @@ class Hops:
 
     @property
     def first(self) -> tuple[Part, ...]:
-        """The parts that travel first, beginning with the parts that have a second hop."""
+        """All parts of the first hop; those with a second hop come first."""
         return self.handed_on + self.others
 
     @staticmethod
@@ -92,7 +90,7 @@ def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
 
 
 def sent_by(rank: int, parts: tuple[Part, ...]) -> dict[str, Any]:
-    """Returns for the timeline the bytes that this rank sends, and the ranks to or from which rows travel."""
+    """Returns what the timeline shows: the bytes that this rank sends, and the ranks with which it exchanges rows."""
     sent = 0
     peers: set[int] = set()
     hops = Hops.of(parts)
@@ -108,9 +106,7 @@ class Handle(Protocol):
     """An exchange under way."""
 
     def wait(self) -> None:
-        """Waits for the exchange: work queued on the current stream after this call sees filled destinations.
-
-        On a GPU the stream waits, and the host does not."""
+        """Makes the current stream wait until the exchange has ended; without a GPU the host waits."""
         ...
 
 
@@ -118,8 +114,7 @@ class Transport(Protocol):
     """Moves rows between the ranks of a pool.
 
     All ranks must launch the same exchanges in the same order, even if no row of a rank moves. On a GPU, a rank must
-    launch exchanges and wait for them on one stream. Torch's allocator may give freed memory to later work of this
-    stream.
+    use one stream for all launches and waits, because torch's allocator reuses freed memory by stream.
 
     Attributes:
         name: "nccl", "gloo" or "nvshmem", for logs.
@@ -132,5 +127,5 @@ class Transport(Protocol):
     ranks: int
 
     def launch(self, parts: tuple[Part, ...]) -> Handle:
-        """Starts an exchange of all ``parts``; also copies rows that stay on this rank."""
+        """Starts an exchange, and copies rows that stay on this rank."""
         ...

@@ -1,16 +1,14 @@
 """The index tensors with which a rank sends rows, and puts received rows in their places.
 
-The *home* of a row is the rank that holds the row between layers; a *server* is a rank that computes attention with the
-row. A rank may be both. The planner says in numpy which rows travel (``RowExchange``). :class:`RowMoves` has these rows
-as tensors, for one direction.
-
-Rows that travel are *packed*: they lie one after the other, sorted by their *peer* and then by row in the server's
-buffer. The peer is the rank to which a row goes or from which it comes.
+- home: the rank that holds a row between layers.
+- server: a rank that computes attention with rows. Most ranks are homes and servers.
+- RowExchange: the planner's numpy arrays of the rows that travel. :class:`RowMoves` has them as tensors.
+- packed rows: rows that travel, one after the other, sorted by the other rank and then by row in the server's buffer.
+- gateway: a server that gets rows from another node, and sends them on to other servers of its node.
+- relay: the exchange between a gateway and the other servers. On the way back the gateway sends sums of gradients home.
 
 Several servers may return a gradient for one k,v row. The home adds these gradients in float32, in the order of the
-servers' ranks, and rounds the sum. Between nodes, a k,v row may travel once to one server of a node, the *gateway*. A
-second exchange inside the node, the *relay*, brings the row to other servers. On the way back the gateway adds up the
-gradients of these servers and sends the sum home.
+servers' ranks, and rounds the sum once.
 """
 
 from __future__ import annotations
@@ -29,29 +27,28 @@ from distca.transport.gather_scatter import move_rows, sum_rows
 
 @dataclass(frozen=True)
 class RowMoves:
-    """One direction of a row exchange, as seen from one rank.
+    """One rank's part of a row exchange, in one direction.
 
-    On the way to servers the *source* is a home's tensor and the *destination* a server's buffer. On the way back the
-    source is a server's buffer and the destination a home's tensor. Rows that a rank *keeps* are copied from source to
-    destination on this rank. A *pool* is the group of ranks that exchange rows.
+    Rows move from a *source* tensor to a *destination* tensor. On the way to servers, the source is a home's tensor and
+    the destination a server's buffer; on the way back it is the reverse. *Kept* rows stay on this rank.
 
     Attributes:
         source_rows: number of rows of the source, without padding.
         destination_rows: number of rows of the destination, without padding.
-        send_counts: number of rows to each rank of the pool.
-        receive_counts: number of rows from each rank of the pool.
-        send_index: int64 numbers of source rows to send, in packed order.
-        receive_index: int64 numbers of the destination rows of received rows, in packed order.
-        send_ranges: for each receiving rank, [N, 3] int64 on the host. Each line is a range of rows: the first source
-            row, the first row among all packed rows that the receiver gets, and the number of rows.
-        most_received: number of rows that the busiest receiver of the pool gets.
-        keep_source: int64 numbers of the source rows that this rank keeps.
-        keep_destination: int64 numbers of the destination rows of kept rows.
-        keep_ranges: [N, 3] int64 on the host, the kept rows as ranges: source row, destination row, number of rows.
-        reduction: the additions for destination rows that get several values; None if each gets one value.
-        travelling: number of rows that travel between ranks in the whole pool.
-        relay_before: moves of gradients to gateways inside nodes, which run before these moves; None without a relay.
-        relay_after: moves of rows from gateways inside nodes, which run after these moves; None without a relay.
+        send_counts: number of rows to each rank.
+        receive_counts: number of rows from each rank.
+        send_index: int64 source rows to send, in packed order.
+        receive_index: int64 destination rows of received rows, in packed order.
+        send_ranges: for each receiving rank, [N, 3] int64 on the host. Each line is a range of rows: first source row,
+            first row among all packed rows that the receiver gets, number of rows.
+        most_received: number of rows that the busiest receiver gets.
+        keep_source: int64 source rows of kept rows.
+        keep_destination: int64 destination rows of kept rows.
+        keep_ranges: [N, 3] int64 on the host, kept rows as ranges: source row, destination row, number of rows.
+        reduction: additions for destination rows that get several values; None if each gets one.
+        travelling: number of rows that travel between all ranks.
+        relay_before: moves of gradients to gateways, before these moves; None without a relay.
+        relay_after: moves of rows from gateways, after these moves; None without a relay.
     """
 
     source_rows: int
@@ -74,7 +71,7 @@ class RowMoves:
     def in_hops(
         exchange: RowExchange, relay: RowExchange | None, ranks: int, device: Destination
     ) -> tuple[RowMoves, RowMoves]:
-        """Returns the moves of :meth:`there_and_back`; moves of ``relay`` are added unless ``relay`` is None."""
+        """Returns the moves of :meth:`there_and_back`, with the moves of a relay."""
         to_server, to_home = RowMoves.there_and_back(exchange, ranks, device)
         if relay is None:
             return to_server, to_home
@@ -88,12 +85,12 @@ class RowMoves:
         """Returns the moves from homes to servers, and the moves back.
 
         Args:
-            exchange: this rank's part of the rows that move.
-            ranks: number of ranks in the pool.
+            exchange: this rank's part of the exchange.
+            ranks: number of ranks that exchange rows.
             device: the rows' device.
-            adds: whether rows that come back are also added to the values that the destination has before.
+            adds: whether rows that come back are added to earlier values of the destination.
         """
-        # Row numbers: "sent" and "kept" count in a home's tensor, "received" and "placed" in a server's buffer.
+        # "sent" and "kept" are rows of a home's tensor, "received" and "placed" are rows of a server's buffer.
         send, receive, keep = exchange.send, exchange.receive, exchange.keep
         home_rows, kept_rows = expand(send.source, send.rows), expand(keep.source, keep.rows)
         sent, kept = to_device(home_rows, device), to_device(kept_rows, device)
@@ -115,7 +112,7 @@ class RowMoves:
             None,
             exchange.travelling,
         )
-        # On the way back a home row gets several values if two servers had the row, or a server and this rank itself.
+        # On the way back, a row gets several values if two servers had it, or a server and this rank itself.
         once = not adds and _apart(np.append(send.source, keep.source), np.append(send.rows, keep.rows))
         to_home = RowMoves(
             exchange.destination_rows,
@@ -136,7 +133,7 @@ class RowMoves:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether no row changes rank or place, so that the source can serve as the destination."""
+        """Whether no row changes its rank or place. Then the source can be the destination."""
         source, destination, rows = self.keep_ranges.T
         apart = self.relay_before is None and self.relay_after is None and self.reduction is None
         whole = self.source_rows == self.destination_rows == rows.sum()
@@ -154,7 +151,7 @@ class RowMoves:
     def place_received(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
         """Writes received rows to their places in ``destination``, or adds them there with a reduction.
 
-        With a reduction, :meth:`copy_kept` must have been called before, since received rows are added to kept rows."""
+        With a reduction, callers must call :meth:`copy_kept` first: received rows are added to kept rows."""
         if self.reduction is not None:
             self.reduction.add(packed, destination)
         else:
@@ -163,21 +160,22 @@ class RowMoves:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The additions of returned rows, for home rows that get several values.
+    """The additions of packed rows that come back to a home.
 
-    A home row gets the packed rows that servers return for it, and has a value already if this rank keeps the row. A
-    home row with one value is *single*, and a home row with more values is *shared*. Example: packed rows 0, 1 and 2
-    are for home rows 5, 9 and 5. Row 9 is single: ``single`` is [1] and ``single_home`` [9]. Row 5 is shared:
-    ``shared_home`` is [5], ``copies`` [0, 2] and ``borders`` [0, 2].
+    A home row is *single* if it gets one value, and *shared* if it gets more. A kept row counts as a value.
+
+    Example: packed rows 0, 1 and 2 are for home rows 5, 9 and 5. Row 9 is single: ``single`` is [1], ``single_home``
+    [9]. Row 5 is shared: ``shared_home`` is [5], ``copies`` [0, 2], ``borders`` [0, 2]. The ``rounds`` are ([0], [0])
+    and ([2], [0]).
 
     Attributes:
-        single: int64 numbers of packed rows for single home rows.
-        single_home: int64 numbers of the home rows of ``single``.
-        shared_home: int64 numbers of shared home rows, ascending.
-        copies: int64 numbers of packed rows for shared home rows, grouped by home row, in packed order.
+        single: int64 packed rows for single home rows.
+        single_home: int64 home rows of ``single``.
+        shared_home: int64 shared home rows, ascending.
+        copies: int64 packed rows for shared home rows, grouped by home row, in packed order.
         borders: [len(shared_home) + 1] int64; copies[borders[i]:borders[i+1]] are added to home row shared_home[i].
-        rounds: these additions for torch, as a list of (packed rows, indices i in shared_home). An i is in a round at
-            most once, which fixes the order of additions. The example has the rounds ([0], [0]) and ([2], [0]).
+        rounds: the same additions for torch, as pairs (packed rows, indices i in shared_home). A round has each i at
+            most once, so the order of additions is fixed.
     """
 
     single: torch.Tensor
@@ -189,15 +187,15 @@ class Reduction:
 
     @staticmethod
     def of(home_rows: np.ndarray, kept_rows: np.ndarray, device: Destination) -> Reduction | None:
-        """Returns the reduction for packed rows with the given home rows; None if each home row has one value.
+        """Returns the reduction, or None if each home row has one value.
 
         Args:
             home_rows: [N] int64 home row of each packed row.
             kept_rows: [M] int64 home rows that have a value already.
             device: device of the index tensors.
         """
-        # "writers" counts the values of each home row. "packed" are the packed rows for shared home rows, and "place"
-        # are their indices in shared_home. The n-th packed row of a place is in round n.
+        # writers: number of values of each home row. packed: packed rows for shared home rows. place: for each of
+        # these, the index in shared_home. Round n has the n-th packed row of each place.
         top = int(max(home_rows.max(initial=-1), kept_rows.max(initial=-1))) + 1
         writers = np.bincount(home_rows, minlength=top) + np.bincount(kept_rows, minlength=top)
         if writers.max(initial=0) <= 1:
@@ -223,7 +221,7 @@ class Reduction:
         )
 
     def add(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
-        """Writes packed rows to single home rows of ``destination``, and adds packed rows to shared home rows."""
+        """Writes packed rows to single rows of ``destination``, and adds packed rows to shared rows."""
         move_rows(packed, self.single, destination, self.single_home)
         sum_rows(packed, self.copies, self.borders, self.rounds, destination, self.shared_home)
 
@@ -237,8 +235,8 @@ def _apart(begin: np.ndarray, count: np.ndarray) -> bool:
 def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> dict[int, np.ndarray]:
     """Returns the ``send_ranges`` of :class:`RowMoves`, from N ranges of source rows.
 
-    Example: this rank sends rows [5, 8) and [20, 22) to rank 1. Ranks below this one send 10 rows to rank 1. The result
-    is {1: [[5, 10, 3], [20, 13, 2]]}.
+    Example: this rank sends rows [5, 8) and [20, 22) to rank 1. Lower ranks send 10 rows to rank 1. The result is
+    {1: [[5, 10, 3], [20, 13, 2]]}.
 
     Args:
         peer: [N] receiving rank of each range, ascending.
@@ -248,8 +246,7 @@ def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahea
     """
     if not len(peer):
         return {}
-    # "before" counts the rows of all earlier ranges. Less the "before" of the peer's first range, it counts the rows of
-    # the peer's earlier ranges.
+    # before: rows of all earlier ranges. Its first value for a peer is subtracted, since places count per peer.
     before = np.cumsum(rows) - rows
     place = ahead[peer] + before - before[np.searchsorted(peer, peer, side="left")]
     ranges = np.ascontiguousarray(np.stack((source, place, rows), axis=1))

@@ -1,8 +1,8 @@
-"""The choice of a transport, which moves attention rows between the ranks of a *pool*: by NVSHMEM, NCCL or gloo.
+"""The choice of a transport: NVSHMEM, NCCL or gloo move rows between the ranks of a *pool*.
 
 With NVSHMEM, GPUs write into each other's memory. NCCL and gloo run torch.distributed's all-to-all. All ranks must
-choose the same transport, so ranks tell each other the reasons against NVSHMEM. ``distca.CAD``, the object that a
-training script makes, chooses its transport here (``megatron_patches/pool.py``).
+choose the same transport, so each rank tells the others why it cannot use NVSHMEM. ``megatron_patches/pool.py``, for
+example, chooses here.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
-"""The names that users can give; "auto" is the best transport that works."""
+"""The names that users can give."""
 NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
-"""The default size of NVSHMEM's receive buffer, in GiB per rank. An exchange that does not fit goes by NCCL with
-"auto", and is refused with "nvshmem"."""
+"""The default size of NVSHMEM's receive buffer, in GiB per rank. Larger exchanges of rows go by NCCL with "auto", and
+are refused with "nvshmem"."""
 
 BETWEEN_NODES = (
     "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; set `transport` to nvshmem to "
     "use NVSHMEM there"
 )
-"""The reason why "auto" does not take NVSHMEM between nodes, as a part of a sentence."""
+"""The reason, inside a message, why "auto" does not take NVSHMEM between nodes."""
 
 _started: dict[tuple[int, ...], tuple[OneSidedTransport, float]] = {}
-"""The NVSHMEM transport of this process and the GiB of its receive buffer, by the global ranks of its pool. There is at
-most one entry, because NVSHMEM starts once per process."""
+"""The NVSHMEM transport of this process and the GiB of its receive buffer, by the global ranks of the pool. There is at
+most one entry, since NVSHMEM starts once per process."""
 _failed: list[str] = []
-"""The reason why NVSHMEM did not start on some rank, as the only entry. This process does not try again."""
+"""The reason why NVSHMEM did not start, if it did not. This process does not try again."""
 _ALONE_S = 3.0
-"""The longest wait of a rank on which NVSHMEM did not start, in seconds. The other ranks may be waiting inside NVSHMEM.
-If they have not returned by then, the rank raises an error."""
+"""If NVSHMEM does not start on this rank, the rank waits this many seconds for the other ranks. If they have not come
+back from NVSHMEM by then, the rank raises an error."""
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
-    """Returns a transport over ``group`` and logs the choice. All ranks of the group must call it at the same time.
+    """Returns a transport over ``group``, and logs the choice. All ranks of the group must call this at the same time.
 
     Args:
-        name: "nvshmem", "nccl", "gloo" or "auto". "auto" takes NVSHMEM if the pool is on one node and NVSHMEM works
-            there, else the backend of ``group``.
+        name: "nvshmem", "nccl", "gloo" or "auto". "auto" takes NVSHMEM if the pool is on one node and NVSHMEM works;
+            otherwise it takes the backend of ``group``.
         group: process group of the pool.
-        buffer_gb: GiB of NVSHMEM's receive buffer per rank.
+        buffer_gb: size of NVSHMEM's receive buffer, in GiB per rank.
 
     Raises:
-        TransportError: the name is unknown, or the named transport cannot be used here; the message says why. With
-            "auto" only if NVSHMEM fails to start while other ranks wait inside NVSHMEM.
+        TransportError: the name is unknown, or the transport cannot be used here. With "auto": NVSHMEM did not start on
+            this rank, and other ranks wait inside NVSHMEM.
     """
     if name not in NAMES:
         raise TransportError(f"`transport` is '{name}'; it can be {', '.join(NAMES)}.")
@@ -104,15 +104,14 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
 
 
 def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transport | None) -> OneSidedTransport:
-    """Returns the NVSHMEM transport that this process has already, with its receive buffer as large as before.
+    """Returns the NVSHMEM transport that this process has already; its receive buffer keeps its size.
 
-    ``fallback`` replaces the transport for exchanges that do not fit into the buffer."""
+    ``fallback`` becomes the transport for exchanges that do not fit into the buffer."""
     transport, has_gb = _started[ranks]
     if buffer_gb > has_gb:
         logger.warning(
-            "NVSHMEM has %.3g GiB of symmetric memory per rank since it started, and %.3g are asked for now; it cannot "
-            "have more in this process. Exchanges that do not fit %s. To have more, set the larger size before NVSHMEM "
-            "starts.",
+            "NVSHMEM started with %.3g GiB of symmetric memory per rank; %.3g GiB are asked for now, but a process "
+            "cannot get more after the start. Exchanges that do not fit %s. Set the larger size before NVSHMEM starts.",
             *(has_gb, buffer_gb, f"go by {fallback.name}" if fallback else "are refused"),
         )
     transport.use_fallback(fallback)
@@ -120,7 +119,7 @@ def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transpor
 
 
 def why_not_nvshmem() -> str | None:
-    """Returns the reason why this process cannot use NVSHMEM, or None; other ranks are not asked."""
+    """Returns the reason why this process cannot use NVSHMEM, or None."""
     if not torch.cuda.is_available():
         return "it moves GPU memory, and torch finds no GPU here"
     if cuda_ops.why_no_signals() is not None:
@@ -139,11 +138,11 @@ def why_not_nvshmem() -> str | None:
 def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> str | None:
     """Returns the reason why the ranks of ``group`` cannot or should not use NVSHMEM, or None.
 
-    All ranks must call it at the same time, and all get the same answer.
+    All ranks must call this at the same time, and all get the same answer.
 
     Args:
         group: process group of the pool.
-        between_nodes: whether to use NVSHMEM even if the pool spans several nodes.
+        between_nodes: whether NVSHMEM may be used between nodes.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
@@ -160,7 +159,7 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
     gpus = [gpu for node, gpu in places if gpu and node == machine_name()]
     if own is None:
         own = "several ranks share a GPU" if len(set(gpus)) < len(gpus) else why_no_peer_access(gpus)
-    # Ranks may have different reasons. All ranks return the reason of the lowest rank that has one.
+    # All ranks return the reason of the lowest rank that has one.
     for rank, reason in zip(ranks, _gather(own, group), strict=True):
         if reason is not None:
             return f"on rank {rank}, {reason}" if rank else reason
@@ -173,7 +172,7 @@ def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
     """Returns the reason why GPUs of this node cannot write into each other's memory, or None.
 
     Args:
-        gpus: UUIDs of the GPUs to check; GPUs that this process does not see are skipped. None checks all visible GPUs.
+        gpus: UUIDs of the GPUs to check; None for all visible GPUs. GPUs that this process does not see are skipped.
     """
     visible = {_gpu(index): index for index in range(torch.cuda.device_count())}
     indices = [visible[gpu] for gpu in (visible if gpus is None else gpus) if gpu in visible]
@@ -195,7 +194,7 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> OneSidedTransport | str:
-    """Starts NVSHMEM. Returns a transport, or on all ranks the reason why NVSHMEM does not start on one of them.
+    """Starts NVSHMEM and returns a transport. If NVSHMEM does not start on a rank, all ranks return that rank's reason.
 
     Raises:
         TransportError: NVSHMEM does not start on this rank, and other ranks wait inside NVSHMEM.
@@ -221,9 +220,9 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
 
 
 def _all_came_back(ranks: Sequence[int], seconds: float) -> bool:
-    """Tells the other ranks that this rank has returned from starting NVSHMEM, with or without success.
+    """Tells the other ranks that this rank's start of NVSHMEM has succeeded or failed.
 
-    Returns whether all ranks have returned within ``seconds``; with 0 it returns True at once."""
+    Returns whether all ranks have told this within ``seconds``; with 0 seconds it returns True at once."""
     store, key = dist.distributed_c10d._get_default_store(), f"distca/nvshmem/{ranks[0]}"
     store.add(key, 1)
     end = time.monotonic() + seconds

@@ -146,8 +146,7 @@ def _twice(name):
 @pytest.mark.parametrize("name, others", [("auto", "go by gloo"), ("nvshmem", "are refused")])
 def test_more_memory_than_a_process_has_is_warned_of(name, others):
     said = (
-        "NVSHMEM has 0.5 GiB of symmetric memory per rank since it started, and 2 are asked for now; it cannot have "
-        f"more in this process. Exchanges that do not fit {others}. To have more, set the larger size before NVSHMEM "
-        "starts."
+        "NVSHMEM started with 0.5 GiB of symmetric memory per rank; 2 GiB are asked for now, but a process cannot get "
+        f"more after the start. Exchanges that do not fit {others}. Set the larger size before NVSHMEM starts."
     )
     assert run_ranks(2, _twice, name) == [[said]] * 2

@@ -1,24 +1,24 @@
-"""NVSHMEM's writes of rows and signals to *inter-node peers*: ranks on other nodes, whose memory this rank cannot map.
+"""NVSHMEM sends rows to *inter-node peers*: ranks on other nodes.
 
-NVSHMEM's memory is *symmetric*: each rank has a block of memory, and all blocks have the same layout. A block has,
-among other things, a receive buffer. *Exchanges* of rows between all ranks are numbered. A sender signals an exchange's
-number after the sender's rows have *arrived*. A receiver signals the number after it has *consumed* the rows: copied
-them out of its receive buffer. A peer has *room* once it has consumed the rows that lie where new rows are to be
-written.
+- block: the NVSHMEM memory of one rank. All ranks' blocks have the same layout. Each has a receive buffer.
+- exchange: one movement of rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
+- arrived: the rows lie in the receiver's buffer. Then the sender signals the exchange's number to the receiver.
+- consumed: the receiver has copied the rows out of its buffer. Then the receiver signals the number to the senders.
+- put: NVSHMEM's copy from this rank's block to a peer's block.
+- quiet: NVSHMEM's wait until all earlier puts and signals have arrived.
+- staging memory: a part of the block, in two halves. Rows are packed there before they are put.
+- load: the rows that are packed into one half at a time.
 
-An NVSHMEM *put* copies memory over the network, from symmetric memory. So rows are first packed into a part of the
-block, the *staging* memory. Rows that do not fit travel in several *loads*. *Quiet* is NVSHMEM's wait until all earlier
-puts and signals have arrived. All steps of an exchange are queued on one side stream:
+One side stream runs these steps of an exchange:
 
-    wait until the peers have room
+    wait until the peers have consumed the rows that new rows will overwrite
     for each load: pack the load · quiet, except for the first load · put the load
     quiet · signal to all peers
 
-The staging memory has two halves, and loads use the halves in turn. While load n travels, load n + 1 is packed into the
-other half.
+Loads use the two halves in turn: load n + 1 is packed while load n travels.
 
-No other stream may call quiet. NVSHMEM has one list of pending puts per process, and a quiet on another stream would
-empty the list without making this stream wait.
+No other stream may call quiet. NVSHMEM has one list of pending puts per process. A quiet on another stream would empty
+this list, and then the side stream would not wait.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.intranode import IntranodePeers, Sent, Streams
 
 _ALIGNMENT = 256
-"""Each slice of rows begins at a multiple of this number of bytes in the staging memory. So kernels may write 16 bytes
-at a time."""
+"""In the staging memory, the rows of each put begin at a multiple of this many bytes. So the packing kernel can write
+16 bytes at a time."""
 _MOST_STAGING, _LEAST_STAGING = 64 << 20, 2 << 20
-"""The largest and the smallest staging memory, in bytes. Between these limits the staging memory is a quarter of the
+"""The largest and the smallest size of the staging memory, in bytes. Between these limits, the size is a quarter of the
 receive buffer. The limits were not measured."""
 _PACK_BLOCKS = 32
-"""The largest number of thread blocks of the packing kernel. The other multiprocessors go on computing. The number was
-not measured."""
+"""The largest number of thread blocks of the packing kernel. More blocks would take multiprocessors from compute. The
+number was not measured."""
 _NOBODY = np.empty(0, np.uint64)
-"""The addresses that the packing kernel signals to: none."""
+"""No addresses: the packing kernel sends no signal."""
 
 
 def staging_bytes(capacity: int) -> int:
-    """Returns the bytes of staging memory for a receive buffer of ``capacity`` bytes, a multiple of 512."""
+    """Returns the size of the staging memory in bytes, a multiple of 512; ``capacity`` is the receive buffer's size."""
     return min(_MOST_STAGING, max(_LEAST_STAGING, capacity // 4)) // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)
 
 
 class InternodeQueue(Streams, Protocol):
-    """Streams and NVSHMEM's calls. On GPUs it is a :class:`distca.transport.nvshmem.internode.NvshmemQueue`.
+    """Streams and NVSHMEM's calls; on GPUs a :class:`NvshmemQueue`.
 
-    NVSHMEM names a place in a peer's block by the address of the same place in the caller's own block. A *slot* is a
-    64-bit word that holds a signal.
+    A *slot* is a 64-bit word of a block, for signals. A place in a peer's block is named by the address of the same
+    place in the own block.
     """
 
     def put(self, to: int, source: int, size: int, peer: int, stream: Any) -> None:
@@ -66,41 +66,34 @@ class InternodeQueue(Streams, Protocol):
         ...
 
     def quiet(self, stream: Any) -> None:
-        """Makes the stream wait until all earlier puts and signals have arrived."""
+        """Makes the stream wait for all earlier puts and signals."""
         ...
 
     def set_signal(self, slot: int, number: int, peer: int, stream: Any) -> None:
-        """Starts writing a number to a slot of the peer. Without a quiet between two writes, the first may arrive
-        last."""
+        """Starts writing ``number`` to the peer's slot."""
         ...
 
     def add_to_signal(self, slot: int, by: int, peer: int, stream: Any) -> None:
-        """Starts adding ``by`` to a slot of the peer, behind earlier work of the stream."""
+        """Starts adding ``by`` to the peer's slot."""
         ...
 
     def wait_for_signal(self, slot: int, number: int, stream: Any) -> None:
-        """Makes the stream wait until a slot of this rank is at least ``number``.
-
-        If the peer called quiet between its puts and the signal, the rows can then be read."""
+        """Makes the stream wait until this rank's slot is at least ``number``."""
         ...
 
 
 @dataclass(frozen=True)
 class InternodeAddresses:
-    """Addresses in this rank's block. With them NVSHMEM also names places in peers' blocks.
+    """Addresses in this rank's block, which also name places in peers' blocks.
 
     Attributes:
         receive_buffer: first byte of the receive buffer.
         staging: first byte of the staging memory, a multiple of 256.
         staging_bytes: size of the staging memory, a multiple of 512.
-        arrived_there: slot in a peer's block. This rank writes there the newest exchange whose rows it has put to the
-            peer.
-        consumed_here: first of [ranks] slots in this block. Rank r writes to slot r the number up to which it has
-            consumed all exchanges.
-        consumed_there: slot in a peer's block. This rank writes there the number up to which it has consumed all
-            exchanges.
-        arrived_here: first of [ranks] slots in this block. Rank r writes to slot r the newest exchange whose rows rank
-            r has put to this rank.
+        arrived_there: the peer's slot to which this rank signals "arrived".
+        consumed_here: first of [ranks] own slots; rank r signals "consumed" to slot r.
+        consumed_there: the peer's slot to which this rank signals "consumed".
+        arrived_here: first of [ranks] own slots; rank r signals "arrived" to slot r.
     """
 
     receive_buffer: int
@@ -114,15 +107,15 @@ class InternodeAddresses:
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows of one tensor that travel to one peer in one put.
+    """The rows of one NVSHMEM put: rows of one tensor for one peer.
 
     Attributes:
-        peer: the rank that gets the rows.
-        source: tensor whose rows are sent.
-        rows: [N] int64 on the device, the numbers of the rows in ``source``.
-        staged: first byte of the packed rows, counted from the begin of the load.
+        peer: the receiving rank.
+        source: the tensor.
+        rows: [N] int64 on the device, row numbers in ``source``.
+        staged: first byte of the packed rows in the load.
         lands: first byte of the rows in the peer's receive buffer.
-        size: bytes of all these rows.
+        size: bytes of the N rows.
     """
 
     peer: int
@@ -134,10 +127,10 @@ class Slice:
 
 
 def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[Slice]]:
-    """Cuts the rows of ``puts`` into loads of at most ``capacity`` bytes, and yields the slices of each load.
+    """Cuts rows into loads of at most ``capacity`` bytes, a multiple of 256; yields the slices of each load.
 
-    Example: a load has room for 4 rows, and the puts have 3 and 2 rows. The first load then has 3 + 1 rows, and the
-    second load has 1 row. ``capacity`` must be a multiple of 256."""
+    Example: a load has room for 4 rows, and ``puts`` has 3 rows for rank 1 and 2 rows for rank 2. The first load has 3
+    rows for rank 1 and 1 row for rank 2. The second load has 1 row for rank 2."""
     load: list[Slice] = []
     used = 0
     for peer, pieces in puts.items():
@@ -160,33 +153,23 @@ def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[S
 
 
 class InternodePeers:
-    """One rank's writes to its inter-node peers.
-
-    Args:
-        addresses: addresses in this rank's block.
-        device: device of the rows.
-        queue: streams and NVSHMEM's calls.
-    """
+    """Sends one rank's rows and signals to its inter-node peers."""
 
     def __init__(self, addresses: InternodeAddresses, device: torch.device | str, queue: InternodeQueue) -> None:
         self._at, self._queue = addresses, queue
         self._half = addresses.staging_bytes // 2
         self._stream = queue.create_stream(-1)
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        self._room: dict[int, int] = {}  # by peer, the largest number of a "consumed" signal that was waited for
-        self._told: dict[int, int] = {}  # by peer, the largest number of a "consumed" signal that was sent
+        self._room: dict[int, int] = {}  # by peer, the newest "consumed" signal that the side stream has waited for
+        self._told: dict[int, int] = {}  # by peer, the newest "consumed" signal that this rank has sent
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> tuple[Sent, Any]:
-        """Queues the puts and signals of an exchange, after the current stream's work so far.
+        """Queues an exchange's puts and signals, after the current stream's earlier work.
 
-        Args:
-            number: number of the exchange.
-            reuses: number of the exchange that a peer must have consumed before rows are put to the peer; 0 for no
-                wait.
-            puts: the rows to write, by peer.
+        Puts to a peer wait until the peer has consumed exchange ``reuses``.
 
         Returns:
-            A token whose event comes when all rows are packed, so that the sources may be written again; and an event
+            A token whose event comes when all rows are packed; callers may then write to the sources. And an event
             that comes when all rows have arrived.
         """
         queue, stream = self._queue, self._stream
@@ -209,15 +192,14 @@ class InternodePeers:
         return Sent([packed], held, tuple(puts), reuses), queue.mark(stream)
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
-        """Makes the current stream wait until the rows of exchange ``number`` from all ``peers`` have arrived."""
+        """Makes the current stream wait until the rows of exchange ``number`` from ``peers`` have arrived."""
         for peer in peers:
             self._queue.wait_for_signal(self._at.arrived_here + 8 * peer, number, self._queue.current_stream())
 
     def consumed(self, number: int, peers: Sequence[int]) -> None:
         """Signals to ``peers`` that this rank has consumed all exchanges up to ``number``.
 
-        Signals may arrive in any order, since there is no quiet between them. So a signal adds to the slot, and does
-        not set the slot."""
+        Two signals without a quiet between them may arrive in any order. So a signal adds to the slot's number."""
         for peer in peers:
             by = number - self._told.get(peer, 0)
             if by:
@@ -225,9 +207,9 @@ class InternodePeers:
                 self._told[peer] = number
 
     def finish(self, patience_s: float = 5.0) -> None:
-        """Makes the host wait until all rows and signals have arrived, for at most ``patience_s`` seconds.
+        """Blocks the host until all rows and signals have arrived, for at most ``patience_s`` seconds.
 
-        It must be called before the process ends, or the last rows may not arrive."""
+        Without this call at the end of the process, the last rows may not arrive."""
         queue, stream = self._queue, self._stream
         stream.wait_event(queue.mark(queue.current_stream()))
         queue.quiet(stream)
@@ -275,18 +257,18 @@ class NvshmemQueue:
         self._calls.signal_op_on_stream(slot, by, self._add, peer, stream.cuda_stream)
 
     def wait_for_signal(self, slot: int, number: int, stream: torch.cuda.Stream) -> None:
-        # The driver's own wait for a slot would not do: rows that a network card wrote before may not be readable yet.
+        # The CUDA driver can also wait for a slot. But rows from the network may then not be readable yet.
         self._calls.signal_wait_until_on_stream(slot, self._at_least, number, stream.cuda_stream)
 
 
 @dataclass(frozen=True)
 class SentInternode(Sent):
-    """Writes of one exchange to intra-node and inter-node peers.
+    """A token for one exchange's writes to inter-node peers and to *intra-node peers*, the other ranks of the node.
 
-    ``events`` come when the sources may be written again. Packed rows for inter-node peers may then still travel.
+    ``events`` come when callers may write to the sources. Rows may then still travel between nodes.
 
     Attributes:
-        intranode: the writes to intra-node peers.
+        intranode: token of the writes to intra-node peers.
         written: event that comes when the rows for inter-node peers have arrived.
     """
 
@@ -300,13 +282,7 @@ class SentInternode(Sent):
 
 
 class Peers:
-    """Splits a rank's writes between intra-node peers (on the rank's node) and inter-node peers.
-
-    Args:
-        intranode: writes to intra-node peers.
-        internode: writes to inter-node peers; None if there are no inter-node peers.
-        internode_peers: ranks of the inter-node peers.
-    """
+    """Sends one rank's rows to all peers; ``internode`` is None without inter-node peers."""
 
     def __init__(
         self, intranode: IntranodePeers, internode: InternodePeers | None, internode_peers: Collection[int]
@@ -314,14 +290,11 @@ class Peers:
         self._intranode, self._internode, self._internode_peers = intranode, internode, frozenset(internode_peers)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """Queues the writes of exchange ``number`` and the signals.
-
-        ``puts`` are the rows to write, by peer. Writes to a peer wait until the peer has consumed exchange ``reuses``.
-        """
+        """Queues an exchange's writes and signals. Writes to a peer wait until it has consumed exchange ``reuses``."""
         internode = {peer: pieces for peer, pieces in puts.items() if peer in self._internode_peers}
         if self._internode is None or not internode:
             return self._intranode.put(number, reuses, puts)
-        # Writes between nodes take longest, so they are queued first.
+        # These writes take longest.
         packed, written = self._internode.put(number, reuses, internode)
         intranode = self._intranode.put(number, reuses, {peer: puts[peer] for peer in puts if peer not in internode})
         return SentInternode(
@@ -329,5 +302,7 @@ class Peers:
         )
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """Copies the rows of ``parts`` that stay on this rank, after the writes to intra-node peers in ``behind``."""
+        """Copies the rows of ``parts`` that stay on this rank.
+
+        Copy engines begin after the writes of the token ``behind`` to intra-node peers."""
         return self._intranode.keep(parts, behind.intranode if isinstance(behind, SentInternode) else behind)

@@ -1,18 +1,18 @@
-"""A rank's writes of rows to its *intra-node peers* (the other ranks of its node), and copies of rows that it keeps.
+"""A rank writes rows to its *intra-node peers* (the other ranks of its node), and copies the rows that it keeps.
 
-The receive buffers of intra-node peers are mapped, so a rank writes to them by address. *Exchanges* of rows between all
-ranks are numbered. A *slot* is a 64-bit word. A sender writes an exchange's number to a slot of the receiver after the
-sender's rows have *arrived*. A receiver writes the number to a slot of the sender after the receiver has *consumed* the
-rows: copied them out of its receive buffer. A peer *has room* once it has consumed the rows that lie where new rows are
-to be written.
+- receive buffer: the memory of a rank into which its peers write. It is mapped, so peers write to its addresses.
+- exchange: one movement of rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
+- slot: a 64-bit word. To signal, a rank writes an exchange's number to a slot of a peer.
+- arrived: the rows lie in the receiver's buffer. Then the sender signals to the receiver.
+- consumed: the receiver has copied the rows out of its buffer. Then the receiver signals to the senders.
+- room: a peer has room if it has consumed the rows that new rows will overwrite.
 
-Large transfers go by copy engines, which take no multiprocessor from compute. A kernel writes small or scattered rows.
-Copies and the kernel have a side stream each, with these steps:
+Copy engines make large transfers, and take no multiprocessors from compute. A kernel writes small or scattered rows.
+Copy engines and the kernel have a side stream each, with these steps:
 
-    wait until the peers have room · copy to one peer after the other · signal to all of them
+    wait until the peers have room · write to one peer after the other · signal to all of them
 
-A stream that switches between copies and signals leaves the copy engines idle for a while. So the stream signals to
-several peers together, after 256 MiB of copies.
+Copy engines are idle for a while when their stream signals. So the stream signals only after 256 MiB of copies.
 """
 
 from __future__ import annotations
@@ -33,20 +33,18 @@ from distca.transport.nvshmem.interface import Put
 
 @dataclass(frozen=True)
 class CopyPolicy:
-    """The limits by which a rank chooses between copy engines and kernels. Limits change speed only.
+    """Limits by which a rank chooses between copy engines and kernels. They change speed, not results.
 
-    On H200, a kernel is as fast as copy engines for up to about 16 MiB to a peer
-    (benchmarks/results/transport_ways.json). A kernel takes multiprocessors from compute, so the limit is 8 MiB.
+    Measured on H200: up to about 16 MiB to a peer, a kernel is as fast as copy engines
+    (benchmarks/results/transport_ways.json). Kernels take multiprocessors from compute, so the limit is 8 MiB.
 
     Attributes:
-        push_below_bytes: a kernel writes the rows for a peer if the rows have fewer bytes in all.
-        push_below_bytes_per_range: a kernel also writes the rows for a peer if their contiguous ranges have fewer bytes
-            on average. Otherwise copy engines write the rows.
+        push_below_bytes: a kernel writes the rows for a peer if they have fewer bytes in all.
+        push_below_bytes_per_range: a kernel also writes them if their contiguous ranges have fewer bytes on average.
         push_blocks: the largest number of the kernel's thread blocks.
-        signal_after_bytes: bytes of copies after which the stream signals to the peers that it has copied to.
-        keep_from_bytes: a copy engine copies rows that stay on the rank only if the rows have at least so many bytes.
-        keep_from_bytes_per_range: a copy engine copies rows that stay on the rank only if their contiguous ranges have
-            at least so many bytes on average. Otherwise a kernel on the computing stream copies the rows.
+        signal_after_bytes: bytes of copies after which the stream signals to the peers.
+        keep_from_bytes: a kernel copies rows that stay on the rank if they have fewer bytes in all.
+        keep_from_bytes_per_range: a kernel also copies them if their contiguous ranges have fewer bytes on average.
     """
 
     push_below_bytes: int = 8 << 20
@@ -59,13 +57,13 @@ class CopyPolicy:
 
 @dataclass(frozen=True)
 class Sent:
-    """A token for writes, or copies, of one exchange that are queued on side streams.
+    """A token for one exchange's writes, which are queued on side streams.
 
     Attributes:
-        events: CUDA events that come when the writes are done.
-        held: tensors that must stay alive until the writes are done.
-        peers: the peers that must have room before the writes.
-        reuses: number of the exchange that these peers must have consumed to have room; 0 if they have room.
+        events: CUDA events of the ends of the writes.
+        held: tensors that must stay alive until then.
+        peers: peers that must have room before the writes.
+        reuses: the peers have room after they have consumed this exchange; 0 for no wait.
     """
 
     events: list[Event]
@@ -80,7 +78,7 @@ class Sent:
 
 
 class Streams(Protocol):
-    """Streams, and the kernel that writes rows. On GPUs it is the module :mod:`distca.transport.cuda_ops`."""
+    """Streams, and the kernel that writes rows; on GPUs the module :mod:`distca.transport.cuda_ops`."""
 
     def create_stream(self, priority: int) -> Any: ...
     def current_stream(self) -> Any: ...
@@ -97,7 +95,7 @@ class Streams(Protocol):
 
 
 class Queue(Streams, Protocol):
-    """Streams with copy engines and signals. On GPUs it is the module :mod:`distca.transport.cuda_ops`."""
+    """Streams with copy engines and signals; on GPUs the module :mod:`distca.transport.cuda_ops`."""
 
     def copy_rows(self, pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool, stream: Any) -> None: ...
     def signal(self, addresses: np.ndarray, value: int, stream: Any) -> None: ...
@@ -106,16 +104,12 @@ class Queue(Streams, Protocol):
 
 @dataclass(frozen=True)
 class Addresses:
-    """The addresses to which a rank writes, and the slots that it waits for.
-
-    Array legend: R ranks. The entry of the rank itself is not used.
+    """Addresses of receive buffers and slots. The entry of the rank itself is not used.
 
     Attributes:
-        receive_buffers: [R] first byte of each rank's receive buffer.
-        consumed_here: [R] uint64 slots on this rank. Rank r writes to slot r the number up to which it has consumed all
-            exchanges.
-        arrived_there: [R] uint64 slots, one on each other rank. This rank writes there the newest exchange whose rows
-            it has written.
+        receive_buffers: [ranks] first byte of each rank's receive buffer.
+        consumed_here: [ranks] uint64, this rank's slots; rank r signals "consumed" to slot r.
+        arrived_there: [ranks] uint64, one slot on each rank; this rank signals "arrived" to it.
     """
 
     receive_buffers: Sequence[int]
@@ -124,12 +118,7 @@ class Addresses:
 
 
 class IntranodePeers:
-    """One rank's writes to its intra-node peers, and copies of rows that stay on the rank.
-
-    Args:
-        addresses: addresses of receive buffers and slots.
-        device: device of the rows.
-        queue: streams, copy engines and signals.
+    """Writes one rank's rows to its intra-node peers, and copies the rows that stay on the rank.
 
     Attributes:
         policy: the limits for copy engines and kernels.
@@ -140,16 +129,15 @@ class IntranodePeers:
         self._at, self._queue = addresses, queue
         self._streams: dict[str, Any] = {}
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # For each peer, the largest number of a "consumed" signal that a stream has waited for.
+        # By peer, the newest "consumed" signal that a stream has waited for.
         self._room = dict.fromkeys(range(len(addresses.receive_buffers)), 0)
-        # For each peer, the stream of the newest writes to the peer, and the event of their end.
+        # By peer, the stream of the newest writes and the event of their end.
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """Queues the writes and signals of exchange ``number``, behind the current stream's work so far.
+        """Queues the writes and signals of exchange ``number``, after the current stream's earlier work.
 
-        ``puts`` are the rows to write, by peer. Writes to a peer wait until the peer has consumed exchange ``reuses``.
-        """
+        ``puts`` has the rows by peer. Writes to a peer wait until the peer has consumed exchange ``reuses``."""
         ready = self._queue.mark(self._queue.current_stream())
         small = {peer: pieces for peer, pieces in puts.items() if self._is_small(pieces)}
         large = {peer: pieces for peer, pieces in puts.items() if peer not in small}
@@ -162,8 +150,8 @@ class IntranodePeers:
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
         """Copies the rows of ``parts`` that stay on this rank.
 
-        A copy engine copies rows in few, long ranges, after the writes of ``behind``. A kernel on the current stream
-        copies other rows. Returns None if no copy engine was needed."""
+        Copy engines copy rows in few, long ranges, after the writes of the token ``behind``. A kernel on the current
+        stream copies other rows. Returns a token for the copy engines; None if they copy nothing."""
         by_engine = []
         for part in parts:
             if self._is_long(part):
@@ -197,7 +185,7 @@ class IntranodePeers:
         return bool(pieces) and sum(piece.bytes for piece in pieces) < limit
 
     def _groups(self, puts: dict[int, list[Put]]) -> Iterator[dict[int, list[Put]]]:
-        """Yields groups of peers; a stream copies to all peers of a group, and then signals to them."""
+        """Yields groups of peers. After the copies to a group, the stream signals to the group's peers."""
         group: dict[int, list[Put]] = {}
         size = 0
         for peer, pieces in puts.items():
@@ -222,7 +210,7 @@ class IntranodePeers:
 
     def _push(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
         stream = self._stream("push")
-        # The stream waits for room. If the kernel waited, its blocks would occupy multiprocessors.
+        # The stream waits for room. A kernel that waited would occupy multiprocessors.
         self._begin(puts, stream, reuses, ready)
         pieces = [
             (put.source, put.rows, self._at.receive_buffers[peer] + put.begin + int(put.ranges[0, 1]) * put.row_bytes)
@@ -236,7 +224,7 @@ class IntranodePeers:
     def _begin(self, puts: dict[int, list[Put]], stream: Any, reuses: int, ready: Any) -> None:
         """Makes a stream wait for the source rows, for the peers' room, and for earlier writes on the other stream.
 
-        Writes to a peer must end in the order of exchanges, since the peer's slot holds only the newest number."""
+        A peer's slot holds only the newest number. So writes to a peer must end in the order of exchanges."""
         stream.wait_event(ready)
         for peer in puts:
             if peer in self._last and self._last[peer][0] is not stream:
@@ -252,7 +240,7 @@ class IntranodePeers:
         return done
 
     def _stream(self, name: str, priority: int = -1) -> Any:
-        """Returns the side stream of a name, made on first use. A priority of -1 is above the computing stream's."""
+        """Returns the side stream of this name. Priority -1 is above the computing stream's."""
         if name not in self._streams:
             self._streams[name] = self._queue.create_stream(priority)
         return self._streams[name]

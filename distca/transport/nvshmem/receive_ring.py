@@ -1,17 +1,17 @@
-"""The place of each exchange in the receive buffers of the NVSHMEM transport, and when the place may be used again.
+"""The places of exchanges in the receive buffers of the NVSHMEM transport.
 
-An *exchange* moves rows between all ranks: senders write rows straight into the receivers' buffers. Exchanges are
-numbered 1, 2, 3 and so on. All ranks compute the same place for an exchange, so senders need not ask where to write.
-Places follow each other in the buffer and begin again at byte 0, as in a ring. A receiver *consumes* an exchange when
-it copies the rows out of the buffer. Before senders write to a place again, they wait until the receiver has consumed
-the exchanges that lay there.
+- exchange: one movement of rows between all ranks. Senders write rows into the receivers' buffers.
+- number: exchanges are numbered 1, 2, 3 and so on.
+- place: the bytes of the receive buffer for one exchange. All ranks compute the same place.
+- part: the rows of one tensor in an exchange.
+- consumed: a receiver has copied the rows of an exchange out of its buffer.
 
-Example: a buffer of 1 MiB and exchanges of 384 KiB. Exchange 1 has bytes from 0, exchange 2 from 384 KiB, and exchange
-3 from 0 again. Senders of exchange 3 first wait until the receiver has consumed exchange 1.
+Places follow each other in the buffer and begin again at byte 0. Senders wait until the receiver has consumed the
+exchanges that lay in the new place. Example: a buffer of 1 MiB and exchanges of 384 KiB. Exchange 1 begins at byte 0,
+exchange 2 at 384 KiB, and exchange 3 at byte 0 again. Senders of exchange 3 wait until exchange 1 is consumed.
 
-A rank may launch an exchange before it has consumed the exchange before. If the places of the two overlapped, all ranks
-would wait for each other forever. Such an exchange gets no place (:meth:`ReceiveRing.why_not`). ``transport.py`` then
-sends it by another transport, or refuses it.
+A rank may launch an exchange before it has consumed the previous one. If the places of the two overlapped, all ranks
+would wait forever. Such an exchange gets no place, and ``transport.py`` uses another transport or raises an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from distca.errors import TransportError
 
 _ALIGNMENT = 256
-"""Each tensor's rows begin at a multiple of this number of bytes, so that kernels may read 16 bytes at a time."""
+"""The rows of each part begin at a multiple of this many bytes, so that kernels can read 16 bytes at a time."""
 _GIB = 2**30
 
 
@@ -31,11 +31,11 @@ class RingPlace:
     """The place of one exchange.
 
     Attributes:
-        number: number of the exchange. If rows travel in two hops (to another rank, and on from there), each hop has a
-            number, and this is the second hop's.
-        begin: first byte in the receive buffer; a multiple of 256.
-        offsets: first byte of each part (the rows of one tensor in one hop), counted from ``begin``; multiples of 256.
-        reuses: the receiver must have consumed all exchanges up to this number before rows are written; 0 for no wait.
+        number: number of the exchange. An exchange in two hops (to a rank, and on to other ranks) takes two numbers;
+            this is the second.
+        begin: first byte in the receive buffer, a multiple of 256.
+        offsets: first byte of each part, counted from ``begin``; multiples of 256.
+        reuses: receivers must have consumed all exchanges up to this number before rows are written; 0 for no wait.
     """
 
     number: int
@@ -49,7 +49,7 @@ class ReceiveRing:
 
     Args:
         capacity: bytes of the receive buffer.
-        setting: name of the setting that makes the buffer larger, for error messages.
+        setting: name of the setting for the buffer's size, for error messages.
     """
 
     def __init__(self, capacity: int, setting: str) -> None:
@@ -58,18 +58,18 @@ class ReceiveRing:
         self._next = 0  # first byte behind the newest exchange
         self._number = 0  # number of the newest exchange
         self._reused = 0  # the largest ``reuses`` so far
-        self._lying: deque[tuple[int, int, int]] = deque()  # places in use: (number, begin, end), oldest first
+        self._in_use: deque[tuple[int, int, int]] = deque()  # places in use: (number, begin, end), oldest first
         self._not_consumed: set[int] = set()  # exchanges that this rank has launched and not consumed
 
     def place(self, sizes: tuple[int, ...], hops: int = 1) -> RingPlace:
         """Returns the place of the next exchange. This rank must have consumed all exchanges but the newest.
 
         Args:
-            sizes: bytes of each part (the rows of one tensor in one hop), on the rank that receives most bytes of it.
-            hops: number of hops: 1 or 2.
+            sizes: for each part of each hop, bytes on the rank that receives most.
+            hops: number of hops, 1 or 2.
 
         Raises:
-            TransportError: the exchange has no place that leaves the newest exchange's place alone; nothing was sent.
+            TransportError: the place would not fit, or would overlap the newest exchange's place. Nothing was sent.
         """
         offsets, size = _offsets(sizes)
         begin, reuses = self._next_place(size)
@@ -78,24 +78,24 @@ class ReceiveRing:
         self._check_consumed()
         self._number += hops  # each hop has a number
         self._reused = reuses
-        while self._lying and self._lying[0][0] <= reuses:
-            self._lying.popleft()
-        self._lying.append((self._number, begin, begin + size))
+        while self._in_use and self._in_use[0][0] <= reuses:
+            self._in_use.popleft()
+        self._in_use.append((self._number, begin, begin + size))
         self._not_consumed.add(self._number)
         self._next = begin + size
         return RingPlace(self._number, begin, tuple(offsets), reuses)
 
     def skip(self) -> int:
-        """Returns a number for an exchange that has no place here, since another transport moves the rows.
+        """Returns a number for an exchange of another transport, without a place.
 
-        Callers must also call :meth:`consumed` with this number."""
+        Callers must later call :meth:`consumed` with this number."""
         self._check_consumed()
         self._number += 1
         self._not_consumed.add(self._number)
         return self._number
 
     def why_not(self, sizes: tuple[int, ...]) -> str | None:
-        """Returns the message of the error that :meth:`place` would raise, or None; all ranks get the same answer."""
+        """Returns the message of the error that :meth:`place` would raise, or None. All ranks get the same answer."""
         _, size = _offsets(sizes)
         return None if self._is_free(size, self._next_place(size)[1]) else self._too_small(size)
 
@@ -105,26 +105,26 @@ class ReceiveRing:
 
     def _next_place(self, size: int) -> tuple[int, int]:
         begin = self._next if self._next + size <= self.capacity else 0
-        overlapped = (number for number, a, b in self._lying if a < begin + size and begin < b)
-        # self._lying no longer has exchanges up to self._reused. But a rank waits only for the receivers of its rows.
-        # Other receivers may not have consumed these exchanges yet. So ``reuses`` must not become smaller.
+        overlapped = (number for number, a, b in self._in_use if a < begin + size and begin < b)
+        # self._in_use has dropped exchanges up to self._reused. A rank waits only for receivers of its rows. Others may
+        # not have consumed these exchanges yet. So the result must not become smaller.
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:
-        """Returns whether the place lies inside the buffer and does not overlap the newest exchange's place."""
+        """Whether the place lies inside the buffer and does not overlap the newest exchange's place."""
         return size <= self.capacity and (reuses < self._number or not self._number)
 
     def consumed(self, number: int) -> int:
         """Notes that this rank has consumed exchange ``number``.
 
-        Returns the largest n such that this rank has consumed all exchanges up to n."""
+        Returns the largest n for which this rank has consumed all exchanges up to n."""
         self._not_consumed.remove(number)
         return min(self._not_consumed, default=self._number + 1) - 1
 
     def _too_small(self, size: int) -> str:
-        # With before + 2 * size bytes, there are ``size`` bytes in front of the newest exchange's place or behind it,
-        # wherever the place lies. More than that is a reserve.
-        before = sum(end - begin for number, begin, end in self._lying if number == self._number)
+        # With before + 2 * size bytes, the exchange fits in front of the newest exchange's place or behind it. The rest
+        # is a reserve.
+        before = sum(end - begin for number, begin, end in self._in_use if number == self._number)
         needed = before + 3 * max(size, before)
         beside = f" beside the exchange before it, of {before / _GIB:.3g} GiB" if before else ""
         return (
@@ -135,7 +135,7 @@ class ReceiveRing:
 
 
 def _offsets(sizes: tuple[int, ...]) -> tuple[list[int], int]:
-    """Returns the offset of each part from the first byte of the exchange's place, and the bytes of the whole place."""
+    """Returns the offset of each part in the exchange's place, and the bytes of the whole place."""
     offsets, size = [], 0
     for part in sizes:
         offsets.append(size)

@@ -1,17 +1,17 @@
 """NVSHMEM's memory and signals for the NVSHMEM transport (transport.py).
 
-NVSHMEM gives every rank a *block* of memory, and all blocks have the same layout. A rank can map the blocks of
-*intra-node peers*, the other ranks of its node. Copy engines or a kernel write to these blocks (``intranode.py``).
-Ranks on other nodes are *inter-node peers*: NVSHMEM's own calls write to their blocks (``internode.py``).
+- block: the NVSHMEM memory of one rank. All ranks' blocks have the same layout.
+- intra-node peers: the other ranks of the node. Copy engines or a kernel write to their blocks (intranode.py).
+- inter-node peers: ranks on other nodes. NVSHMEM's own calls write to their blocks (internode.py).
+- exchange: one movement of rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
+- slot: a 64-bit word in a block. To signal, a rank writes an exchange's number to a slot of a peer.
 
-*Exchanges* of rows between all ranks are numbered 1, 2, 3 and so on. A *slot* is a 64-bit word in a block. A rank
-writes an exchange's number to a peer's slot as a signal, and a stream of the peer waits for the number. A block has, in
-this order:
+A block has, in this order:
 
-1. [ranks] slots: the newest exchange whose rows have arrived from each rank
-2. [ranks] slots: the number up to which each rank has *consumed* all exchanges (copied rows out of its receive buffer)
-3. the receive buffer, into which other ranks write rows
-4. if any rank has inter-node peers, staging memory, in which rows for inter-node peers are packed
+1. [ranks] slots: slot r has the newest exchange whose rows from rank r have arrived
+2. [ranks] slots: slot r has the largest n for which rank r has *consumed* (copied out of its buffer) exchanges 1 to n
+3. the receive buffer, into which peers write rows
+4. with inter-node peers: staging memory, in which rows are packed before they travel
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _PAGE = 4096
 
 
 class NvshmemFabric:
-    """The receive buffers and signals of all ranks, as the interface ``Fabric`` (interface.py) explains.
+    """Implements the interface ``Fabric`` (interface.py), which explains the methods.
 
     All ranks must make the object at the same time, at most once per process.
 
     Args:
-        group: process group of the pool.
+        group: process group of all ranks that exchange rows.
         capacity: bytes of each receive buffer.
         internode: ranks of this node to treat as inter-node peers, for tests.
 
     Attributes:
-        rank: this rank's number in the pool.
-        ranks: number of ranks in the pool.
+        rank: this rank's number in the group.
+        ranks: number of ranks in the group.
         receive_buffer: [capacity] uint8, this rank's receive buffer.
-        intranode: this rank's writes to intra-node peers.
+        intranode: writes to intra-node peers.
 
     Raises:
         TransportError: NVSHMEM does not start, or the block of a rank on this node cannot be mapped.
@@ -73,15 +73,14 @@ class NvshmemFabric:
         self._memory = _symmetric_memory(group, layout)
         self.receive_buffer = self._memory[layout.receive_buffer : layout.receive_buffer + capacity]
         self._signals = self._memory[: 2 * self.ranks * 8].view(torch.int64)
-        # A watching thread copies slots to the host, on a stream of its own, so that copies do not wait for other work.
+        # A watching thread copies slots to the host. Its stream of its own does not wait for other work.
         self._looking = cuda_ops.create_stream(0)
         self._beside: torch.cuda.Stream | None = None
         self._seen = torch.empty(2 * self.ranks, dtype=torch.int64, pin_memory=True)
         self._waits = watch_waits(group, self._missing)
         bases = _addresses_of_blocks(self._memory, nodes, group)
         self._internode = frozenset(internode) | {peer for peer, address in enumerate(bases) if not address}
-        # The slots of this block to which ranks signal arrival; and in the block of each intra-node peer, the slot to
-        # which this rank signals that it has consumed an exchange.
+        # Slots of this block for "arrived", and each intra-node peer's slot for this rank's "consumed".
         self._arrived_here = cuda_ops.addresses_of(bases[self.rank], range(self.ranks))
         intranode = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._internode]
         self._consumed_there = np.array([address + layout.consumed(self.rank) for address in intranode], np.uint64)
@@ -100,7 +99,7 @@ class NvshmemFabric:
         return self._peers.keep(parts, behind)
 
     def join(self, token: Sent) -> None:
-        # Events say when the sources may be written again. token.wait() would wait until rows arrive on other nodes.
+        # token.wait() would also wait until rows have arrived on other nodes.
         for event in token.events:
             event.wait(torch.cuda.current_stream())
         if token.peers and token.reuses:
@@ -134,11 +133,11 @@ class NvshmemFabric:
             self._internode_peers.consumed(number, sorted(self._internode))
 
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
-        """Tells the watching thread of a wait on the current stream; the thread reports waits that never end."""
+        """Tells the watching thread of a wait on the current stream."""
         self._waits.note(Wait(cuda_ops.mark(torch.cuda.current_stream()), tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
-        """Returns the peers whose slots are still below the number of the wait. A watching thread calls it."""
+        """Returns the peers whose signals a wait still lacks. The watching thread calls this method."""
         with torch.cuda.device(self.receive_buffer.device), torch.cuda.stream(self._looking):
             self._seen.copy_(self._signals, non_blocking=True)
             self._looking.synchronize()
@@ -149,14 +148,14 @@ class NvshmemFabric:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The layout of a block, the same on all ranks.
+    """The layout of a block.
 
     Attributes:
-        ranks: number of ranks in the pool.
+        ranks: number of ranks.
         receive_buffer: first byte of the receive buffer.
         staging: first byte of the staging memory.
-        staging_bytes: size of the staging memory; 0 where no rank has inter-node peers.
-        bytes: size of the whole block.
+        staging_bytes: size of the staging memory; 0 if no rank has inter-node peers.
+        bytes: size of the block.
     """
 
     ranks: int
@@ -172,15 +171,15 @@ class _Layout:
         return _Layout(ranks, receive_buffer, staging, staging_bytes, staging + staging_bytes)
 
     def arrived(self, rank: int) -> int:
-        """Returns the first byte, in a block, of the slot to which ``rank`` signals that rows have arrived."""
+        """Returns the first byte of the slot to which ``rank`` signals "arrived"."""
         return 8 * rank
 
     def consumed(self, rank: int) -> int:
-        """Returns the first byte, in a block, of the slot to which ``rank`` signals what it has consumed."""
+        """Returns the first byte of the slot to which ``rank`` signals "consumed"."""
         return 8 * (self.ranks + rank)
 
     def addresses(self, bases: Sequence[int], rank: int) -> Addresses:
-        """Returns the addresses that ``rank`` uses with intra-node peers; rank r's block begins at bases[r]."""
+        """Returns the addresses for writes to intra-node peers; rank r's block begins at bases[r]."""
         return Addresses(
             receive_buffers=[base + self.receive_buffer for base in bases],
             consumed_here=cuda_ops.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
@@ -188,9 +187,9 @@ class _Layout:
         )
 
     def internode_addresses(self, base: int, rank: int) -> InternodeAddresses:
-        """Returns the addresses that ``rank`` uses with inter-node peers; its block begins at ``base``.
+        """Returns the addresses for writes to inter-node peers; this rank's block begins at ``base``.
 
-        NVSHMEM names a place in a peer's block by the address of the same place in the rank's own block."""
+        NVSHMEM names a place in a peer's block by the address of the same place in the own block."""
         return InternodeAddresses(
             receive_buffer=base + self.receive_buffer,
             staging=base + self.staging,
@@ -207,7 +206,7 @@ def _whole_pages(size: int) -> int:
 
 
 def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor:
-    """Returns [layout.bytes] uint8, the block of this rank, after the slots of all ranks have been set to zero."""
+    """Returns [layout.bytes] uint8, the block of this rank, after all ranks have set their slots to 0."""
     import nvshmem.core
 
     memory: torch.Tensor = nvshmem.core.bytetensor((layout.bytes,), release=True, except_on_del=False)
@@ -218,7 +217,7 @@ def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor
 
 
 def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist.ProcessGroup) -> list[int]:
-    """Returns the addresses at which this process reaches the blocks of all ranks; 0 for blocks on other nodes.
+    """Returns the address of each rank's block in this process; 0 for blocks on other nodes.
 
     Raises:
         TransportError: a block on this node cannot be mapped.
@@ -238,17 +237,17 @@ def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist
 
 
 def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> None:
-    """Starts NVSHMEM over the ranks of ``group``, once per process, with ``heap_bytes`` for a block.
+    """Starts NVSHMEM over the ranks of ``group``, with ``heap_bytes`` for a block.
 
     Raises:
-        TransportError: NVSHMEM does not start, or NVSHMEM_REMOTE_TRANSPORT forbids a pool of several nodes.
+        TransportError: NVSHMEM does not start, or NVSHMEM_REMOTE_TRANSPORT forbids several nodes.
     """
     if not one_node and os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none":
         raise TransportError(
             "NVSHMEM_REMOTE_TRANSPORT is 'none', but the server pool spans several nodes. Unset it, or set "
             "`transport` to nccl."
         )
-    # NVSHMEM reads these variables when it starts. 16 MiB of the memory are for NVSHMEM itself.
+    # NVSHMEM reads these variables when it starts. NVSHMEM itself gets 16 MiB.
     os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes + (16 << 20))
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # no multicast memory, which is not used here
     if one_node:
@@ -262,7 +261,7 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
         uid = nvshmem.core.get_unique_id(empty=rank != 0)
     except Exception as error:
         failed = str(error)
-    # The first rank sends the others an id, or the text of an error.
+    # The first rank sends the id, or the text of an error.
     box: list[Any] = [failed if uid is None else uid._data.tobytes()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     if uid is None:

@@ -1,13 +1,14 @@
 """The NVSHMEM transport: a rank writes rows straight into the receive buffer of the rank that needs them.
 
-An *exchange* moves rows of several tensors (its *parts*) between all ranks of the pool. ``ReceiveRing``
-(receive_ring.py) gives each exchange a number and a place in the receive buffers, the same on all ranks. The *fabric*
-(interface.py) writes rows and signals. A receiver waits until rows have arrived, copies the rows to their
-destinations, and signals that it has *consumed* the exchange. A sender waits if the receiver has not yet consumed the
-rows that lie where new rows are to be written. GPU streams wait, and the host does not.
+- exchange: one movement of rows between all ranks. Exchanges are numbered.
+- part: one tensor's rows in an exchange.
+- ring (receive_ring.py): gives each exchange a place in the receive buffers, the same on all ranks.
+- fabric (interface.py): writes rows and signals.
+- arrived: the rows of an exchange lie in the receive buffer.
+- consumed: a receiver has copied the rows to their destinations. Senders may then write to the place again.
 
-Keys and values for another node may take two *hops*: to one rank of the node, and from there to the node's other ranks.
-The second hop is queued at launch, too, on a side stream. Each hop has a number of its own.
+Rows for another node may take two *hops*: to one rank of that node, and from there to other ranks of the node. A side
+stream runs the second hop. Each hop has a number of its own.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ SETTING = "`nvshmem_buffer_gb`"
 
 @dataclass(frozen=True)
 class Landing:
-    """One hop of an exchange, and the places where its rows land.
+    """One hop of an exchange, with the places of its rows.
 
     Attributes:
-        number: number of the exchange, or of this hop if the exchange has two hops.
-        reuses: number of the newest exchange that receivers must have consumed before rows may be written here.
+        number: number of the hop.
+        reuses: receivers must have consumed this exchange before rows are written.
         parts: the parts of this hop.
-        begins: for each part, the byte of the receive buffer at which its rows begin.
+        begins: for each part, the first byte of its rows in the receive buffer.
     """
 
     number: int
@@ -63,7 +64,7 @@ class OneSidedTransport:
     Args:
         fabric: the receive buffers and signals.
         name: name of the transport, for logs.
-        fallback: transport for exchanges that do not fit into the receive buffer; with None they are refused.
+        fallback: transport for exchanges that do not fit into the receive buffer; None refuses them.
 
     Attributes:
         fallback_exchanges: number of exchanges that the fallback transport took.
@@ -76,18 +77,18 @@ class OneSidedTransport:
         self._ring = ReceiveRing(len(fabric.receive_buffer), SETTING)
 
     def launch(self, parts: tuple[Part, ...]) -> Handle:
-        """Starts writing rows to their receivers, then copies of the rows that stay on this rank.
+        """Starts writing rows to their receivers, and copying rows that stay on this rank.
 
         Raises:
             TransportError: the moves were planned for another number of ranks, or the receive buffer is too small and
-                there is no fallback transport; nothing was sent.
+                there is no fallback transport. Nothing was sent.
         """
         check_ranks(parts, self.ranks)
         hops = Hops.of(parts)
         if not hops.first:
             return OneSidedHandle(self, (), [], None, self._fabric.keep(parts, None))
         sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
-        # All ranks get the same answer from their rings, so all ranks use the fallback for this exchange, or none does.
+        # All ranks get the same answer here, so all of them use the fallback, or none.
         if self._fallback is not None and (reason := self._ring.why_not(sizes)):
             self._tell(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
@@ -104,7 +105,7 @@ class OneSidedTransport:
         return OneSidedHandle(self, (others, second), tokens, beside, self._fabric.keep(parts, tokens[0]))
 
     def use_fallback(self, fallback: Transport | None) -> None:
-        """Replaces the fallback transport by ``fallback``, and sets ``fallback_exchanges`` to 0."""
+        """Replaces the fallback transport, and sets ``fallback_exchanges`` to 0."""
         self._fallback, self.fallback_exchanges = fallback, 0
 
     def _tell(self, reason: str) -> None:
@@ -118,7 +119,7 @@ class OneSidedTransport:
 
     def _puts(self, landing: Landing) -> dict[int, list[Put]]:
         puts: dict[int, list[Put]] = {}
-        # Each rank begins with the next higher rank. If all ranks began with rank 0, rank 0's link would be full.
+        # Each rank begins with the next higher rank, so that ranks do not all write to one rank at a time.
         for peer in ((self.rank + step) % self.ranks for step in range(1, self.ranks)):
             mine = [
                 Put(part.source, *part.moves.sent_to(peer), begin)
@@ -130,13 +131,13 @@ class OneSidedTransport:
         return puts
 
     def _hand_on(self, arriving: Landing, second: Landing, tokens: list[Any]) -> None:
-        """Queues the second hop: waits for the first hop's rows, copies the rows to their places, and sends them on."""
+        """Queues the second hop: waits for the first hop's rows, copies them to their places, and sends them on."""
         self._fabric.arrived(arriving.number, arriving.senders)
         self._fabric.compute(partial(self._place_received, arriving))
         tokens.append(self._put(second))
 
     def _place_received(self, landing: Landing) -> None:
-        """Copies the rows of a hop from the receive buffer to their destinations, or adds rows there."""
+        """Copies or adds the rows of a hop from the receive buffer to their destinations."""
         for part, begin in zip(landing.parts, landing.begins, strict=True):
             rows = sum(part.moves.receive_counts)
             received = self._fabric.receive_buffer[begin : begin + rows * row_bytes(part.source)]
@@ -144,27 +145,26 @@ class OneSidedTransport:
             part.moves.place_received(packed, part.destination)
 
     def join(self, kept: Any) -> None:
-        """Makes the current stream wait for copies of rows that stay on this rank; None means that no copy is open."""
+        """Makes the current stream wait for the token of copies that stay on this rank; None for no wait."""
         if kept is not None:
             self._fabric.join(kept)
 
     def passed(self, number: int) -> None:
-        """Signals that this rank has consumed exchange ``number``, after the current stream's work so far."""
+        """Signals that this rank has consumed exchange ``number``, after the current stream's earlier work."""
         self._fabric.consumed(self._ring.consumed(number))
 
     def consume(self, landings: tuple[Landing, ...], tokens: list[Any], beside: Any, kept: Any) -> None:
-        """Makes the current stream wait for an exchange, copy its rows to their destinations and free its memory.
+        """Makes the current stream wait for an exchange, copy its rows to their destinations and free its place.
 
         Args:
-            landings: the hops, or parts of hops, whose rows are still to be copied.
+            landings: hops whose rows are still to be copied.
             tokens: tokens of this rank's writes.
             beside: token of the second hop's side stream; None without a second hop.
-            kept: token of the copies of rows that stay on this rank; None if the current stream copied these rows.
+            kept: token of copies that stay on this rank; None for no wait.
         """
         if beside is not None:
             self._fabric.join(beside)
-        # Received rows may be added to kept rows, which must then be in place before. Otherwise the wait for kept rows
-        # comes last, since kept rows are copied after the writes to peers.
+        # Rows that are added to kept rows must wait for the copies of kept rows. Otherwise this wait comes last.
         adds = any(part.moves.reduction is not None for landing in landings for part in landing.parts)
         for landing in landings:
             self._fabric.arrived(landing.number, landing.senders)
@@ -190,7 +190,7 @@ class OneSidedHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The tokens of this rank's writes, whose ends the timeline records."""
+        """The tokens of this rank's writes, for the timeline."""
         return [token for token in self._tokens if hasattr(token, "wait")]
 
     def wait(self) -> None:
@@ -203,7 +203,7 @@ class OneSidedHandle:
 
 @dataclass
 class FallbackHandle:
-    """An exchange that the fallback transport has taken. The exchange still has a number in the ring."""
+    """An exchange that the fallback transport runs. The exchange still has a number in the ring."""
 
     _transport: OneSidedTransport
     _number: int
@@ -211,7 +211,7 @@ class FallbackHandle:
 
     @property
     def works(self) -> list[Any]:
-        """The pending collectives of the fallback transport, whose ends the timeline records."""
+        """The pending collectives of the fallback transport, for the timeline."""
         return getattr(self._handle, "works", [])
 
     def wait(self) -> None:
