@@ -1,10 +1,8 @@
 """Reads and sets a weight's optimizer state in float32, with torch's Adam or Transformer Engine's.
 
-The state is the float32 weight and Adam's two moments. With torch's Adam, Megatron's optimizer has the float32 weight,
-and Adam has float32 moments. With Transformer Engine's Adam, moments may be scaled numbers of a smaller type. That Adam
-may also store only the lower 16 bits of a float32 weight, because the model's bfloat16 weight has the upper 16 bits.
-
-Checkpoints contain float32, so a run can be resumed with another Adam than before.
+The state is the float32 weight and Adam's two moments. Transformer Engine's Adam may store moments as scaled numbers of
+a smaller type. It may also store only the lower 16 bits of a float32 weight, as the model's bfloat16 weight has the
+upper 16 bits. Checkpoints contain float32, so a run can be resumed with another Adam.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 
 _WHOLE = "master_param"
-"""The key in the state of Transformer Engine's Adam for the float32 weight, or for the lower 16 bits of the weight."""
+"""The key of the float32 weight, or of its lower 16 bits, in the state of Transformer Engine's Adam."""
 
 
 def inner_adams(optimizer: Any) -> Iterator[Any]:
@@ -28,11 +26,7 @@ def inner_adams(optimizer: Any) -> Iterator[Any]:
 
 
 def set_step(adam: Any, step: int) -> None:
-    """Sets the number of steps done, from which Adam corrects the bias of moments.
-
-    torch's Adam gets a float32 scalar for each weight, on the weight's device. Other Adams get an integer for each
-    parameter group.
-    """
+    """Sets the number of steps done. torch's Adam has it for each weight, other Adams for each parameter group."""
     if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         for weight, state in adam.state.items():
             state["step"] = torch.tensor(float(step), device=weight.device)
@@ -42,9 +36,9 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns a parameter of ``adam`` under the name "param", and its moments under Adam's names, all in float32.
+    """Returns a weight as "param", and its moments by Adam's names, all in float32.
 
-    Tensors that are stored in float32 are returned without a copy.
+    Tensors that are stored in float32 are not copied.
     """
     states = {"param": weight.detach()}
     for name, held in adam.state[weight].items():
@@ -57,11 +51,11 @@ def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) -> None:
-    """Sets the weight or one moment. With "param" a bfloat16 ``weight`` is set too.
+    """Sets the weight or one moment.
 
     Args:
         adam: the optimizer, which must have a state for the weight.
-        weight: a parameter of ``adam``.
+        weight: a parameter of ``adam``. With "param" this tensor is set too, even if Adam has a float32 copy.
         name: "param" or the name of a moment.
         values: float32, on the weight's device.
     """
@@ -85,8 +79,8 @@ def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits float32 numbers into bfloat16 numbers and int16 remainders, as Transformer Engine does.
 
-    A remainder is the lower 16 bits as a signed number. If the remainder is negative, the bfloat16 number is rounded
-    up. For example, the bits 0x3F80_8001 become 0x3F81 and the remainder 0x8001, which is -0x7FFF.
+    A remainder is the lower 16 bits as a signed number. If it is negative, the upper 16 bits are increased by 1. For
+    example, the bits 0x3F80_8001 become 0x3F81 and the remainder 0x8001, which is -0x7FFF.
     """
     bits = values.float().contiguous().view(torch.int32)
     rest = bits.bitwise_and(0xFFFF).to(torch.int32)

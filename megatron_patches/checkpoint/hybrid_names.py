@@ -1,8 +1,7 @@
-"""The parameters of a hybrid model's layers, and their names in Megatron-Core's checkpoints.
+"""The parameters of a HybridModel's layers, and their names in Megatron-Core's checkpoints.
 
-A hybrid model (Megatron's HybridModel) has a pattern with one symbol for each layer: attention, a gated delta net,
-Mamba, an MLP or experts. ``whole_weights.py`` reads checkpoints without building the model, so the names of parameters
-are listed here.
+A HybridModel has a pattern with one symbol for each layer: attention, a gated delta net, Mamba, an MLP or experts.
+``whole_weights.py`` reads checkpoints without building the model, so this file lists the names.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ _IN_PARTS: Final = {
     "mixer.conv1d_weight": ("x", "B", "C"),
     "mixer.conv1d_bias": ("x", "B", "C"),
 }
-"""The parts in which checkpoints store some parameters, each under its own key, such as ``in_proj.weight.z``."""
+"""The parts that checkpoints store under keys of their own, such as ``in_proj.weight.z``."""
 _NORM_KEYS: Final = {DELTA_NET: "self_attention.in_proj.layer_norm_weight", MAMBA: "mixer.in_proj.layer_norm_weight"}
-"""The keys of the norms before a recurrence. Checkpoints name norms as Transformer Engine does, which joins each norm
-with a linear layer."""
+"""The keys of the norms before a recurrence. Checkpoints name a norm after the linear layer behind it."""
 _PREFIXES: Final = {
     ATTENTION: ("input_layernorm.", "self_attention."),
     **dict.fromkeys((MLP, EXPERTS), ("pre_mlp_layernorm.", "mlp.")),
 }
-"""The beginnings of the names of parameters in a layer with attention alone, or with an MLP or experts alone."""
+"""The beginnings of parameter names in the layers that are no recurrences."""
 
 
 def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
@@ -47,7 +45,7 @@ def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
 
     Args:
         symbol: the layer's symbol in the pattern.
-        of_layer: names of the parameters that a layer with attention and an MLP, or attention and experts, would have.
+        of_layer: the names in a layer that has attention, and an MLP or experts.
     """
     if symbol in _RECURRENT_LAYERS:
         return list(_RECURRENT_LAYERS[symbol])
@@ -55,8 +53,7 @@ def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
 
 
 def saved_as(symbol: str, parameter: str) -> tuple[str, ...]:
-    """Returns the keys in a checkpoint of a parameter of a recurrent layer. If there are several keys, each has some
-    rows of the parameter, in order."""
+    """Returns the checkpoint's keys for a recurrent layer's parameter, whose rows are divided over them in order."""
     if parameter == _RECURRENT_LAYERS[symbol][0]:
         return (_NORM_KEYS[symbol],)
     key = parameter.replace("conv1d_", "conv1d.")

@@ -1,10 +1,9 @@
 """Reads a checkpoint's ``.metadata`` without running code in it.
 
-torch's distributed checkpoints describe their tensors in the file ``.metadata``: shapes, and for each part of a tensor
-the file that holds the part. ``.metadata`` is a pickle, a small program that could call any function. Reading takes two
-steps. ``_Machine`` runs only the operations of a pickle that make numbers, text, lists, dicts and tuples. For an object
-of a class the machine records the name of the class and the arguments, and imports nothing. Then ``_Builder`` checks
-the types of all values and builds torch's objects.
+The file ``.metadata`` describes the tensors of torch's distributed checkpoints: their shapes, and the files of their
+parts. It is a pickle, a small program that could call any function. So it is read in two steps. First ``_Machine`` runs
+only operations that make plain data. In place of an object it records the class's name and arguments. Then ``_Builder``
+checks all types and builds torch's objects.
 """
 
 from __future__ import annotations
@@ -33,19 +32,18 @@ from torch.distributed.checkpoint.metadata import (
 
 _TORCH = "torch.distributed.checkpoint.metadata."
 _PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
-"""The classes of paths in different versions of Python. The file also contains the
-checkpoint's path, which is not read."""
+"""The classes of paths in different versions of Python. The file contains a path, which is not used."""
 _MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
 _MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
 _MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
-"""Classes whose objects the file consists of. The pickle makes an object without arguments, then sets its fields."""
+"""Classes of which the pickle makes objects: first without arguments, then it sets their fields."""
 _CALLED = {*_PATHS, "torch.Size", "torch.serialization._get_layout", f"{_TORCH}_MEM_FORMAT_ENCODING"}
-"""Classes and functions that the pickle calls with arguments. A call is recorded, but not made."""
+"""Classes and functions that the pickle calls with arguments. Calls are recorded, not made."""
 _DIMENSIONS = 64
-"""The most dimensions of a tensor, far more than a model's weights have. A file with more is refused."""
+"""The most dimensions of a tensor; a file with more is refused. Models' weights have far fewer."""
 _CUTS = 8
-"""The most dimensions along which a tensor may be cut into parts. A file with more is refused. Each such dimension
-doubles the time of the check that parts are complete."""
+"""The most dimensions along which a tensor is cut into parts; a file with more is refused. Each of them doubles the
+time of ``_is_whole``. The number was chosen, not measured."""
 
 
 class _Name(NamedTuple):
@@ -53,7 +51,7 @@ class _Name(NamedTuple):
 
 
 class _Record:
-    """A pickle's description of an object that the pickle would make.
+    """An object that the pickle describes, not built.
 
     Attributes:
         name: full name of the class or function that would make the object.
@@ -73,13 +71,12 @@ def read_metadata(file: BinaryIO) -> Metadata:
     Raises:
         UnpicklingError: the file does not describe a checkpoint, or contains more than data. No code was run.
     """
-    return copy(_built(file.read()))  # a copy, as torch's reader sets a field of the result
+    return copy(_built(file.read()))  # torch's reader sets a field of the result
 
 
 @lru_cache(maxsize=1)
 def _built(pickled: bytes) -> Metadata:
-    """Returns the description in these bytes. The last result is kept, as loading a checkpoint reads the file several
-    times."""
+    """Returns the description in a pickle. The last one is kept, as loading reads the file several times."""
     try:
         return _Builder().metadata(_Machine().run(pickled))
     except UnpicklingError:
@@ -90,15 +87,15 @@ def _built(pickled: bytes) -> Metadata:
 
 
 def forget_metadata() -> None:
-    """Frees the description that was read last."""
+    """Frees the description that is kept."""
     _built.cache_clear()
 
 
 def check_files(checkpoint: Path, metadata: Metadata) -> None:
-    """Refuses a description that does not fit the files: a tensor lacks parts, or a file is missing or too short.
+    """Compares a description with the files.
 
     Raises:
-        UnpicklingError: the description does not fit. The message names the tensor or the file.
+        UnpicklingError: a tensor lacks parts, or a file is missing or too short.
     """
     ends: dict[str, int] = {}  # for each file, where its last part ends, in bytes
     for info in metadata.storage_data.values():
@@ -117,11 +114,11 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
 
 
 def _is_whole(tensor: TensorStorageMetadata) -> bool:
-    """Whether each element of a tensor is in exactly one of its parts.
+    """Whether each element of a tensor is in exactly one of its parts, which are boxes.
 
-    Parts are boxes. A corner of a box is the begin or the end of the box in each dimension. A corner counts 1 if it is
-    an end in an even number of dimensions, else -1. At each point the counts of the parts' corners are added up. The
-    parts are complete if the sums equal the counts of the whole tensor's corners.
+    A corner of a box is its begin or its end in each dimension. Each corner counts 1, or -1 if it is an end in an odd
+    number of dimensions. At each point the parts' counts are added up. The parts are complete if the sums equal the
+    counts of the whole tensor's corners.
 
     Example in one dimension: parts [0, 2) and [2, 5) count 1 at point 0, 1 - 1 = 0 at point 2, and -1 at point 5. The
     whole tensor [0, 5) counts 1 at point 0 and -1 at point 5.
@@ -148,10 +145,9 @@ def _bytes(tensor: TensorStorageMetadata) -> int:
 
 
 class _Machine:
-    """Runs those operations of a pickle that make data, and refuses all other operations.
+    """Runs a pickle's operations that make data, on a stack as Python's unpickler does, and refuses all others.
 
-    Like Python's unpickler the machine has a stack of values. ``_operations`` maps the name of an operation to a
-    function of the operation's argument.
+    ``_operations`` maps the name of an operation to a function of the operation's argument.
     """
 
     def __init__(self) -> None:
@@ -188,8 +184,7 @@ class _Machine:
         }
 
     def run(self, pickled: bytes) -> Any:
-        """Returns the pickled object, with a :class:`_Name` for each class and a :class:`_Record` for each object of a
-        class."""
+        """Returns the pickled data, with a :class:`_Name` for each class and a :class:`_Record` for each object."""
         for operation, argument, _ in pickletools.genops(pickled):
             do = self._operations.get(operation.name)
             if do is None:
@@ -224,13 +219,13 @@ class _Machine:
     def _set(self, pairs: list[Any]) -> None:
         """Adds ``pairs`` (key, value, key, value and so on) to the dict on top of the stack."""
         names = pairs[::2]
-        # Other keys are refused: hashing deeply nested tuples would crash Python.
+        # Hashing deeply nested tuples would crash Python.
         if not all(isinstance(name, str | _Record) for name in names):
             raise UnpicklingError("it has a dict whose keys are no names")
         _of(dict, self._stack[-1]).update(zip(names, pairs[1::2], strict=True))
 
     def _name(self, module: str, name: str) -> None:
-        """Pushes the name of a class, a function or a dtype. Names that do not belong to a checkpoint are refused."""
+        """Pushes the name of a class, a function or a dtype, and refuses names that are no part of a checkpoint."""
         text = f"{module}.{name}"
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if text not in _MADE | _CALLED and not is_dtype and text != "collections.OrderedDict":
@@ -247,7 +242,7 @@ class _Machine:
             raise UnpicklingError(f"it makes a {name.text}, which is no part of a checkpoint and was not run")
 
     def _say_state(self, state: Any) -> None:
-        """Sets the fields of the record on top of the stack. A second time is refused."""
+        """Sets the fields of the record on top of the stack; fields cannot be set twice."""
         record = _of(_Record, self._stack[-1])
         if record.state is not None or record.name not in _MADE:
             raise UnpicklingError(f"it changes a {record.name}, which is no part of a checkpoint and was not run")
@@ -257,10 +252,10 @@ class _Machine:
 class _Builder:
     def __init__(self) -> None:
         self._properties: dict[int, TensorProperties] = {}  # by id() of the record, which many tensors share
-        self._parts_left = 0  # number of parts of tensors that may still be read
+        self._parts_left = 0  # how many more parts of tensors the file may have
 
     def metadata(self, made: Any) -> Metadata:
-        """Returns the description in a record, without the checkpoint's path and other fields that are not read."""
+        """Returns torch's object for a record, without fields that are not used, such as the checkpoint's path."""
         if not isinstance(made, _Record) or made.name != f"{_TORCH}Metadata":
             raise UnpicklingError("it is no metadata of a checkpoint")
         said = _fields(made, "Metadata")
@@ -275,7 +270,7 @@ class _Builder:
         said = _fields(made, "TensorStorageMetadata")
         parts = _of(list, said["chunks"])
         self._parts_left -= len(parts)
-        # In a small pickle many tensors could share one long list, and reading all of them would take hours.
+        # In a small pickle many tensors could share one long list of parts. Reading it for each would take hours.
         if self._parts_left < 0:
             raise UnpicklingError("it has more parts of tensors than places in files")
         return TensorStorageMetadata(
@@ -283,7 +278,6 @@ class _Builder:
         )
 
     def _of_tensor(self, made: Any) -> TensorProperties:
-        """Returns a tensor's properties. The record has dtype, layout, gradient, memory format and pinned memory."""
         if (known := self._properties.get(id(made))) is not None:
             return known
         dtype, layout, gradient, _, pinned = _of(tuple, _record(made, "TensorProperties").state)
@@ -310,10 +304,7 @@ def _index(made: Any) -> MetadataIndex:
 
 
 def _info(made: Any) -> _StorageInfo:
-    """Returns the file of a part, with the part's place in bytes.
-
-    Files outside of the checkpoint's folder, and compressed or otherwise transformed parts, are refused.
-    """
+    """Returns a part's file, and its place there in bytes. Files in other folders and transformed parts are refused."""
     if _of(_Record, made).name != "torch.distributed.checkpoint.filesystem._StorageInfo":
         raise UnpicklingError(f"it has a {made.name} in place of a _StorageInfo")
     said = _of(dict, made.state)

@@ -1,14 +1,12 @@
 """Saves and loads each rank's own part of the distributed optimizer's state, without gathering the whole state.
 
-Megatron's distributed optimizer lays all weights end to end and gives each data-parallel rank one range. A range may
-begin and end inside a weight, but a checkpoint needs rectangular parts of a weight. So Megatron 0.16.1 gathers the
-whole state on every rank, which takes 12 bytes of host memory for each element of a weight. Here each rank splits its
-range of a weight into rectangular *boxes*, and saves the boxes. Names and shapes in the checkpoint are Megatron's own.
+Megatron's distributed optimizer gives each data-parallel rank a range of all weights' elements, which may begin and end
+inside a weight. But checkpoints store rectangular parts of weights. So Megatron 0.16.1 gathers the whole state on every
+rank. Here each rank splits its range into rectangular *boxes* and saves these, under Megatron's own names and shapes.
 
 Example: elements [2, 9) of a 3 x 4 weight are three boxes: the end of row 0, all of row 1, and the beginning of row 2.
 
-A model with FP8 weights has no bfloat16 weights. Values for a checkpoint then come from the optimizer's float32 copies
-of the weights, called *main weights*.
+The values of FP8 weights come from the optimizer's float32 copies of the weights, called *main weights*.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def keep_parts(optimizer: Any) -> None:
-    """Makes Megatron's optimizer save and load this rank's own part only.
-
-    This function replaces methods that the optimizer's ``sharded_state_dict`` and ``load_state_dict`` call.
-    """
+    """Replaces methods of Megatron's optimizer, so that it saves and loads this rank's own part only."""
     for each in optimizer_parts(optimizer):
         if not holds_weights(each):
             each.sharded_state_dict = _nothing
@@ -48,28 +43,24 @@ def keep_parts(optimizer: Any) -> None:
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """Returns the optimizers inside a chained optimizer (for example one for experts and one for all other weights), or
-    the optimizer itself."""
+    """Returns the optimizers inside a chained optimizer (for example one for experts), or the optimizer itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def holds_weights(part: Any) -> bool:
-    """Whether an optimizer has weights on this rank. An optimizer of experts has no weights on a stage without
-    experts."""
+    """Whether an optimizer has weights on this rank. An optimizer of experts has none on a stage without experts."""
     return any(group["params"] for group in part.param_groups)
 
 
 def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
-    """Returns the distributed optimizers among :func:`optimizer_parts`."""
     return [each for each in optimizer_parts(optimizer) if isinstance(each, DistributedOptimizer)]
 
 
 def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     """Returns a model's state for a checkpoint, without FP8 numbers.
 
-    For saving, each FP8 weight is replaced by this rank's boxes of the main weight, in the type that the weight would
-    have without FP8. For loading, FP8 weights are left out: ``save_load.py`` computes FP8 weights from the loaded
-    main weights.
+    For saving, this rank's boxes of the main weight replace each FP8 weight, in the type that the weight would have
+    without FP8. For loading, FP8 weights are left out, as ``save_load.py`` computes them from loaded main weights.
 
     Args:
         optimizer: the model's optimizer.
@@ -96,11 +87,10 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 
 
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that maps a weight of the model to the values that the weight would have without FP8.
+    """Returns a function from a weight of the model to the values that it would have without FP8.
 
-    Each data-parallel rank has a range of the main weight of an FP8 weight, and the function gathers the ranges. So all
-    data-parallel ranks call the function together, for the same weights in the same order. Weights that are not FP8 are
-    returned detached, without a copy.
+    All data-parallel ranks call that function together, because it gathers their ranges of the main weight. It returns
+    weights that are not FP8 detached, without a copy.
     """
     ranges = {
         weight: (part, start, stop) for part in distributed_parts(optimizer) for weight, start, stop in _ranges(part)
@@ -120,10 +110,7 @@ def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yields the boxes of elements [start, stop) of a row-major array of ``shape``, in the order of the elements.
-
-    Example: elements [2, 9) of a 3 x 4 array are three boxes, one in each row.
-    """
+    """Yields the boxes of elements [start, stop) of a row-major array of ``shape``, in the order of the elements."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -147,7 +134,7 @@ def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator
 
 
 def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
-    """Returns an empty state for an optimizer without weights, for which Megatron's own method would fail."""
+    """Returns an empty state. For an optimizer without weights Megatron's own method would fail."""
     return {}
 
 
@@ -156,8 +143,8 @@ def _own_part(
 ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
     """Returns this rank's boxes: ``result[number of the weight][name][number of the box]``.
 
-    A name is "param", or Adam's name of a moment. For loading the boxes have no data. The arguments are those of
-    Megatron's ``sharded_param_state_fully_reshardable``, which this function replaces.
+    A name is "param", or Adam's name of a moment. For loading the boxes have no data. This function replaces Megatron's
+    ``sharded_param_state_fully_reshardable``.
     """
     described = _sharded_weights(model_state)
     part = {}
@@ -175,7 +162,7 @@ def _own_part(
 
 
 def _take_own_part(optimizer: DistributedOptimizer, part: dict[int, dict[str, dict[int, torch.Tensor]]]) -> None:
-    """Sets the optimizer's state from loaded boxes; ``part`` has the form of the result of :func:`_own_part`."""
+    """Sets the optimizer's state from loaded boxes, in the form that :func:`_own_part` returns."""
     for number, (weight, _, _) in enumerate(_ranges(optimizer)):
         adam, held = _adam_and_weight(optimizer, weight)
         for name, loaded in part[number].items():
@@ -189,7 +176,7 @@ def _sharded_weights(model_state: Any) -> dict[torch.Tensor, ShardedTensor | Sha
 
 
 def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Yields (weight, start, stop): the optimizer has elements [start, stop) of this weight on this rank."""
+    """Yields (weight, start, stop): this rank has elements [start, stop) of the weight."""
     for buffers in optimizer.gbuf_ranges:
         for buckets in buffers.values():
             for bucket in buckets:
@@ -198,16 +185,16 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int
 
 
 def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Returns Adam, and the parameter of Adam that is this rank's range of a weight.
+    """Returns Adam, and its parameter that is this rank's range of a weight.
 
-    The parameter is float32. If Adam keeps float32 weights in its own state, the parameter has the model's type.
+    The parameter is float32, or of the model's type if Adam has the float32 weight in its own state.
     """
     group, order = optimizer.model_param_group_index_map[weight]
     return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order]
 
 
 def _states(optimizer: DistributedOptimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns, by name, the values and the moments of this rank's range of a weight, flat and in float32."""
+    """Returns by name the values and moments of this rank's range of a weight, flat and in float32."""
     return get_states(*_adam_and_weight(optimizer, weight))
 
 
@@ -229,8 +216,8 @@ def _boxes_of(
         prefix: put before the weight's key in the checkpoint.
         values: values of the elements, flat.
     """
-    # The place of a piece in the weight is computed from storage offsets. An FP8 weight has no storage of its own, so
-    # an empty tensor of the same shape takes its place.
+    # Storage offsets say where a piece begins in the weight. An FP8 weight has no such storage, so an empty tensor of
+    # the same shape takes its place.
     if is_fp8(weight):
         weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         described = replace(described, data=weight)
@@ -252,7 +239,7 @@ def _boxes_of(
                 piece.global_shape,
                 tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(ahead)), *offsets), strict=True))),
                 None,
-                # The last number counts copies on data-parallel ranks. No other data-parallel rank has this box.
+                # The last number counts copies on data-parallel ranks, of which this box has none.
                 (*piece.replica_id[:-1], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )
@@ -260,7 +247,7 @@ def _boxes_of(
 
 
 def _pieces(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Returns the tensors that Megatron saves for a weight, for example two for an MLP's gate and up projection."""
+    """Returns the tensors that Megatron saves for a weight, for example gate and up projection of an MLP."""
     if isinstance(described, ShardedTensor):
         return [described]
     built = described.build_fn(described.key, described.data, described.replica_id, described.flattened_range)

@@ -1,7 +1,7 @@
 """Saves and loads checkpoints of model, optimizer, schedule and training loop, with Megatron's dist_checkpointing.
 
-Tensors are saved in the shapes of the whole model's parameters. So a checkpoint can be loaded with other numbers of
-tensor-parallel, pipeline and data-parallel ranks.
+Checkpoints have the shapes of the whole model. So they can be loaded with other numbers of tensor-parallel, pipeline
+and data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def save_checkpoint(
         model: the wrapped model.
         optimizer: the model's optimizer and schedule.
         extra: further values, equal on all ranks; "step" is the number of optimizer steps done.
-        staging: host memory to which tensors are copied. With None, or with too little memory, everything is on the
-            disk when this function returns.
+        staging: host memory to which tensors are copied. With None, or with too little memory, this function writes
+            everything to the disk.
 
     Returns:
-        A function that writes the copies to the disk, if there are copies. Every rank calls the returned function once,
-        before the next checkpoint. The call may be in a thread while training goes on.
+        A function that writes the copies to the disk, if there are any. Every rank calls it once before the next
+        checkpoint. It may run in a thread while training goes on.
     """
     state = _sharded_state(model, optimizer, is_loading=False)
     state["extra"] = extra
     writer = TorchWriter(staging)
-    # Data-parallel ranks have copies of many tensors. This wrapper divides the tensors over the ranks for writing.
+    # Data-parallel ranks have copies of many tensors, of which this wrapper lets one rank write each.
     parallel = FullyParallelSaveStrategyWrapper(writer, parallel_state.get_data_parallel_group())
     dist_checkpointing.save(state, str(path), parallel, content_metadata=_metadata())
     return writer.write
@@ -69,7 +69,7 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     """Restores the state that :func:`save_checkpoint` wrote; returns ``extra``.
 
     Raises:
-        VersionError: the checkpoint has a format of a newer Megatron-Core, which the installed version cannot read.
+        VersionError: the checkpoint needs a newer Megatron-Core.
         UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
     """
     _check_readable(path)
@@ -83,7 +83,7 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
         if missing:
             quantise_main_weights(model, distributed_parts(optimizer.optimizer))
         elif any(getattr(adam, "store_param_remainders", False) for adam in inner_adams(optimizer.optimizer)):
-            # Loading rounded this rank's range of the bfloat16 weights anew. Other ranks' ranges are gathered here.
+            # Loading set this rank's range of the bfloat16 weights. The other ranks' ranges are gathered here.
             model.start_param_sync(force_sync=True)
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
@@ -98,8 +98,10 @@ def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _check_readable(path: Path) -> None:
-    """Refuses a checkpoint without the file common.pt, which older versions of Megatron-Core need. Newer versions lack
-    the module ``strategies.base``."""
+    """Refuses a checkpoint without the file common.pt if Megatron-Core is an older version, which needs this file.
+
+    Older versions have the module ``strategies.base``.
+    """
     older = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
     if older and not (path / "common.pt").exists():
         raise VersionError(
@@ -111,8 +113,8 @@ def _check_readable(path: Path) -> None:
 def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
     """Loads each weight's state into an optimizer, and keeps the optimizer's own parameter groups.
 
-    The checkpoint has the parameter groups of the first rank only, which do not fit the weights of other pipeline
-    stages. Settings in the groups, such as learning rates, come from the resumed run's configuration and schedule.
+    The checkpoint has the first rank's groups only, which do not fit other pipeline stages. Settings in the groups,
+    such as learning rates, come from the resumed run's configuration and schedule.
     """
     parts = optimizer_parts(optimizer)
     states = [loaded] if len(parts) == 1 else [loaded.get(number, {}) for number in range(len(parts))]
@@ -133,8 +135,7 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
 
 
 def _allocate_state(optimizer: Any) -> None:
-    """Gives every weight an Adam state to load into. torch's Adam makes its state only at the first step, but
-    Megatron's distributed optimizer (0.16.1) reads the state at loading."""
+    """Gives every weight an Adam state to load into, which torch's Adam itself would make at the first step."""
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
             for weight in group["params"]:
@@ -144,10 +145,10 @@ def _allocate_state(optimizer: Any) -> None:
 
 
 def _restore_step(optimizer: Any, step: int) -> None:
-    """Sets the number of steps from which Adam corrects the bias of moments.
+    """Sets Adam's number of steps done, which :func:`_load_optimizer` does not.
 
-    With torch's Adam, loading in Megatron 0.16.1 leaves the old number, in one tensor that all weights share. Each step
-    would then add 1 for every weight. With other Adams, :func:`_load_optimizer` keeps the old number.
+    After Megatron 0.16.1 loaded torch's Adam, all weights share one tensor with that number. Each step would add 1 to
+    it for every weight.
     """
     for adam in inner_adams(optimizer):
         set_step(adam, step)

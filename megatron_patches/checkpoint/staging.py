@@ -1,7 +1,7 @@
 """Copies a checkpoint's tensors to host memory, so that training goes on while the copies are written to the disk.
 
-On a GPU, tensors are copied on a separate stream while the next step runs. Forward and backward change no weights, so
-only the optimizer's update waits for the copies (:meth:`HostStaging.before_update`).
+A GPU copies tensors on a separate stream while the next step runs. Only the optimizer's update changes weights, so it
+waits for the copies (:meth:`HostStaging.before_update`).
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ from distca.device.memory import page_lock, page_unlock
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 128
-"""In bytes. Each copy begins at a multiple of this number, so that the copy can be viewed as a tensor of any dtype."""
+"""Each copy begins at a multiple of this number of bytes, so that it can be viewed as a tensor of any dtype."""
 _USABLE = 0.8
-"""The largest share of a node's free host memory that copies may take; the rest is left for training. If copies need
-more, nothing is copied, and training waits while checkpoints are written. The number was chosen, not measured."""
+"""The largest share of a node's free host memory that copies may take. If they need more, nothing is copied, and
+training waits while checkpoints are written. The number was chosen, not measured."""
 
 
 class HostStaging:
-    """Host memory of one rank for the tensors of a checkpoint. The memory is used again for the next checkpoint.
+    """One rank's host memory for the tensors of a checkpoint, which is used again for the next checkpoint.
 
     All ranks call the constructor together.
 
-    Args:
-        device: the tensors' device.
-
     Attributes:
-        group: a gloo group of all ranks, for collectives in the threads that write.
+        group: a gloo group of all ranks, for collectives in threads that write.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,13 +44,10 @@ class HostStaging:
         self._warned = False
 
     def copy(self, tensors: Sequence[ShardedTensor]) -> bool:
-        """Starts to copy tensors, and replaces the tensors by the copies; all ranks call this method together.
+        """Starts to copy tensors, and sets ``data`` of each description to the copy.
 
-        Args:
-            tensors: descriptions of tensors. Their attribute ``data`` is replaced by the copy.
-
-        Returns:
-            True on all ranks; or False on all ranks if any node has too little memory, and then nothing is replaced.
+        All ranks call this method together. It returns False on all ranks if any node has too little memory. Then
+        nothing is copied.
         """
         places, size = [], 0
         for each in tensors:
@@ -79,7 +73,7 @@ class HostStaging:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Waits until the copies are complete. This rank's GPU becomes the calling thread's current device."""
+        """Waits until the copies are complete. The calling thread's current device becomes this rank's GPU."""
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)
         if self._copied is not None:
@@ -100,7 +94,7 @@ class HostStaging:
             each.data = there.copy_(values, non_blocking=True)
 
     def _has_room(self, more: int) -> bool:
-        """Whether every node has enough free memory for all ranks on it; this rank allocates ``more`` bytes."""
+        """Whether every node has enough free memory for its ranks; this rank allocates ``more`` bytes."""
         need, free = fullest_node(more, free_host_memory(), self.group)
         if need > _USABLE * free:
             self._warn(need, free)
@@ -108,7 +102,7 @@ class HostStaging:
         return True
 
     def _warn(self, need: int, free: int) -> None:
-        """Logs once, on rank 0, that training waits for checkpoints; ``need`` and ``free`` are bytes of a node."""
+        """Logs once, on rank 0, that training waits; ``need`` and ``free`` are bytes of a node."""
         if dist.get_rank() == 0 and not self._warned:
             logger.warning(
                 "Training waits while checkpoints are written: copies need %.1f GiB of host memory on a node, and "
@@ -118,7 +112,7 @@ class HostStaging:
         self._warned = True
 
     def _take(self, size: int) -> None:
-        """Allocates larger memory; for a GPU the memory is pinned, unless CUDA refuses."""
+        """Allocates larger memory, pinned if tensors are on a GPU and CUDA does not refuse."""
         self.close()
         self._memory = torch.empty(size, dtype=torch.uint8)
         self._is_pinned = self._stream is not None and page_lock(self._memory)

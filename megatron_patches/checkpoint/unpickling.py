@@ -1,9 +1,8 @@
 """Lets torch and Megatron read checkpoints without running code in them.
 
-torch's reader calls ``pickle.load`` on the file ``.metadata``, which describes a checkpoint's tensors, and reads other
-objects with ``weights_only=False``. Both calls would run any function that a file names. Inside :func:`readable`,
-``metadata_file.py`` reads ``.metadata``, and other objects are read with ``weights_only=True``. All failures become one
-error with a short message.
+torch's reader uses ``pickle.load`` for the file ``.metadata``, which describes tensors, and ``weights_only=False`` for
+other objects. Both would run any function that a file names. Inside :func:`readable` neither is used, and all failures
+become one error with a short message.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class UnreadableError(Exception):
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Reads the small files of a checkpoint, and compares the description of tensors with the other files.
+    """Reads a checkpoint's small files, and compares ``.metadata`` with the files that it describes.
 
     Raises:
-        pickle.UnpicklingError: a file cannot be read, contains more than data, or does not fit the description.
+        pickle.UnpicklingError: a file cannot be read, contains more than data, or does not fit ``.metadata``.
     """
     check_files(checkpoint, _read(checkpoint / ".metadata", read_metadata))
     for name, read in (("common.pt", _load_tensors), ("metadata.json", _load_format)):
@@ -63,7 +62,7 @@ def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Inside this context torch runs no code from checkpoints, and every failure to read becomes one error.
+    """A context in which torch runs no code from checkpoints.
 
     Raises:
         UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
@@ -72,7 +71,7 @@ def readable() -> Iterator[None]:
         with only_data():
             yield
         return
-    # torch's CheckpointException derives from BaseException alone, and its text has hundreds of lines.
+    # torch's CheckpointException is no Exception, and its text has hundreds of lines.
     except CheckpointException as error:
         cause: BaseException = next(iter(error.failures.values()))[0]
     except (pickle.UnpicklingError, OSError, EOFError, CheckpointingException) as error:
@@ -83,7 +82,7 @@ def readable() -> Iterator[None]:
 
 @contextmanager
 def only_data() -> Iterator[None]:
-    """Inside this context torch runs no code from checkpoints: the two functions that would do so are replaced."""
+    """A context in which the two functions of torch that run code from checkpoints are replaced."""
     restricted = SimpleNamespace(**{name: getattr(pickle, name) for name in ("dump", "dumps")}, load=read_metadata)
     before = filesystem.pickle, DefaultLoadPlanner.load_bytes
     filesystem.pickle, DefaultLoadPlanner.load_bytes = restricted, _load_bytes  # type: ignore[assignment,method-assign]
@@ -107,7 +106,7 @@ def _load_tensors(file: BinaryIO) -> Any:
 
 
 def _load_bytes(planner: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
-    """Takes the place of DefaultLoadPlanner.load_bytes, which reads with ``weights_only=False``."""
+    """Replaces DefaultLoadPlanner.load_bytes, which reads with ``weights_only=False``."""
     name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[name], loaded)

@@ -1,8 +1,7 @@
 """Reads the weights of a Megatron checkpoint as tensors of a Hugging Face folder, without building the model.
 
-As no model is built, the names of all parameters are listed in tables here and in ``hybrid_names.py``. A *slot*
-(``hugging_face/slots.py``) says which tensors of a folder a parameter is made of. :func:`save_weights` writes a
-checkpoint with a model's weights alone.
+So the names of all parameters are in tables here and in ``hybrid_names.py``. A *slot* (``hugging_face/slots.py``) says
+which of the folder's tensors make up a parameter. :func:`save_weights` writes a checkpoint of weights alone.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from megatron_patches.hugging_face.weights import slot_of
 _Parameter = tuple[tuple[str, ...], int | None, Slot]
 """A parameter of the model: keys in the checkpoint, an index or None, and the parameter's slot.
 
-The tensors of several keys are concatenated along the first dimension. An index selects a layer or an expert from a
-tensor in which layers or experts are stacked along the first dimension.
+Tensors of several keys are concatenated along the first dimension. In a tensor that stacks layers or experts along the
+first dimension, the index selects one of them.
 """
 
 _LAYER = (
@@ -65,24 +64,24 @@ _LAYER = (
     "mlp.shared_experts.gate_weight",
     "post_mlp_layernorm.weight",
 )
-"""All parameters that a layer may have, except those of experts, in the order in which they are read."""
+"""The parameters that a layer may have, in the order of reading; not those of experts and recurrences."""
 
 _SAVED_AS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""The norms that have Transformer Engine's names in checkpoints of models without latent attention."""
+"""Norms that have another name in checkpoints of models without latent attention, as in Transformer Engine."""
 
 _EXPERTS = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.weight", "linear_fc2.weight"))
 _EXPERT_BIASES = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.bias", "linear_fc2.bias"))
-"""The names in checkpoints of weights and biases. Each tensor stacks all experts of a layer."""
+"""The keys of experts' weights and biases. Each tensor stacks all experts of a layer."""
 
 
 def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
-    """Whether a layer has a parameter of ``_LAYER``."""
+    """Whether a layer has a parameter of ``_LAYER``. A layer with ``mixture`` has experts in place of an MLP."""
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
-    # With latent attention, keys and values are projected from narrow rows; if ``low``, queries too.
+    # Latent attention makes keys and values from narrow rows. With ``low`` it makes queries from narrow rows too.
     latent, low = model.latent.kv_rank > 0, model.latent.q_rank > 0
     absent = {
         "self_attention.linear_qkv.bias": not model.qkv_bias,
@@ -116,13 +115,9 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
 
 
 def save_weights(gpt: GPTModel, path: Path) -> None:
-    """Writes a checkpoint with a model's weights alone; all ranks call this function together.
+    """Writes a checkpoint of a model's weights alone to an existing empty folder; all ranks call it together.
 
     Megatron's ``dist_checkpointing.load({"model": ...})`` reads the checkpoint on any number of ranks.
-
-    Args:
-        gpt: this rank's part of the model.
-        path: an existing empty folder.
     """
     from megatron.core import parallel_state
 
@@ -132,10 +127,6 @@ def save_weights(gpt: GPTModel, path: Path) -> None:
 
 class SavedWeights:
     """The weights of a checkpoint, as tensors of a Hugging Face folder. One parameter at a time is in memory.
-
-    Args:
-        path: the checkpoint's folder.
-        model: the description of the checkpoint's model.
 
     Raises:
         UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
@@ -148,11 +139,11 @@ class SavedWeights:
             self._metadata = checkpoint.FileSystemReader(path).read_metadata()
 
     def names(self) -> list[str]:
-        """Returns the names of the Hugging Face folder's tensors, in the order of :meth:`tensors`."""
+        """Returns the tensors' names in the Hugging Face folder, in the order of :meth:`tensors`."""
         return [name for _, _, slot in self._parts() for name in slot.names]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) of the Hugging Face folder's tensors, in the checkpoint's dtype.
+        """Yields each tensor of the Hugging Face folder as (name, tensor), in the checkpoint's dtype.
 
         Raises:
             ModelError: the checkpoint lacks a parameter of the model.
@@ -187,7 +178,7 @@ class SavedWeights:
         model = self._model
         for layer, kind in enumerate(model.layer_kinds):
             mixture = kind.mlp.experts.count > 0
-            # Megatron stacks the layers of a model without experts. With experts, layers may differ.
+            # Megatron stacks the layers of a model without experts.
             stack, number = ("decoder.layers", layer) if not model.experts.count else (f"decoder.layers.{layer}", None)
             for part in _LAYER:
                 if _has(model, part, mixture):
@@ -205,7 +196,7 @@ class SavedWeights:
                 yield (f"{place}.{part}",), expert, slot_of(f"{place}.{name}", layer, model)
 
     def _read(self, key: str, number: int | None) -> torch.Tensor:
-        """Returns the tensor under a key of the checkpoint; with ``number`` that element of the first dimension."""
+        """Returns the tensor under a key of the checkpoint; with ``number`` only this index of the first dimension."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise ModelError(f"{self._path} has no {key}, which its model has.")
@@ -220,7 +211,7 @@ class SavedWeights:
 
 
 class _PartReader(checkpoint.FileSystemReader):
-    """torch's reader with a description of the checkpoint that was read before."""
+    """torch's reader, which does not read ``.metadata`` again."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -236,7 +227,7 @@ class _PartPlanner(checkpoint.DefaultLoadPlanner):
     Args:
         key: the tensor's name in the checkpoint.
         stored: the tensor's description in the checkpoint.
-        begin: the part's first index in each dimension. The part is as large as the tensor to load.
+        begin: the part's first index in each dimension. The tensor to load gives the part's size.
     """
 
     def __init__(self, key: str, stored: TensorStorageMetadata, begin: Sequence[int]) -> None:
@@ -244,7 +235,7 @@ class _PartPlanner(checkpoint.DefaultLoadPlanner):
         self._key, self._stored, self._begin = key, stored, torch.Size(begin)
 
     def create_local_plan(self) -> LoadPlan:
-        """Returns which stored pieces are read, and where each piece lies in the tensor to load."""
+        """Returns which stored pieces are read, and their places in the tensor to load."""
         part = ChunkStorageMetadata(self._begin, self.state_dict[self._key].size())
         return LoadPlan(create_read_items_for_chunk_list(self._key, self._stored, [part]))
 

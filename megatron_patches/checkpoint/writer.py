@@ -1,7 +1,7 @@
 """Writes the tensors of a checkpoint with torch's own writer, in the format that Megatron's loader reads.
 
-Megatron's writer forks processes, which is not safe in a process that uses a GPU. Here no process is forked. This
-process writes the tensors, or copies them to host memory (``staging.py``), so that a thread can write the copies.
+Megatron's writer forks processes, which is not safe in a process that uses a GPU. Here the process itself writes the
+tensors. Or it copies them to host memory (``staging.py``), and a thread writes the copies.
 """
 
 from __future__ import annotations
@@ -24,33 +24,30 @@ from megatron_patches.checkpoint.staging import HostStaging
 class TorchWriter:
     """A save strategy for Megatron's dist_checkpointing, with the format ``torch_dist``, version 1.
 
-    Callers wrap this strategy in a ``FullyParallelSaveStrategyWrapper``, because newer versions of Megatron silently
-    replace a strategy of any other class.
+    Callers wrap it in a ``FullyParallelSaveStrategyWrapper``. Newer versions of Megatron silently replace strategies
+    without this wrapper.
 
     Args:
-        staging: host memory to which :meth:`save` copies tensors, so that :meth:`write` can write the copies later.
-            With None :meth:`save` writes the tensors itself.
+        staging: host memory for copies of tensors, which :meth:`write` writes later. With None :meth:`save` writes.
     """
 
     backend, version = "torch_dist", 1
     can_handle_sharded_objects = True
-    """Tells older versions of Megatron that this strategy also writes objects that are not tensors."""
+    """Tells older versions of Megatron that this strategy writes other objects than tensors too."""
 
     def __init__(self, staging: HostStaging | None = None) -> None:
         self._staging = staging
         self._later: tuple[dict[str, Any], str | Path] | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Copies this rank's tensors to host memory. Without enough host memory the tensors are written at once.
-
-        All ranks call this method together.
+        """Copies this rank's tensors to host memory, or writes them if there is too little. All ranks call it together.
 
         Args:
             sharded_state_dict: Megatron's descriptions of tensors and objects.
             checkpoint_dir: an existing folder.
 
         Raises:
-            CheckpointException: on all ranks, if tensors are written at once and any rank could not write.
+            CheckpointException: on all ranks, if any rank could not write.
         """
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         staging = self._staging
@@ -63,7 +60,7 @@ class TorchWriter:
             self.write()
 
     def write(self) -> None:
-        """Writes what :meth:`save` has not written. All ranks call this method together, and may do so in a thread.
+        """Writes what :meth:`save` has not written. All ranks call it together, possibly in a thread.
 
         Raises:
             CheckpointException: on all ranks, if any rank could not write.

@@ -1,8 +1,8 @@
 """Writes a model that is spread over many ranks as one Hugging Face folder.
 
-Each pipeline stage writes files with its own layers. A rank has a *share* of each parameter: the tensor-parallel part,
-or a weight of one of its own experts. For one parameter after the other, the ranks of a stage exchange their shares.
-One rank of the stage makes the folder's tensors from the shares (``slots.py``), and writes the tensors.
+Each pipeline stage writes files with its own layers. A *slot* (``slots.py``) links a parameter to the folder's tensors.
+A rank has a *share* of a parameter: its tensor-parallel part, or the weight of one of its experts. The ranks of a stage
+exchange the shares of one parameter after the other. One of them makes the folder's tensors and writes these.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ def export_weights(
 ) -> None:
     """Writes the model's folder; all ranks call this function together.
 
-    A rank that writes has one file at a time in host memory. If the folder stacks all experts of a layer in one tensor,
-    that tensor is in host memory too.
+    A rank that writes has one file at a time in host memory. A folder may stack all experts of a layer in one tensor.
+    Then that tensor is in host memory too.
 
     Args:
-        model: this rank's part of the model, on its device.
+        model: this rank's part of the model.
         exported: the description of the folder.
-        folder: an empty folder that all ranks see; a missing folder is made.
-        values: function from a weight to the values to write. Data-parallel ranks call the function together for every
-            weight.
+        folder: an empty or missing folder that all ranks see.
+        values: function from a weight to the values to write. Data-parallel ranks call it together for each weight.
 
     Raises:
         CheckpointError: on all ranks, if any rank cannot write.
@@ -71,11 +70,7 @@ def export_weights(
 
 
 def _on_first_rank(work: Callable[[], None]) -> str | None:
-    """Runs a function on rank 0 while all other ranks wait.
-
-    Returns:
-        On all ranks the text of an OSError in the function, or None.
-    """
+    """Runs ``work`` on rank 0 while all other ranks wait; returns on all ranks the text of its OSError, or None."""
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -92,7 +87,7 @@ def _write_stage(
     """Takes part in writing this stage's files.
 
     Returns:
-        None, or the text of an error on the rank that writes; and the file of each tensor that this rank wrote.
+        The text of an error if this rank could not write, else None; and the file of each tensor that this rank wrote.
     """
     own = _own_slots(gpt, exported.model)
     biases = list(biases_of_choice(gpt, exported.model))
@@ -126,10 +121,9 @@ def _write_stage(
 
 
 def _has_shares(by_expert: bool) -> bool:
-    """Whether the rank that writes needs this rank's shares. The shares of other data-parallel ranks are copies.
+    """Whether this rank's shares are needed: of experts' weights with ``by_expert``, else of all other weights.
 
-    Args:
-        by_expert: True for weights of experts, False for all other weights.
+    The shares of further data-parallel ranks are copies.
     """
     if by_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
@@ -137,11 +131,7 @@ def _has_shares(by_expert: bool) -> bool:
 
 
 def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.Tensor, Slot]]:
-    """Returns this stage's parameters with their slots.
-
-    If the output layer of the last stage is a copy of the embedding, the copy is left out: the first stage writes the
-    embedding.
-    """
+    """Returns this stage's parameters with their slots, without a last stage's copy of the embedding."""
     copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
     copy = gpt.output_layer.weight if copied and gpt.post_process else None
     return [(parameter, slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
@@ -150,7 +140,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """Gathers one parameter after the other, and yields the parameter's slot and the folder's tensors."""
+    """Gathers one parameter after the other; yields its slot, and on the rank that writes the folder's tensors."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]
@@ -165,5 +155,5 @@ def _whole_tensors(
 
 
 def _as_is(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns the buffer: buffers are never in FP8, so their values need no conversion."""
+    """Returns the buffer itself. Buffers are never in FP8, so they need no conversion."""
     return buffer

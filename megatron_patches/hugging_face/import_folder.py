@@ -32,9 +32,9 @@ def import_folder(
         files: the folder's tensors, whose ``check`` has passed.
         described: the description of the folder's model.
         shape: sizes and settings of the folder's model.
-        dtype: type of the checkpoint's weights.
+        dtype: dtype of the checkpoint's weights.
         target: an existing empty folder.
-        advance: function that is called after each parameter, with the number of bytes read.
+        advance: is called with the number of bytes read for each parameter.
     """
     with one_process():
         config = transformer_config(shape, dtype, cpu_initialization=True)

@@ -1,8 +1,8 @@
-"""Converts tensors of a Hugging Face folder to parameters of Megatron, and parameters to tensors.
+"""Converts tensors of a Hugging Face folder to parameters of Megatron, and back.
 
-A *slot* links one parameter to tensors of the folder; each class here is a slot for one sort of parameter. A rank has a
-*share* of a parameter: the tensor-parallel part, or a weight of one of its own experts. A slot's method ``share`` reads
-the share of one rank from the folder. The method ``tensors`` makes the folder's tensors from the shares of all ranks.
+A *slot* links one parameter to tensors of the folder. Each class here is a slot for one sort of parameter. A rank has a
+*share* of a parameter: its tensor-parallel part, or the weight of one of its experts. ``share`` reads one rank's share
+from the folder. ``tensors`` makes the folder's tensors from the shares of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Slot(Protocol):
 
     Attributes:
         names: names of the folder's tensors.
-        by_expert: True if the shares are those of expert-parallel ranks, False if of tensor-parallel ranks.
+        by_expert: whether expert-parallel ranks have the shares; if not, tensor-parallel ranks.
     """
 
     @property
@@ -32,11 +32,11 @@ class Slot(Protocol):
     def by_expert(self) -> bool: ...
 
     def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
-        """Returns the share of the parameter on rank ``rank`` of ``ranks``, in the files' type."""
+        """Returns the share of rank number ``rank`` of ``ranks``, in the files' dtype."""
         ...
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Returns the folder's tensors, in the order of ``names``, from all ranks' shares."""
+        """Returns the folder's tensors in the order of ``names``. ``shares`` are those of all ranks, in order."""
         ...
 
 
@@ -56,12 +56,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The embedding or the output layer, with a row for each token id.
+    """The embedding or the output layer, with one of ``vocabulary`` rows for each token id.
 
-    All ranks have equally many rows. Rows of the last ranks that belong to no token id are zero.
-
-    Attributes:
-        vocabulary: number of token ids.
+    All ranks have equally many rows. Further rows of the last ranks are zero.
     """
 
     names: tuple[str, ...]
@@ -80,13 +77,13 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Rows:
-    """A parameter whose rows are divided into parts, such as gate and up projection. Each rank has rows of every part.
+    """A parameter whose rows form parts, such as gate and up projection. Each rank has rows of every part.
 
-    Example: gate and up projection have 4 rows each. On the first of two ranks the share is rows 0, 1, 4 and 5.
-    ``parts`` is ((4, 4),) if the folder has one tensor with both projections, and ((4,), (4,)) if it has two tensors.
+    Example: gate and up projection have 4 rows each. The share of the first of two ranks is rows 0, 1, 4 and 5.
+    ``parts`` is ((4, 4),) if the folder has one tensor with both, and ((4,), (4,)) if it has two tensors.
 
     Attributes:
-        parts: for each tensor of the folder, the number of rows of each part in the tensor.
+        parts: for each tensor of the folder, the numbers of rows of its parts.
     """
 
     names: tuple[str, ...]
@@ -109,12 +106,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """A parameter whose rows are divided into parts and heads. The folder sorts rows by head, and Megatron by part.
+    """A parameter whose rows form parts and heads. The folder sorts rows by head, and Megatron by part.
 
-    Example: with two heads and parts a and b, the folder's rows are a0 b0 a1 b1 and Megatron's are a0 a1 b0 b1.
+    Example: with parts a and b and two heads, the folder's rows are a0 b0 a1 b1 and Megatron's are a0 a1 b0 b1.
 
     Attributes:
-        parts: for each tensor of the folder, the number of rows of each part in the tensor, over all heads.
+        parts: for each tensor of the folder, the numbers of rows of its parts, over all heads.
         heads: number of heads on all ranks together.
     """
 
@@ -143,11 +140,7 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class Columns:
-    """The weight of a projection whose columns are divided over ranks.
-
-    Attributes:
-        columns: number of columns on all ranks together.
-    """
+    """The weight of a projection whose ``columns`` columns are divided over ranks."""
 
     names: tuple[str, ...]
     columns: int
@@ -162,11 +155,11 @@ class Columns:
 
 
 def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: int, rows: slice) -> torch.Tensor:
-    """Returns some rows of a part. ``names`` has a tensor for each part, or a single tensor with all parts in order.
+    """Returns some rows of a part.
 
     Args:
         files: the folder's tensors.
-        names: names of tensors.
+        names: the name of each part's tensor, or of a single tensor with all parts in order.
         sizes: number of rows of each part.
         part: number of the part.
         rows: the rows, counted from the first row of the part.
@@ -178,7 +171,7 @@ def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: 
 
 
 def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Returns the parts if there is a name for each part. If there is a single name, concatenates the parts."""
+    """Returns the parts, or with a single name the concatenated parts."""
     return tuple(parts) if len(names) == len(parts) else (torch.cat(list(parts)),)
 
 
@@ -186,15 +179,15 @@ def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.
 class QueryKeyValue:
     """The weight or bias of the QKV projection.
 
-    A group is a key/value head with its query heads. Megatron sorts rows by group: query heads, key, value. A folder
-    has all queries, then all keys, then all values.
+    A *group* is a key/value head with its query heads. A folder has all queries, then all keys, then all values.
+    Megatron has one group after the other, each with its query heads, key and value.
 
     Attributes:
         queries: number of query heads in a group.
         groups: number of groups on all ranks together.
         head_dim: number of rows of a head.
-        gated: whether each query head has an output gate. In a folder each query head is followed by its gate. In
-            Megatron a group has all query heads, then all gates, then key and value.
+        gated: whether query heads have output gates. In a folder each query head is followed by its gate. In Megatron
+            all gates of a group follow all its query heads.
     """
 
     names: tuple[str, ...]
@@ -221,26 +214,24 @@ class QueryKeyValue:
         return _stored(self.names, [part.flatten(0, 1) for part in (q, k, v)])
 
     def _regrouped(self, rows: torch.Tensor, order: tuple[int, int]) -> torch.Tensor:
-        """Changes the order of rows of query heads and gates from the folder's to Megatron's, or back.
+        """Swaps the two dimensions ``order`` of rows that are [groups, order[0] · order[1] · head_dim, ...].
 
-        Args:
-            rows: [groups, rows of a group, ...]. The rows of a group are [*order, head_dim], flattened.
-            order: the order of ``rows``: (query heads, 2) in a folder, (2, query heads) in Megatron. Without gates the
-                number is 1 in place of 2.
+        A folder has the order (query heads, 2), in which 2 stands for query and gate. Megatron has (2, query heads).
+        Without gates it is 1 in place of 2.
         """
         return rows.unflatten(1, (*order, self.head_dim)).transpose(1, 2).flatten(1, 3)
 
     def _widths(self) -> list[int]:
-        """Returns the number of rows of a group in q (with gates), in k and in v."""
+        """Returns a group's number of rows in q (with gates), in k and in v."""
         return [heads * self.head_dim for heads in (self.queries * (1 + self.gated), 1, 1)]
 
 
 @dataclass(frozen=True)
 class InputFirst:
-    """An expert's projection that the folder stores as [inputs, outputs], or the projection's bias.
+    """An expert's projection that the folder stores as [inputs, outputs], or its bias.
 
     Attributes:
-        in_turn: whether outputs alternate between gate and up projection in the folder. In Megatron all outputs of the
+        in_turn: whether the folder's outputs alternate between gate and up projection. In Megatron all outputs of the
             gate come first.
     """
 
@@ -261,13 +252,13 @@ class InputFirst:
 
 @dataclass(frozen=True)
 class InPlace:
-    """The weights of one expert of each expert-parallel rank. Every rank numbers its own experts from 0.
+    """A parameter of one expert on each expert-parallel rank, under the same name on all ranks.
 
-    Example: a layer has 4 experts on 2 ranks. Number 1 is expert 1 of the layer on the first rank, and expert 3 on the
-    second rank.
+    Example: a layer has 4 experts on 2 ranks. A rank's own expert number 1 is the layer's expert 1 on the first rank,
+    and expert 3 on the second.
 
     Attributes:
-        each: for each expert-parallel rank, the slot of the weight of its expert.
+        each: the slot of each expert-parallel rank's parameter.
     """
 
     each: tuple[Slot, ...]

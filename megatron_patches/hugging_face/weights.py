@@ -1,8 +1,8 @@
 """Links every parameter of a GPTModel or HybridModel to tensors in a Hugging Face folder, and loads a folder.
 
-A *slot* (``slots.py``) links a parameter to the folder's tensors. With a slot, a rank's share of the parameter is read
-from the tensors, and the tensors are made from all ranks' shares. ``slot_of`` chooses the slot for the name of a
-parameter, and ``load_weights`` fills a built model.
+A *slot* (``slots.py``) links a parameter to the folder's tensors. It reads a rank's *share* of the parameter from them,
+for example the tensor-parallel part. ``slot_of`` chooses the slot by the parameter's name. ``load_weights`` fills a
+built model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megatron_patches.hugging_face.slots import (
 from megatron_patches.te.fp8_weights import set_values
 
 _CHOICE_BIAS = "mlp.router.expert_bias"
-"""The end of the name of a router's bias, which is added to scores before experts are chosen. The bias is a buffer of
-the model, not a parameter."""
+"""The end of the name of a router's bias of experts, which is a buffer of the model. Routers add it to scores before
+they choose experts."""
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: int = 1) -> Slot:
@@ -44,9 +44,9 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
 
     Args:
         parameter: the parameter's name in a GPTModel or HybridModel, on this rank.
-        layer: number of the parameter's layer in the whole model, from 0; not read for parameters outside of layers.
+        layer: the layer's number in the whole model, from 0; not read for parameters outside of layers.
         model: the description of the folder's model.
-        expert_ranks: number of expert-parallel ranks. Each rank numbers its own experts from 0.
+        expert_ranks: number of expert-parallel ranks.
     """
     if parameter == "embedding.word_embeddings.weight":
         return Vocabulary((model.weights.embedding,), model.vocabulary)
@@ -133,11 +133,11 @@ def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> S
 
 
 def _gate_up(names: tuple[str, ...], rows: int, gated: bool) -> Slot:
-    """Returns the slot of an MLP's first linear layer, which is the up projection, or gate and up projection.
+    """Returns the slot of an MLP's up projection, or of gate and up projection.
 
     Args:
-        names: names of the tensors of gate and up projection, or of a single tensor with both.
-        rows: number of rows of the up projection; the gate has equally many.
+        names: names of the projections' tensors, or of a single tensor with both.
+        rows: number of rows of each projection.
         gated: whether there is a gate.
     """
     parts = (rows,) * (1 + gated)
@@ -169,7 +169,7 @@ def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) ->
 
 
 def _norms(stored: WeightMap) -> dict[str, str]:
-    """Returns a mapping from the name of a norm's weight in Megatron's layers to the norm's name in the folder."""
+    """Returns the folder's name of each norm, by the name of the norm's weight in Megatron's layers."""
     return {
         "norm.weight": stored.attention_norm,
         "input_layernorm.weight": stored.attention_norm,
@@ -182,7 +182,7 @@ def _norms(stored: WeightMap) -> dict[str, str]:
 
 
 def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-    """Yields every parameter of this rank's part of a model, and the parameter's slot."""
+    """Yields each parameter of this rank's part of a model, with its slot."""
     for name, parameter in gpt.named_parameters():
         found = re.match(r"decoder\.layers\.(\d+)\.", name)
         layer = gpt.decoder.layers[int(found[1])].layer_number - 1 if found else -1
@@ -190,10 +190,7 @@ def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Paramete
 
 
 def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.Tensor, Slot]]:
-    """Yields each bias that a router of this rank adds to scores before experts are chosen, and the bias's slot.
-
-    These biases are buffers, so :func:`slots` does not yield them.
-    """
+    """Yields each router's bias of experts on this rank, with its slot. :func:`slots` does not yield these buffers."""
     for name, buffer in gpt.named_buffers():
         if name.endswith(_CHOICE_BIAS):
             layer = gpt.decoder.layers[int(name.split(".")[2])].layer_number - 1
@@ -201,7 +198,7 @@ def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.
 
 
 def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
-    """Returns the group of ranks over which a parameter is divided."""
+    """Returns the ranks over which a parameter is divided."""
     if slot.by_expert:
         return parallel_state.get_expert_model_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -210,13 +207,13 @@ def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
 def load_weights(
     gpt: Any, model: ModelDescription, files: TensorFiles, advance: Callable[[int], object] = lambda size: None
 ) -> None:
-    """Copies this rank's shares of a folder's tensors into a built model, in the model's type.
+    """Copies this rank's shares of a folder's tensors into a built model, in the model's dtype.
 
     Args:
         gpt: this rank's part of a GPTModel or a HybridModel, not yet inside DistributedDataParallel.
         model: the description of the folder's model.
         files: the folder's tensors, whose ``check`` has passed.
-        advance: function that is called after each parameter, with the number of bytes read.
+        advance: is called with the number of bytes read for each parameter.
 
     Raises:
         ModelError: a file can no longer be read.
