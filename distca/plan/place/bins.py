@@ -1,17 +1,18 @@
-"""Deals documents to bins, so that all bins get about equal work and no bin gets more tokens than it has room for.
+"""Deals documents to bins: all bins get about equal work, and no bin gets more tokens than it has room for.
 
-``shares.py`` calls this to place the documents of a micro-batch on ranks. The bins are ranks. If the ranks are on
-several nodes, documents are dealt to nodes first, and a bin is then a node. An *item* is a document, or the part of a
-document that a node got. A *long* item has more work or tokens than one rank should get, so it is cut into *shares* for
-several bins. Other items are cut only if no bin can take them whole. Work is the time of attention; the mean rank's
-work is 1.
+``shares.py`` calls :func:`deal_to_bins`, and then :func:`levelled`. A bin is a rank. With several nodes, documents are
+first dealt to nodes; a bin is then a node.
 
-The shortest documents, the *filler*, are not dealt here. Filler later fills the tokens that items leave, and brings
-work too. So a bin with many tokens left will get work in any case. Items are therefore compared by their *surplus*:
-their work minus the work of as many tokens of filler. Example: filler has 0.1 work per 1,000 tokens. Then an item of
-2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
+- *Work* is the time of attention. The mean rank's work is 1.
+- An *item* is a document, or the part of a document that a node got.
+- A *long* item has more work or tokens than one rank should get. It is cut into *shares* for several bins.
+- *Filler* is the shortest documents. It is dealt later, into the tokens that items leave free.
+- The *surplus* of an item is its work minus the work of as many tokens of filler. Example: filler has 0.1 work per
+  1,000 tokens. An item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
+- The surplus that a bin *lacks* is the work that it lacks, minus the work of filler in all of its free tokens.
 
-Array legend: I items, B bins, N parts.
+Array legend: I items, B bins, N parts of items. Constants were compared with other values:
+``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ import numpy as np
 
 _DENSE = 0.6
 """An item is *sparse* if its work per token is below this multiple of the mean over all items and filler. Sparse items
-are expected in the tokens of a rank that shares leave free. Other values: benchmarks/results/planner.md."""
+are expected in the tokens that shares may not take."""
 _SAME_SIZE = 1.5
-"""Items are dealt in groups of similar length: the longest item of a group has less than this many times the rows of
+"""Items are dealt in groups of similar length. The longest item of a group has less than this many times the tokens of
 the shortest. Bins are sorted once for each group, which saves time."""
 OVERFULL = 0.012
-"""The most work that a rank may get above the work that it should have, so that an item stays whole; the mean rank's
-work is 1."""
+"""A bin may exceed the work that it should get by this much if an item then stays whole; the mean rank's work is 1.
+Beyond this limit the item is cut, unless a share would be below ``LEAST_SHARE``."""
 _OVERFULL_WITH_KEYS = 0.09
 """The limit in place of ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if ranks should read
-few keys. It is large, because a further rank would have to read many keys of the document for little work."""
+few keys. It is larger, because otherwise one more rank would read all keys of the document for little work."""
 _LEVELLINGS = 3
-"""Rounds in which :func:`levelled` resizes shares. The value 0 makes plans move 1.2 % more bytes
-(benchmarks/results/planner.md)."""
+"""Rounds in which :func:`levelled` resizes shares. Without these rounds plans move 1.2 % more bytes."""
 _NO_SURPLUS = 1e-6
-"""Shares of an item are not resized if its surplus is below this part of its work: such a surplus is rounding."""
+"""Shares of an item keep their size if its surplus is below this part of its work. Such a surplus is a rounding
+error."""
 _FEW_SHARES = 1.1
-"""A document is *very long* if it has more than this many times the tokens of the largest bin. Other long documents may
-begin on the rank where the long document before ended. So fewer ranks read the keys of several documents."""
+"""A document is *very long* if it has more than this many times the tokens of the largest bin. It is cut by other rules
+if ranks should read few keys; see ``few_keys`` of :func:`deal_to_bins`."""
 LEAST_SHARE = 0.05
 """The least work of a share; the mean rank's work is 1. A smaller share is not worth the keys that its rank must
 read."""
 _LEAST_ROWS = 0.2
-"""The part of ``LEAST_SHARE`` that suffices if a bin has no tokens for a larger share."""
+"""A share may have as little as this part of ``LEAST_SHARE`` if its bin has no tokens for more."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Items:
 
     Attributes:
         rows: [I] tokens.
-        work: [I] float64 work of each item.
-        added: [I] float64 work that a cut adds for each share of the item, because every share reads keys again.
+        work: [I] float64 work.
+        added: [I] float64 work that a cut adds for each share, because every share reads keys again.
         long: [I] bool, whether the item is long.
         keys: [I] tokens of the whole document.
     """
@@ -68,7 +69,7 @@ class Items:
     keys: np.ndarray
 
     def of(self, item: np.ndarray, part: np.ndarray) -> Items:
-        """Returns [N] new items: item n is the fraction ``part[n]`` of ``item[n]``."""
+        """Returns [N] items: item n is the fraction ``part[n]`` of the old item ``item[n]``."""
         rows, work = self.rows[item] * part, self.work[item] * part
         return Items(rows, work, self.added[item], self.long[item], self.keys[item])
 
@@ -78,7 +79,13 @@ class Items:
 
 
 class Parts(NamedTuple):
-    """The parts of items that bins got, [N] each: index of the item, index of the bin, and fraction of the item."""
+    """The parts of items that bins got.
+
+    Attributes:
+        item: [N] index of the item.
+        bin: [N] index of the bin.
+        part: [N] fraction of the item.
+    """
 
     item: np.ndarray
     bin: np.ndarray
@@ -92,7 +99,7 @@ class Filled(NamedTuple):
         parts: the parts of items.
         mean: [B] float64 work that each rank of a bin should get.
         need: [B] float64 work that each bin still lacks; negative if it has too much.
-        space: [B] float64 tokens that each bin still has room for.
+        space: [B] float64 free tokens of each bin.
     """
 
     parts: Parts
@@ -110,22 +117,23 @@ def deal_to_bins(
     most: tuple[float, float],
     few_keys: bool = False,
 ) -> tuple[Filled, list[tuple[int, float]]]:
-    """Deals each item to the bin that lacks most surplus and has the tokens, or in shares to several bins.
+    """Deals items to bins, longest first, each to the bin that lacks most surplus and has room.
+
+    A long item is cut into shares. Any other item is cut only if no bin can take it whole.
 
     Args:
         items: the items, longest first.
         mean: work that each rank should get.
         room: [B] tokens that each bin has room for.
-        ranks: [B] number of ranks that each bin stands for.
+        ranks: [B] number of ranks in each bin.
         filler: work per token of the filler, and the number of its tokens.
-        most: limits on all shares of a rank together: their work over the mean work, and their rows over the rank's
-            tokens.
-        few_keys: whether ranks should read the keys of few documents. A long document may then begin on the bin where
-            the long document before ended (``_FEW_SHARES``). Very long documents then have no small last share
-            (``_OVERFULL_WITH_KEYS``).
+        most: two limits on all shares of a bin together. The first is the most work, over the work that the bin should
+            get. The second is the most tokens, over the bin's tokens.
+        few_keys: whether each rank should read the keys of few documents. A long document may then begin on the bin
+            where the long document before ended. A very long document (``_FEW_SHARES``) then has no small last share.
 
     Returns:
-        The bins; and (item, fraction of the item) for each item, or rest of an item, that found no room.
+        The bins; and (item, fraction of the item) for everything that found no room.
     """
     rates = Rates(items.rows, items.work, filler)
     bins = _Bins(mean, room, ranks, rates.sparse, most, few_keys)
@@ -134,10 +142,8 @@ def deal_to_bins(
     keys = items.keys.tolist()
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
-    # Items [begin, end) are one group of similar length. While a group is dealt, all shorter items count as filler.
-    # Small items are put whole, in one quick loop. A larger item is put whole if it is not long and a bin can take it.
-    # Other items are cut. Bins first get at most the work that they lack. What is left of an item then goes wherever
-    # there are tokens.
+    # Items [begin, end) are one group of similar length. All shorter items count as filler.
+    # A share first gets at most the work that its bin lacks. The rest of the item goes wherever there are tokens.
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -162,12 +168,15 @@ def deal_to_bins(
 
 
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
-    """Returns the dealt parts, with shares of long items resized so that ranks have more equal work.
+    """Returns the dealt parts, after shares of long items were resized so that ranks have more equal work.
 
-    Shares were dealt before shorter items, so a rank with shares may now have too little or too much work. Each round
-    first scales all shares of a rank by one factor, with which the rank would have the work that it should have. Then
-    it scales all shares of an item by one factor, with which their sum is what it was. ``rate`` is the filler's work
-    per token.
+    The shares of a rank are scaled by one factor, so that the rank gets the work that it should have. Then the shares
+    of each item are scaled by one factor, so that their sum is what it was before. This is repeated.
+
+    Args:
+        items: the items that were dealt.
+        filled: the bins, which are ranks.
+        rate: the filler's work per token.
     """
     resizable = items.long & (items.work - rate * items.rows > _NO_SURPLUS * items.work)
     in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
@@ -182,8 +191,8 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
-        # "size" is the surplus of each share and "own" its rows. With the surplus "wanted" the rank would lack none,
-        # and with the surplus "most" it would have no tokens left. "whole" is the sum of an item's shares.
+        # Arrays have one element for each share: "size" is its surplus and "own" its tokens. With the surplus "wanted"
+        # its rank would lack no work, and with "most" have no free tokens. "whole" is the sum of its item's shares.
         size, own = part * surplus, part * rows
         lacks = need - rate * space
         wanted = size * (1 + (lacks / np.maximum(np.bincount(at, size, len(space)), tiny))[at])
@@ -199,14 +208,15 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
 
 
 class _Bins:
-    """The bins while items are dealt: a heap with the bin that lacks most surplus on top.
+    """All bins while items are dealt: a heap with the bin that lacks most surplus on top.
 
-    Arguments are those of :func:`deal_to_bins`, and ``sparse``, the work per token of sparse items (:class:`Rates`).
-    With ``few_keys`` the bin with the newest share is not in the heap until :meth:`take_back` puts it there.
+    Arguments are those of :func:`deal_to_bins`, and the work per token of ``sparse`` items (:class:`Rates`). Methods
+    get an item's index, and the ``rows`` and ``work`` of the whole item. With ``few_keys`` the bin with the newest
+    share stays outside the heap until :meth:`take_back` is called.
 
     Attributes:
         least: least work of a share.
-        very_long: whether the item that is being cut is very long, and ranks should read few keys.
+        very_long: whether the item that is being cut is very long, and ``few_keys`` is set.
     """
 
     def __init__(
@@ -215,8 +225,7 @@ class _Bins:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
         self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
-        # Shares may take at most "most_rows" of a bin's tokens. Sparse documents will fill the other tokens, so their
-        # work is subtracted from the work that shares may have.
+        # Sparse items will fill the tokens that shares may not take. Their work is subtracted from the limit on shares.
         self._need_shares = [
             most_work * lacks - sparse * (1 - most_rows) * tokens
             for lacks, tokens in zip(self._need, self._space, strict=True)
@@ -236,9 +245,7 @@ class _Bins:
         return Filled(parts, np.full(len(self._need), self._mean), np.array(self._need), np.array(self._space))
 
     def order_by(self, rate: float) -> None:
-        """Sorts the bins by the surplus that they lack, most first, for filler with ``rate`` work per token.
-
-        The surplus that a bin lacks is the work that it lacks, minus the work of filler in all of its room."""
+        """Sorts the bins by the surplus that they lack, most first, for filler with ``rate`` work per token."""
         self._rate, self._newest = rate, -1
         pairs = zip(self._need, self._space, strict=True)
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
@@ -246,10 +253,10 @@ class _Bins:
         heapq.heapify(self._heap)
 
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
-        """Puts whole items from index ``first`` up to ``end``, each into the bin that lacks most surplus at that time.
+        """Puts the items from ``first`` up to ``end`` whole, each into the bin that then lacks most surplus.
 
-        Returns the index of the first item that is not ``small`` or does not fit into its bin; ``end`` if all were
-        put."""
+        Returns the index of the first item that is not ``small`` or does not fit into that bin; ``end`` if there is
+        none."""
         if first == end or not small[first]:
             return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace
@@ -268,22 +275,21 @@ class _Bins:
         parts.extend([1.0] * (end - first))
         return end
 
-    def put_whole(self, item: int, own: float, brings: float) -> bool:
-        """Puts a whole item of ``own`` rows into the bin that lacks most surplus among those with enough tokens.
+    def put_whole(self, item: int, rows: float, work: float) -> bool:
+        """Puts an item whole into one bin; returns whether the bin took it.
 
-        Returns whether the item was put. The bin may get at most ``OVERFULL`` more work than it should have. This limit
-        does not hold if the item's work ``brings``, or the part of this work that fits, is less than a least share.
-        """
+        The bin is the one that lacks most surplus among those with enough tokens. It refuses work beyond
+        ``OVERFULL``."""
         aside = []
-        while self._heap and self._space[self._heap[0][1]] < own:
+        while self._heap and self._space[self._heap[0][1]] < rows:
             aside.append(heapq.heappop(self._heap))
         found = bool(self._heap)
         if found:
             at = self._heap[0][1]
-            over = brings - self._sparse * own - (self._need[at] - self._sparse * self._space[at])
-            found = brings <= self.least or over <= self._over or brings - over < self.least
+            over = work - self._sparse * rows - (self._need[at] - self._sparse * self._space[at])
+            found = work <= self.least or over <= self._over or work - over < self.least
             if found:
-                self._put(item, at, 1.0, own, brings)
+                self._put(item, at, 1.0, rows, work)
         for each in aside:
             # A bin without room for one token stays out of the heap until the next item is cut.
             if self._space[each[1]] < 1.0:
@@ -295,7 +301,7 @@ class _Bins:
     def take_back(self, *, first: bool = False) -> None:
         """Puts the bin with the newest share back into the heap.
 
-        With ``first``, the bin goes on top if it still lacks the work of two least shares. The next document then
+        With ``first`` the bin goes on top, if it still lacks the work of two least shares. The next long item then
         begins there."""
         at, self._newest = self._newest, -1
         if at >= 0:
@@ -305,56 +311,54 @@ class _Bins:
     def _key(self, at: int) -> float:
         return self._rate * self._space[at] - self._need[at]
 
-    def put_parts(self, item: int, part: float, own: float, brings: float, extra: float, *, within_need: bool) -> float:
-        """Puts the fraction ``part`` of an item into bins, one bin after the other. Returns the fraction without room.
+    def put_parts(self, item: int, part: float, rows: float, work: float, added: float, *, within_need: bool) -> float:
+        """Puts the fraction ``part`` of an item into one or several bins; returns the fraction that found no room.
 
-        The whole item has ``own`` rows and ``brings`` work; a cut adds ``extra`` work for each share. With
-        ``within_need`` bins get at most the work that they lack; otherwise only their tokens limit them.
-        """
+        A cut adds ``added`` work for each share. With ``within_need`` a bin gets at most the work that it lacks;
+        otherwise only its tokens limit it."""
         aside = []
         while self._full:
             heapq.heappush(self._heap, self._full.pop())
-        most = brings - self._sparse * own
+        most = work - self._sparse * rows
         over = max(self._over, _OVERFULL_WITH_KEYS * self._mean) if self.very_long else self._over
-        least = min(self.least / max(brings, 1e-12), 1.0)
+        least = min(self.least / max(work, 1e-12), 1.0)
         while self._heap and part > 0:
             at = self._heap[0][1]
             taken = part
             if within_need:
                 lacks = min(self._need[at] - self._sparse * self._space[at], self._need_shares[at])
                 space = min(self._space[at], self._space_shares[at])
-                if most * part > lacks + over or own * part > space:
-                    taken = min((lacks - extra) / most if most > 0 else part, space / own)
-                    # The rest must be a least share or more. If it is less, this bin takes the rest too, or it takes
-                    # less and leaves a least share.
+                if most * part > lacks + over or rows * part > space:
+                    taken = min((lacks - added) / most if most > 0 else part, space / rows)
+                    # If the rest is less than a least share, this bin takes the rest too, or it takes less and leaves a
+                    # least share.
                     if part - taken < least:
                         taken = part if (part - taken) * most <= over else part - least
                 if taken < least and taken < part:
                     taken = 0.0
-            if taken * own > self._space[at]:
-                taken = self._space[at] / own
+            if taken * rows > self._space[at]:
+                taken = self._space[at] / rows
                 if taken < _LEAST_ROWS * least:
                     taken = 0.0
             if taken <= 0:
                 aside.append(heapq.heappop(self._heap))
                 continue
-            self._put(item, at, taken, own, brings * taken + (extra if taken < 1 else 0.0), shares=within_need)
+            self._put(item, at, taken, rows, work * taken + (added if taken < 1 else 0.0), shares=within_need)
             part = part - taken if part - taken > 1e-9 else 0.0
         for _, at in aside:
             heapq.heappush(self._heap, (self._key(at), at))
         return part
 
-    def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
-        """Notes that the bin ``at``, on top of the heap, got a part of an item, and moves the bin to its new place.
+    def _put(self, item: int, at: int, part: float, rows: float, gained: float, *, shares: bool = False) -> None:
+        """Adds a part of an item to the bin ``at``, the top of the heap, which gets ``gained`` work. Then sorts the bin
+        anew.
 
-        The whole item has ``own`` rows, and the part brings ``work``. With ``shares`` the part counts against the
-        limits on shares.
-        """
-        self._need[at] -= work
-        self._space[at] -= part * own
+        With ``shares`` the part counts against the limits on shares."""
+        self._need[at] -= gained
+        self._space[at] -= part * rows
         if shares:
-            self._need_shares[at] -= work - self._sparse * part * own
-            self._space_shares[at] -= part * own
+            self._need_shares[at] -= gained - self._sparse * part * rows
+            self._space_shares[at] -= part * rows
         if shares and self._few_keys:
             heapq.heappop(self._heap)
             self.take_back()
@@ -368,12 +372,12 @@ class _Bins:
 
 
 class Rates:
-    """Work per token of items and filler that are still to be dealt.
+    """Work per token of items and filler.
 
     Attributes:
-        of_shorter: [I + 1] element i is the work per token of the items from i on and the filler together.
-        sparse: work per token of all sparse items (``_DENSE``) together, and of the filler if it is sparse. If nothing
-            is sparse, the work per token of the shortest item and the filler together.
+        of_shorter: [I + 1] element i is the work per token of the filler and all items from i on.
+        sparse: work per token of all sparse items and sparse filler (``_DENSE``). If nothing is sparse, the shortest
+            item and the filler count as sparse.
     """
 
     def __init__(self, rows: np.ndarray, work: np.ndarray, filler: tuple[float, int]) -> None:

@@ -1,16 +1,16 @@
 """Places one nano-batch's documents on ranks by work; long documents are cut from their end.
 
 A micro-batch has two *nano-batches*, ping and pong: the transfers of one run beside the computation of the other.
-``nano_batches.py`` deals documents to ping and pong, and ``lay_out.py`` then calls :func:`spread` for each nano-batch.
-Another placement deals documents to ping and pong together (``shares.py``); ``distca/plan/choice.py`` compares the two.
+``nano_batches.py`` deals documents to ping and pong, and ``lay_out.py`` calls :func:`spread` for each. ``shares.py``
+places ping and pong together instead; ``distca/plan/choice.py`` compares the two placements.
 
-A *long* document has more attention work than one rank should get. Long documents are cut, from their end, into parts
-with one rank's work each. Other documents are dealt one by one, longest first. The shortest documents are the *filler*:
-they fill the tokens that are left, and bring work too. Other ranges are compared by their *surplus*: their work minus
-the work of as many tokens of filler.
+- *Work* is the time of attention. The mean rank's work is 1.
+- A *long* document has more work than one rank should get. Parts with one rank's work each are cut from its end.
+- *Filler* is the shortest documents. It fills the tokens that other documents leave.
+- The *surplus* of a range of rows is its work minus the work of as many tokens of filler.
 
-Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Work is the time of attention; the
-mean rank's work is 1.
+Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Constants were compared with other
+values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from distca.plan.place.shares import ONE_BY_ONE, Work, work_of
 from distca.plan.sorting import in_turns, order_by
 
 _DENSE = 0.6
-"""Only documents with at least this multiple of the mean work per token are cut. All other documents count as filler
-in :func:`_parts_of`."""
+"""Only documents with at least this multiple of the mean work per token are cut. All others count as filler while parts
+are cut."""
 _SAME_SIZE = 1.5
-"""Ranges are dealt in groups of similar length: the longest of a group has less than this many times the rows of the
+"""Ranges are dealt in groups of similar length. The longest of a group has less than this many times the rows of the
 shortest. Ranks are sorted once for each group, which saves time."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest documents are filler, as long as they have at most this part of all work together. The value 0.01 makes
-the slowest server 0.1 % slower (benchmarks/results/planner.md)."""
+"""The shortest documents are filler, as long as they have at most this part of all work together. With 0.01 instead,
+the slowest server takes 0.1 % longer."""
 _ENOUGH_OVER = 0.005
-"""A document is cut only if its surplus exceeds a rank's wanted surplus by more than this part. The search in
-:func:`_cut_long` ends when the mean work changes by less than this."""
+"""A document is cut only if its surplus exceeds a rank's wanted surplus by more than this part. Cutting is repeated
+until the mean work changes by less than this."""
 _LEAST_PART = 0.05
-"""No document is cut if ranks should have less surplus than this part of the mean work: filler gives them enough
+"""No document is cut if ranks should have less surplus than this part of the mean work. Filler then gives them enough
 work."""
 _PASSES = 3
-"""The most times that documents are cut. Cuts add work, so the mean work rises, and the next pass cuts for the higher
-mean."""
+"""The most times that documents are cut. Cuts add work, so the next pass cuts for a higher mean."""
 _CORRECTIONS = 2
-"""How often the place of a document's first cut is guessed; each guess uses the work of the guess before. The value 1
-makes plans move 1.8 % more bytes (benchmarks/results/planner.md)."""
+"""How often the place of a document's first cut is guessed; each guess uses the work of the guess before. With 1
+instead, plans move 1.8 % more bytes."""
 
 
 def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool = False) -> tuple[Stream, np.ndarray]:
@@ -56,7 +55,7 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
         budgets: [R] tokens per rank; they add up to the stream's tokens.
         cost: seconds per task.
         backwards: whether ranks get documents in the opposite order. The rank with a document's last part reads most
-            keys. So if only pong is placed backwards, one rank reads most keys in ping and another in pong.
+            keys. If only pong is placed backwards, this is one rank in ping and another in pong.
 
     Returns:
         The ranges, some of them cut, and the [N] rank of each.
@@ -64,8 +63,8 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
     if backwards:
         placed, rank = spread(stream, budgets[::-1], cost)
         return placed, len(budgets) - 1 - rank
-    # First each part of a long document gets a rank, then other documents are dealt, then filler fills the tokens that
-    # are left. "left" is the work that each rank still lacks, and "tokens" the tokens that it has room for.
+    # Parts of long documents get ranks first, then other documents, then filler. Each rank still lacks the work "left"
+    # and has room for "tokens".
     work = work_of(stream.start, stream.stop, len(budgets), cost)
     parts, rank_of_part, rest = _cut_long(stream, budgets, work)
     work_of_part = work(parts.start, parts.stop)
@@ -95,15 +94,15 @@ def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, 
 
 def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> tuple[Stream, np.ndarray, Stream]:
     """Returns parts for ranks whose mean work is ``mean``, the rank of each part, and all other ranges."""
-    # Filler has "short_rate" work per token. A rank full of filler still lacks the surplus "wanted", so each part gets
-    # this surplus. A document with more surplus than "enough" is long.
+    # Filler has "short_rate" work per token. A rank full of filler lacks the surplus "wanted", so each part gets this
+    # surplus. A document with more surplus than "enough" is long.
     start, stop = stream.start, stream.stop.copy()
     rows = stop - start
     whole = work(start, stop)
     dense = whole >= _DENSE * rows / budgets.mean()
     short_rate = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
-    # Budgets are multiples of ``align``, so the last ranks may have hardly any tokens. Only ranks with at least half of
-    # the largest budget get parts.
+    # ``lay_out.py`` rounds budgets, so the last ranks may have hardly any tokens. Only ranks with at least half of the
+    # largest budget get parts.
     ranks = np.flatnonzero(2 * budgets >= budgets.max())
     wanted = mean - short_rate * float(budgets[ranks].mean())
     if wanted <= _LEAST_PART * mean:
@@ -146,7 +145,7 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
 def _left_over(
     work_left: np.ndarray, tokens_left: np.ndarray, work: np.ndarray, placed: Stream, rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns [R] work that ranks still lack after they got ``placed``, and [R] tokens that they have room for.
+    """Returns the [R] work that ranks lack, and the [R] tokens that they have room for, after they got ``placed``.
 
     Args:
         work_left: [R] work that each rank lacked before.
@@ -166,8 +165,8 @@ def _deal(
     """Deals ranges, longest first, each to the rank that lacks most surplus among those with enough tokens.
 
     Returns the ranges that were dealt, the rank of each, and the ranges that are left as filler."""
-    # Ranges [begin, end) are one group of similar length; "short_rate" is the work per token of all shorter ranges. The
-    # heap has the rank on top that lacks most surplus.
+    # Ranges [begin, end) are one group of similar length; all shorter ranges have "short_rate" work per token. The heap
+    # has the rank on top that lacks most surplus.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))
@@ -203,12 +202,10 @@ def _deal(
 
 
 def _take(ranges: Stream, chosen: np.ndarray) -> Stream:
-    """Returns the ranges that a mask or indices choose."""
     return Stream(ranges.document[chosen], ranges.start[chosen], ranges.stop[chosen])
 
 
 def _joined(*streams: Stream) -> Stream:
-    """Returns the ranges of all streams, one after the other."""
     nothing = Stream(*(np.zeros(0, np.int64),) * 3)
     columns = zip(*((s.document, s.start, s.stop) for s in (nothing, *streams)), strict=True)
     return Stream(*(np.concatenate(column) for column in columns))

@@ -1,15 +1,17 @@
 """Cuts documents in two, so that every rank has about the same part of its attention work in ping.
 
 *Ping* and *pong* are the two nano-batches of a micro-batch: the transfers of one run beside the computation of the
-other. A document's first rows, its *head*, are computed in ping, and its other rows, the *tail*, in pong.
-``home_rows.py`` calls :func:`cut_whole` when documents already have their ranks. The cuts of documents that lie on
-several ranks, in *shares*, are given. :func:`cut_whole` chooses the cuts of documents that lie on one rank.
+other. ``home_rows.py`` calls :func:`cut_whole` when documents already have their ranks.
 
-The shortest documents are the *filler*: they fill the tokens that are left in each nano-batch, and bring work too.
-Other documents are compared by their *surplus*: their work minus the work of as many tokens of filler. Work is the time
-of attention; the mean rank's work is 1.
+- A document's first rows, its *head*, are computed in ping, and its other rows, the *tail*, in pong.
+- A document on several ranks is in *shares*. Its cut is given. :func:`cut_whole` chooses the cuts of documents on one
+  rank.
+- *Filler* is the shortest documents. It fills the tokens that are left in each nano-batch.
+- *Work* is the time of attention; the mean rank's work is 1. The *surplus* of a document is its work minus the work of
+  as many tokens of filler.
 
-Array legend: D documents, R ranks, S shares, N ranges. All arrays of rows are int64.
+Array legend: D documents, R ranks, S shares, N ranges, W documents of one rank. Rows are int64. Constants were compared
+with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ _HALVINGS = 16
 """Steps of the bisection for the row up to which a rank's documents are in ping. After 16 steps the error is a 65,536th
 of the rank's longest document."""
 _NEARLY = 0.02
-"""Work in ping counts as reached if it is below the wanted work by at most this part of the wanted work."""
+"""Work in ping counts as reached if it is below the wanted work by at most this part."""
 
 _LEVELLINGS = 2
-"""How often ping's part of the work is set. If some ranks have no room for so much work in ping, the second try gives
+"""How often ping's part of the work is set. If some ranks have no room in ping for so much work, the second try gives
 all ranks less."""
 _FEW = 0.1
 """The part of all ranks that may have less than the wanted work in ping without a second try. The scheduler later moves
@@ -48,9 +50,7 @@ Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the [S] begins and [S] ends of the shares [low, high) in the nano-batch ``nano``: 0 is ping, 1 is pong.
 
-    A share is measured in the head or the tail, from the first and last rows, at 0, to the middle, at 1. In pong a
-    share becomes [1 - high, 1 - low). So a rank with outer rows in ping gets inner rows in pong. Of outer rows, the
-    last read most keys."""
+    In pong a share becomes [1 - high, 1 - low). So a rank with outer rows of the head gets inner rows of the tail."""
     return (1 - high, 1 - low) if nano else (low, high)
 
 
@@ -59,18 +59,19 @@ def ranges_of_shares(
 ) -> Ranges:
     """Returns the rows of shares in the rows [first, last) of each document: the head, the tail or all rows.
 
-    A share is a range near ``first`` and its mirror image near ``last``. A share that ends at 1, the middle, is one
-    range. Example: of the rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7).
+    A share is a range near ``first`` and its mirror image near ``last``. Positions run from 0 at these ends to 1 in the
+    middle. Example: of the rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7).
 
     Args:
         document: [S] document of each share.
         rank: [S] rank of each share.
-        low: [S] where each share begins, between 0 and 1.
+        low: [S] where each share begins.
         high: [S] where each share ends.
-        first: [D] first row of each document's head, or tail.
-        last: [D] one past the last row of each document's head, or tail.
+        first: [D] first row of each document's head or tail.
+        last: [D] one past its last row.
     """
-    # "outer" and "inner" are the begin and the end of a share, in rows from ``first`` and from ``last``.
+    # "outer" and "inner" are begin and end of a share, counted in rows from either end. A share that ends at 1 is one
+    # range.
     first, last = first[document], last[document]
     half = (last - first) // 2
     outer, inner = (low * half).astype(np.int64), (high * half).astype(np.int64)
@@ -96,8 +97,8 @@ def cut_whole(
         whole: [S] bool, the shares that are whole documents.
         work: gives the work of query ranges.
     """
-    # For ping and pong, "room" is the [R] tokens that documents in shares leave. "more" is the [R] work of documents in
-    # shares, and of filler in all of the room.
+    # For each nano-batch, "room" is the [R] tokens that documents in shares leave. "more" is the [R] work of documents
+    # in shares, and of filler in all of the room.
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
     parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
     room, more = [], []
@@ -118,7 +119,7 @@ def cut_whole(
     square, slope = _growth(own, dealt.work[document], work)
     documents = _Documents(owner, own, square, slope - rate, square / own**2)
     columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
-    # Shares may exceed the budget of a nano-batch; ``home_rows.py`` moves the excess later. Such a nano-batch is full.
+    # If shares exceed the budget of a nano-batch, it has no room. ``home_rows.py`` moves the excess later.
     room = [np.maximum(each, 0.0) for each in room]
     spaces, level = [each.tolist() for each in room], dealt.split.ping
     for _ in range(_LEVELLINGS):
@@ -134,14 +135,15 @@ def cut_whole(
         head = np.array(found, np.int64)
         again = np.flatnonzero(off[owner] > 0)
         if len(again):
-            # One cut on a rank may not be enough. Then all of the rank's documents are cut instead, if ping's work is
-            # nearer to the wanted work in that way.
+            # One cut on a rank may not be enough. Then all of the rank's documents are cut, if this brings ping's work
+            # nearer to the wanted work.
             heads = documents.take(again).heads(wanted, *room)
             nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
             head[again] = np.where(nearer[owner[again]], heads, head[again])
         cut[document] = head
         reached = (more[0] + documents.surplus_of(head, ranks)) / np.maximum(total, 1e-300)
-        # If more than the part ``_FEW`` of ranks have less, the next try wants only what all but this part reached.
+        # Too many ranks have less than the wanted work. The next try wants what all but the part ``_FEW`` of ranks
+        # reached.
         lowest = float(np.quantile(reached, _FEW))
         if lowest > level * (1 - _NEARLY):
             break
@@ -149,26 +151,26 @@ def cut_whole(
 
 
 def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarray, np.ndarray]:
-    """Returns [N] ``square`` and [N] ``slope`` of documents. A head with the fraction p of the rows has the work square
-    · p² + slope · rows · p.
+    """Returns [N] ``square`` and [N] ``slope``: a head with the part p of a document's rows has the work square · p² +
+    slope · rows · p.
 
-    The two follow from the work of whole documents, [N] ``whole``, and of their first halves."""
+    They follow from the work of whole documents, ``whole`` [N], and of their first halves."""
     half = length // 2
     part = np.maximum(half / length, 1e-9)
-    # With whole = square + slope * rows, and work = square * part² + slope * rows * part for the first halves:
+    # whole = square + slope * rows. For the first halves, work = square * part² + slope * rows * part.
     slope = (work(np.zeros_like(half), half) - whole * part**2) / (length * np.maximum(part - part**2, 1e-9))
     slope = np.where(length > 1, slope, 0.0)
     return whole - slope * length, slope
 
 
 class _OnRank(NamedTuple):
-    """The whole documents of one rank, longest first. Array legend: W documents.
+    """The whole documents of one rank, longest first.
 
     Attributes:
         rows: [W] tokens.
-        surplus: [W] work, minus the work of as many tokens of filler.
-        square: [W] the part of a document's work that grows with the square of a head's rows.
-        slope: [W] for each row of a head, the surplus that grows in proportion to the head's rows.
+        surplus: [W] surplus.
+        square: [W] a head of h rows has the surplus square · (h / rows)² + slope · h.
+        slope: [W] see ``square``.
         ping: tokens that fit into ping.
         pong: tokens that fit into pong.
     """
@@ -181,10 +183,10 @@ class _OnRank(NamedTuple):
     pong: float
 
     def cuts(self, wanted: float) -> tuple[list[int], float]:
-        """Returns [W] rows of each document in ping, and how far ping is then from the ``wanted`` surplus.
+        """Returns [W] rows of each document in ping, and by how much ping misses the ``wanted`` surplus.
 
         Each document goes to the nano-batch that lacks more surplus, if there is room. Then at most one document is
-        cut. The second result is 0 if ping needs no cut (``_CLOSE``) or one cut is enough. It is infinite if a document
+        cut. The second result is 0 if ping is close enough (``_CLOSE``) or one cut suffices, and infinite if a document
         fits nowhere."""
         missing, of_pong = wanted, sum(self.surplus) - wanted
         room = [self.ping, self.pong]
@@ -204,8 +206,8 @@ class _OnRank(NamedTuple):
                 cuts.append(own)
         if abs(missing) <= _CLOSE:
             return cuts, 0.0
-        # If ping lacks work, one of pong's documents is cut and ping gets its head. If ping has too much, one of ping's
-        # documents is cut and pong gets its tail. It is the shortest document with enough surplus.
+        # The shortest document with enough surplus is cut. If ping lacks work, ping gets the head of one of pong's
+        # documents. If ping has too much, pong gets the tail of one of ping's documents.
         giver = 1 if missing > 0 else 0
         for at in range(len(cuts) - 1, -1, -1):
             if (cuts[at] == 0) != (giver == 1) or self.surplus[at] < abs(missing):
@@ -219,13 +221,13 @@ class _OnRank(NamedTuple):
 
 
 class _Documents(NamedTuple):
-    """All whole documents, sorted by rank, longest first. Array legend: N documents.
+    """All documents that lie on one rank, sorted by rank, longest first.
 
     Attributes:
         rank: [N] home rank.
         rows: [N] tokens.
-        square: [N] the part of a document's work that grows with the square of a head's rows.
-        slope: [N] for each row of a head, the surplus that grows in proportion to the head's rows.
+        square: [N] as in :class:`_OnRank`.
+        slope: [N] as in :class:`_OnRank`.
         dense: [N] ``square`` over the square of ``rows``.
     """
 
@@ -245,11 +247,11 @@ class _Documents(NamedTuple):
     def heads(self, wanted: np.ndarray, ping: np.ndarray, pong: np.ndarray) -> np.ndarray:
         """Returns [N] rows of every document's head, so that ranks have [R] ``wanted`` surplus in ping.
 
-        At most ``ping`` and ``pong`` [R] rows fit into the nano-batches. First all heads on a rank end at the same
-        position: heads with the least work for their rows. If this is less work than ping should have, heads are the
-        same fraction of each document instead."""
-        # Bisection on all ranks at once, for the last position at which ping has room. If ping has the wanted work
-        # earlier, and pong has room for the rest, the earlier position is taken.
+        At most ``ping`` and ``pong`` [R] rows fit into the nano-batches. All heads on a rank end at the same row, if
+        this gives ping enough work. Otherwise heads are the same part of each document, which gives more work for as
+        many rows."""
+        # Bisection on all ranks at once, for the last row at which ping has room. A rank stops earlier if ping then has
+        # the wanted work and pong has room for the rest.
         at, own = self.rank, self.rows
         ranks, total = len(wanted), np.bincount(at, own, len(wanted))
         low, high = np.zeros(ranks), np.zeros(ranks)
@@ -278,9 +280,8 @@ class _Documents(NamedTuple):
 
 
 def _head_with(surplus: float, rows: float, square: float, slope: float) -> float:
-    """Returns the rows of the head with this ``surplus`` in a document of ``rows`` rows.
+    """Returns the rows h of the head with this ``surplus`` in a document of ``rows`` rows.
 
-    The result is the root h of dense · h² + slope · h = surplus, where dense is ``square`` over the square of
-    ``rows``."""
+    h is the root of square / rows² · h² + slope · h = surplus, between 0 and ``rows``."""
     dense = max(square, 1e-12) / rows**2
     return float(min(max((-slope + (slope**2 + 4 * dense * max(surplus, 0.0)) ** 0.5) / (2 * dense), 0.0), rows))

@@ -1,12 +1,12 @@
 """Chooses which rows of every document each rank computes in *ping* and in *pong*, the two nano-batches.
 
-``lay_out.py`` calls :func:`home_rows` after ``shares.py`` has dealt documents to ranks. A document's first rows, its
-*head*, are in ping, and its last rows, its *tail*, in pong, on the same ranks. So queries in pong find the keys of the
-head there. A long document lies on several ranks. Each of these ranks has a *share*: a range of the head's rows and the
-mirror image of this range, and a range of the tail's rows and its mirror image.
+``lay_out.py`` calls :func:`home_rows` after ``shares.py`` has dealt documents to ranks.
 
-Every rank should have about the same part of its work in ping. For this ``head_cuts.py`` cuts documents that lie on one
-rank. The shortest documents, the *filler*, fill the tokens that are left.
+- A document's first rows, its *head*, are in ping, and its last rows, its *tail*, in pong. Both are on the same ranks,
+  so queries in pong find the keys of the head there.
+- A document on several ranks is in *shares*. A share is a range of the head's rows and its mirror image in the head,
+  and the same for the tail.
+- *Filler* is the shortest documents. It fills the tokens that are left.
 
 Example: two ranks have 6 tokens each, 3 of them in ping. A document of 8 rows is in two equal shares and is cut at row
 4. In ping, rank 0 has the outer rows of the head, 0 and 3, and rank 1 has 1 and 2. In pong, rank 0 has the inner rows
@@ -26,8 +26,8 @@ from distca.plan.place.nano_batches import Stream, laid_end_to_end
 from distca.plan.place.shares import Dealt, Work
 
 _HEAD = 0.5
-"""The part of a document's rows that is in ping, if no rank had room for the whole document although it is not
-long."""
+"""The part of the rows that is in ping, for documents in shares that are not long: no rank had room for the whole
+document."""
 
 
 def home_rows(
@@ -55,9 +55,9 @@ def home_rows(
     found = []
     in_ping = 0
     for nano, budget in enumerate(budgets):
-        # This nano-batch has the rows [low, high) of every document. First the rows of shares are placed. Rows beyond a
-        # rank's budget move to a rank with room. Then the rows that no rank had room for ("fixed"), followed by filler,
-        # are laid end to end into the room that is left.
+        # This nano-batch has the rows [low, high) of every document. The rows of shares are placed first. Rows beyond a
+        # rank's budget move to a rank with room. Rows that no rank has room for, "fixed", and then filler are laid end
+        # to end over the ranks.
         low, high = (np.zeros_like(cut), cut) if nano == 0 else (cut, length)
         begin, end = bounds_in_nano_batch(nano, shares.low, shares.high)
         placed = [ranges_of_shares(shares.document, shares.rank, begin, end, low, high)]
@@ -98,8 +98,8 @@ def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarr
 
 
 def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Returns ranges that keep to the [R] budgets, and the rows that were cut off for this, from the ends of a rank's
-    longest ranges."""
+    """Returns ranges within the [R] budgets, and the rows that were cut off the ends of a rank's longest ranges for
+    this."""
     document, start, stop, rank = ranges
     over = np.bincount(rank, stop - start, len(budget)).astype(np.int64) - budget
     if (over <= 0).all():
@@ -120,8 +120,8 @@ def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
 def _moved_to_room(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
     """Moves ranges to other ranks, longest first. Returns the ranges that moved, and the ranges that fit nowhere.
 
-    Among the ranks of the same node with enough room, a range goes to the rank that reads fewest keys. If no rank of
-    the node has enough room, the range goes to the rank with most room on any node.
+    Among the ranks of the same node with enough room, the rank that reads fewest keys gets the range. If there is none,
+    the rank with most room on any node gets it.
 
     Args:
         ranges: the rows that were cut off, with the ranks that they were on.

@@ -1,17 +1,16 @@
 """Lays out a micro-batch: which tokens each home rank holds, and in which nano-batch they are computed.
 
 The *home rank* of a token holds its row. A micro-batch is computed as one or two *nano-batches*, ping and pong: the
-transfers of one run beside the computation of the other. A document may be cut in two: its first rows are in ping, its
-last rows in pong. ``step.py`` calls :func:`lay_out`, which places documents in one of four ways:
+transfers of one run beside the computation of the other. If a document is cut in two, its first rows are in ping and
+its last rows in pong. ``step.py`` calls :func:`lay_out`, which places documents in one of four ways:
 
-- by attention work, ping and pong together, where long documents lie on several ranks (``shares.py``,
-  ``home_rows.py``);
+- by attention work, ping and pong together (``shares.py``, ``home_rows.py``);
 - by attention work, each nano-batch by itself (``by_nano_batch.py``);
 - one document after the other;
 - on given ranks.
 
-Array legend: D documents of the micro-batch, R ranks. A *shard* is a range of one document on one rank. Arrays are
-int64.
+Array legend: D documents of the micro-batch, R ranks. Arrays are int64. A *shard* is a range of one document on one
+rank. A *stream* is ranges of documents in the order in which they are placed.
 """
 
 from __future__ import annotations
@@ -57,22 +56,22 @@ def lay_out(
 ) -> tuple[Layout, ...]:
     """Places a micro-batch's documents on ranks, as one or two nano-batches.
 
-    Without ``rank_of`` every rank gets about equally many tokens of each nano-batch, in multiples of ``align`` on all
-    ranks but the last. So tensor-parallel ranks can split the rows without padding.
+    Without ``rank_of`` every rank gets about equally many tokens of each nano-batch. All ranks but the last get
+    multiples of ``align``, so that tensor-parallel ranks can split the rows without padding.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
         ranks: number of home ranks.
         nano_batches: 1, or 2 for ping and pong.
-        rank_of: [D] home rank of each document; documents then stay whole on their ranks, and each rank deals its
+        rank_of: [D] home rank of each document. Documents then stay whole on their ranks, and each rank deals its
             documents to the nano-batches.
-        align: rows per rank are multiples of this where documents may span ranks.
+        align: rows per rank are multiples of this, unless ``rank_of`` is given.
         dealing: how documents are dealt to two nano-batches of equal tokens. "in_order": the first documents go to
-            ping. "even": documents are dealt by length, for about equal attention work; with the placement "spread",
-            long documents leave ping less work. "lean": like "even", but with "spread" documents on several ranks may
-            be wholly in pong. Ping may get up to 1/32 more tokens, so that a document's short tail is not cut off.
+            ping. "even": documents are dealt by length, for about equal attention work. "lean": like "even", but with
+            the placement "spread" documents on several ranks may be wholly in pong. Unless the placement is "spread",
+            ping may get up to 1/32 more tokens, so that a document's short tail is not cut off.
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other; a document
-            continues on the next rank where a rank is full. "spread": ranks get about equal attention work and equal
+            goes on at the next rank where a rank is full. "spread": ranks get about equal attention work and equal
             tokens, ping and pong together. "spread_by_nano_batch": the same for each nano-batch by itself; it also
             replaces "spread" if long documents do not fit. With ``rank_of`` the placement is always "in_order".
         cost: seconds of attention, which "spread" balances; None balances query-key pairs.
@@ -138,15 +137,14 @@ def _check(
 def _place_nano_batches(
     length: np.ndarray, ranks: int, nano_batches: int, align: int, dealing: Dealing, cost: CostModel | None
 ) -> list[tuple[Shards, np.ndarray]]:
-    """Deals documents to nano-batches, then places each nano-batch by itself: by work if there is a ``cost``, else in
-    order."""
+    """Deals documents to nano-batches, and places each by itself: by work if there is a ``cost``, else in order."""
     total = int(length.sum())
     documents = np.arange(len(length))
     cut = _half(total, align)
     if nano_batches == 2 and dealing != "in_order":
         documents = dealt_evenly(length, documents, ping_first=True)
     if nano_batches == 2:
-        # The cut only moves to a multiple of ``ranks * align``, so that ping's tokens divide evenly over the ranks.
+        # A cut that moves goes to a multiple of ``ranks * align``, so that ping's tokens divide evenly over the ranks.
         cut = without_short_tail(length, documents, cut, ranks * align)
     placed = []
     for stream, bounds in zip(
@@ -171,7 +169,7 @@ def _half(total: int, align: int) -> int:
 def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
     """Returns [R + 1] borders for each nano-batch: rank r gets the tokens from bounds[r] up to bounds[r + 1].
 
-    With two nano-batches, ping has the first ``cut`` of ``total`` tokens."""
+    If there are two, ping has ``cut`` of the ``total`` tokens."""
     return [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
 
 
@@ -183,7 +181,7 @@ def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
 
 
 def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
-    """Cuts a stream of document ranges wherever a rank's rows end; returns shards, and [R] rows per rank.
+    """Cuts a stream wherever a rank's rows end; returns shards, and [R] rows per rank.
 
     Example: borders are 0, 5 and 7, and ranges have 3 and 4 rows. Rank 0 gets shards of 3 and 2 rows, and rank 1 gets a
     shard of 2 rows."""
@@ -199,8 +197,8 @@ def _in_shares(
 ) -> list[tuple[Shards, np.ndarray]] | None:
     """Places the documents of ping and pong together by work.
 
-    Returns the shards and the [R] rows per rank of each nano-batch; None if documents on several ranks do not fit. With
-    ``lean``, documents on several ranks may be wholly in pong, if all fit that way."""
+    Returns the shards and the [R] rows per rank of each nano-batch; None if documents do not fit. ``lean`` first tries
+    to put documents on several ranks wholly into pong."""
     if not len(length):
         return None
     total = int(length.sum())
@@ -225,8 +223,8 @@ def _in_shares(
 def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
     """Numbers the rows of placed ranges on their ranks; returns the shards, and [R] rows per rank.
 
-    Rows of a rank are in order of document and position. Documents with ``goes_on`` [D] come last: they continue in
-    pong, so the rows that pong needs again are the last rows of a rank in ping."""
+    Rows of a rank are in order of document and position. Documents with ``goes_on`` [D] come last. They go on in pong,
+    so the rows that pong needs again are a rank's last rows in ping."""
     order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
     document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
     row = np.cumsum(stop - start) - (stop - start) - bounds[rank]
@@ -272,7 +270,7 @@ def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previo
     q = _sorted(shards)
     first = np.zeros(documents, np.int64)
     last = np.zeros(documents, np.int64)
-    # Shards are sorted by (document, start). Assigned in reverse, each document's first start is assigned last.
+    # In reverse order, the last value that is assigned is each document's first start.
     first[q.document[::-1]] = q.start[::-1]
     last[q.document] = q.stop
     carried_rows = np.zeros(ranks, np.int64)
@@ -281,8 +279,8 @@ def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previo
         split = np.flatnonzero(first > 0)
         head = np.isin(previous.q.document, split)
         np.add.at(carried_rows, previous.q.rank[head], (previous.q.stop - previous.q.start)[head])
-        # On each rank documents that continue come last, so carried rows are the last rows. The rows before these,
-        # "skipped", are left out: carried rows are numbered from 0, and own rows follow.
+        # Documents that go on come last on each rank. The rows before them, "skipped", are not carried. So carried rows
+        # are numbered from 0, and own rows follow.
         skipped = previous.q_rows - carried_rows
         document, start, stop, rank, row = (column[head] for column in previous.q.columns())
         carried = (document, start, stop, rank, row - skipped[rank])

@@ -1,14 +1,13 @@
 """Deals a step's documents over its micro-batches, so that few documents must be cut over several ranks.
 
-``step.py`` calls this before it lays out each micro-batch. The gradient of a step is the same sum however its documents
-are grouped, so a document may go to any micro-batch that has room. Few rows travel between ranks if documents lie whole
-on one rank. But a document must be cut if it has more attention work than the mean rank of its micro-batch. Among
-documents of similar length this is rare. So the longest documents go to one micro-batch until it is full, then
-documents go to the next micro-batch, longest first. The shortest fill the room that is left. Micro-batches may have
-unequal work, because each micro-batch is balanced over the ranks by itself.
+``step.py`` calls this before it lays out each micro-batch. The gradient of a step is a sum over documents, so a
+document may go to any micro-batch that has room. Few rows travel between ranks if documents lie whole on one rank. A
+document must be cut if it has more attention work than the mean rank of its micro-batch. Among documents of similar
+length this is rare. So documents are dealt longest first, and one micro-batch is filled after the other. Micro-batches
+may have unequal work, because each is balanced over the ranks by itself.
 
 With pipeline stages, the first and the last micro-batches get the longest documents. While a pipeline fills and drains,
-some stages have no micro-batch, and compute attention of other stages. Long documents give these stages more to do.
+stages without a micro-batch compute attention of other stages.
 
 Array legend: D documents of the step, M micro-batches.
 """
@@ -33,7 +32,7 @@ def deal_over_micro_batches(
         stages: pipeline stages that run the micro-batches in order.
 
     Returns:
-        For each micro-batch, the indices of its documents, ascending. None if some document finds no micro-batch with
+        For each micro-batch, the ascending indices of its documents. None if a document finds no micro-batch with
         enough room left.
 
     Raises:
@@ -53,7 +52,7 @@ def deal_over_micro_batches(
     rows = length[order]
     firsts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
     ends = np.append(firsts[1:], len(rows))[: len(firsts)]
-    # All documents of one length ("own") are dealt at once: as many as fit into one micro-batch, then into the next.
+    # All documents of one length, "own", are dealt at once: as many as fit into one micro-batch, then into the next.
     for own, begin, end in zip(rows[firsts].tolist(), firsts.tolist(), ends.tolist(), strict=True):
         for at in turn:
             some = min(left[at] // own, end - begin)

@@ -1,8 +1,11 @@
 """Deals documents to *ping* and *pong*, the two nano-batches of a micro-batch, before they are placed on ranks.
 
 Both get about equally many tokens, so that the transfers of one can run beside the computation of the other. The
-documents are put in an order, the *stream*, and the stream is cut in two: the tokens before the cut are ping's.
-``lay_out.py`` deals documents in this way unless it places ping and pong together.
+documents are put in an order and laid end to end. The tokens before a *cut* are ping's, and the tokens behind it
+pong's. ``lay_out.py`` deals documents in this way unless it places ping and pong together.
+
+Array legend: D documents, N ranges, R ranks. Constants were compared with other values:
+``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -16,19 +19,19 @@ from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
 """How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even" and "lean": documents are
-dealt by length, so that ping and pong have about equal work. "even" and "lean" differ only where ping and pong are
-placed together."""
+dealt by length, for about equal work. "even" and "lean" differ only where ``lay_out.py`` places ping and pong
+together."""
 _DEALT_ONE_BY_ONE = 64
 """The most documents that are dealt one by one, by their work: the longest. Shorter documents are dealt in turns, which
-is faster. The value 8 makes the slowest server 0.1 % slower (benchmarks/results/planner.md)."""
+is faster. With 8 instead, the slowest server takes 0.1 % longer."""
 _SHORT_TAIL = 1 / 32
-"""A document's tail behind the cut moves to ping if it has at most this part of the rows of the document's head. The
-cut moves by at most this part of ping's tokens."""
+"""A document's tail behind the cut moves to ping if it has at most this part of the head's rows. The cut moves by at
+most this part of ping's tokens."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Ranges of documents in the order in which they are placed on ranks. Array legend: N ranges; arrays are int64.
+    """Ranges of documents in the order in which they are placed on ranks. Arrays are int64.
 
     Attributes:
         document: [N] document of each range.
@@ -42,12 +45,12 @@ class Stream:
 
 
 def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarray]:
-    """Lays ranges end to end over the ranks, which have [R] tokens of room, and cuts them where a rank's room ends.
+    """Lays ranges end to end over ranks with [R] tokens of ``room``, and cuts them where a rank's room ends.
 
     Returns the pieces of ranges, and the rank of each piece. Example: ranges have 3 and 4 rows, and ranks have room for
     5 and 2. Rank 0 gets pieces of 3 and 2 rows, and rank 1 a piece of 2 rows."""
-    # All tokens are on one line, where ranges end at "ends" and the room of ranks ends at "tops". Every piece begins
-    # where a range begins, or where a rank's room begins.
+    # All tokens are on one line. Ranges end at "ends", and the room of ranks ends at "tops". A piece begins at each
+    # "cut": where a range begins, or where a rank's room ends.
     ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(room)
     begins = ends - (ranges.stop - ranges.start)
     cuts = merged(begins, tops[tops < (ends[-1] if len(ends) else 0)])
@@ -59,8 +62,7 @@ def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarra
 
 
 def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, Stream]:
-    """Returns the ranges of the first ``cut`` tokens of ``documents``, and of the other tokens; one document may be
-    split."""
+    """Returns the ranges of the first ``cut`` tokens of ``documents``, and of the other tokens."""
     own = length[documents]
     ends = np.cumsum(own)
     in_ping = np.clip(cut - (ends - own), 0, own)
@@ -73,7 +75,7 @@ def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, 
 
 
 def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit: int = 1) -> int:
-    """Returns the token at which to cut the stream of ``documents``: usually ``cut`` itself.
+    """Returns the token at which to cut the line of ``documents``: usually ``cut`` itself.
 
     If only a short tail of a document lies behind ``cut``, the cut moves to the document's end, rounded up to a
     multiple of ``unit``. Otherwise a rank would need all keys and values of the document for a few queries."""
@@ -100,16 +102,15 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     """Returns ``documents`` in an order whose first and second half have about equal attention work.
 
     The longest documents go one by one to the nano-batch with less work. Shorter documents go to ping, pong, pong,
-    ping, and so on. Ping's documents come first, then pong's. The shortest documents of both stand in the middle, so
-    that the cut between equal tokens falls on short documents. All others are in order of their indices.
+    ping, and so on. Ping's documents come first, then pong's. The shortest of both stand in the middle, so that the cut
+    between equal tokens falls on short documents. All others are in order of their indices.
 
     Args:
         length: [D] tokens of all documents.
         documents: indices of the documents to order.
         ping_first: whether ping gets the longest document.
     """
-    # "ranking" has the longest documents first, and "in_ping" says whether each goes to ping. "ahead" is the work of
-    # ping minus the work of pong, where work is rows squared.
+    # "ranking" has the longest documents first. "ahead" is ping's work minus pong's, where work is rows squared.
     ranking = documents[np.argsort(-length[documents], kind="stable")]
     in_ping = (np.arange(len(ranking)) + 1) // 2 % 2 == 0
     ahead = 0.0 if ping_first else 1.0

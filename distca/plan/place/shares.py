@@ -1,24 +1,18 @@
-"""Deals the documents of a micro-batch to ranks, so that most attention work is balanced before any row is moved.
+"""Deals the documents of a micro-batch to ranks, so that attention work is nearly balanced before any row is moved.
 
-A *home rank* of a document holds rows of the document. A query row that is computed on its home rank does not travel;
-the keys and values that it reads travel only if other ranks hold them. A training step sums over documents, so any rank
-may be a document's home. Each rank's number of tokens, its *budget*, is given. ``lay_out.py`` calls :func:`deal`.
+``lay_out.py`` calls :func:`deal`. The *home* of a row is the rank that holds the row. A query row that is computed at
+home does not travel. A rank's *budget* is its number of tokens.
 
-A micro-batch is computed as one nano-batch, or as two with about half of the tokens each: *ping* and *pong*. A
-document's first rows, its *head*, are in ping, and its other rows in pong. ``home_rows.py`` later cuts documents in
-this way.
+- *Work* is the time of attention. The mean rank's work is 1.
+- A micro-batch is computed as one *nano-batch*, or as two with about half of the tokens each: *ping*, then *pong*. A
+  document's *head*, its first rows, may be in ping, and its other rows in pong.
+- A *long* document has more work or tokens than one rank should get. It is cut into *shares* for several ranks.
+- *Filler* is the shortest documents. It is dealt later, into the tokens that other documents leave free.
+- The *surplus* of a document is its work minus the work of as many tokens of filler.
 
-Documents are dealt longest first: to nodes, then to the ranks of each node. A *long* document has more work or tokens
-than one rank should get, so it is cut into *shares* for several ranks. A share is a range of rows in the first half of
-the document, and the mirror image of this range in the second half. Example: 8 rows in two equal shares are rows 0, 1,
-6, 7 and rows 2 to 5. Early queries read few keys and late queries read many. So a share with a tenth of the rows has
-about a tenth of the work.
-
-The shortest documents are the *filler*: they fill the tokens that are left of the budgets, and are cut where a budget
-ends. Other documents are compared by their *surplus*: their work minus the work of as many tokens of filler.
-
-Array legend: D documents; F documents that are filler; I items (documents that are dealt one by one, or nodes' parts of
-them); N ranges; R ranks; S shares. Rows are int64. Work is the time of attention; the mean rank's work is 1.
+Array legend: D documents, F documents that are filler, I items (documents that are not filler), N ranges of rows, R
+ranks, S shares. Rows are int64. Constants were compared with other values: ``benchmarks/planner_constants.py``,
+benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -36,43 +30,44 @@ from distca.plan.sorting import in_turns, order_by
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
-"""The most ranks for which ``distca/plan/step.py`` may plan two placements, this module's and that of
-``by_nano_batch.py``, and take the cheaper. With more ranks ``step.py`` plans one placement, to save time. With more
-ranks :func:`deal` also lets each rank read the keys of few documents."""
+"""In pools of up to this many ranks, ``distca/plan/step.py`` may plan two placements and take the cheaper. In larger
+pools it plans one, to save time, and each rank should read the keys of few documents."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest documents are filler, as long as they have at most this part of all work together. The value 0.1 makes
-plans move 3.5 % more bytes (benchmarks/results/planner.md)."""
+"""The shortest documents are filler, as long as they have at most this part of all work together. With 0.1 instead,
+plans move 3.5 % more bytes."""
 ONE_BY_ONE = 2048
-"""The most documents per rank that are dealt one by one; all shorter documents are filler. It limits planning time for
-millions of short documents."""
+"""The most documents per rank that are dealt one by one. All shorter documents are filler. This limits planning time
+for millions of short documents."""
 _PING = 0.25
-"""Ping's part of all work: the least part if long documents have heads in ping, the largest part if they have none. The
-first half of a document's rows has about a quarter of its work. The value 0.15 makes plans move 1.1 % more bytes
-(benchmarks/results/planner.md)."""
+"""The first half of a document's rows has about this part of the document's work. Ping gets at most this part of all
+work if long documents are wholly in pong, otherwise at least this part. With 0.15 instead, plans move 1.1 % more
+bytes."""
 _LITTLE_PING = 0.06
-"""The least part of all work in ping if long documents are wholly in pong. With less, ping would have too little
-attention to hide pong's transfers."""
+"""The least part of all work in ping if long documents are wholly in pong. With less work, ping could not hide pong's
+transfers; then long documents get heads in ping."""
 _FEW_SHARED = 0.01
 """If long documents have at most this part of all work together, the other documents decide ping's part."""
 _SPARE = 1.05
-"""Pong has room for the work of long documents times this factor; the excess over 1 is a reserve."""
+"""Long documents are wholly in pong only if pong has room for their work times this factor."""
 _MOST_ROWS_IN_PONG = 0.35
-"""The largest part of all rows that long documents may have if they are wholly in pong. Pong has half of all rows, and
-needs room for other documents."""
+"""Long documents are wholly in pong only if they have at most this part of all rows. Pong has half of all rows, and
+also needs room for other documents."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The fraction of each document that each rank has. A whole document is one share, from 0 to 1.
+    """The shares of documents on ranks. A whole document is one share.
 
-    A share [low, high) is measured in each half of the document, from the end, at 0, to the middle, at 1. Example: of 8
-    rows, [0, 0.5) is rows 0, 1, 6 and 7, and [0.5, 1) is rows 2 to 5.
+    A share [low, high) is a range in the first half of the document and its mirror image in the second half. In each
+    half, positions run from 0 at the outer end to 1 in the middle. Example: of 8 rows, [0, 0.5) is rows 0, 1, 6 and 7,
+    and [0.5, 1) is rows 2 to 5. Early rows read few keys, and late rows read many. So a share with a tenth of the rows
+    has about a tenth of the work.
 
     Attributes:
-        document: [S] int64 document of each share.
-        rank: [S] int64 home rank of each share.
-        low: [S] float64 where the share begins.
-        high: [S] float64 where the share ends.
+        document: [S] int64 document.
+        rank: [S] int64 home rank.
+        low: [S] float64 begin.
+        high: [S] float64 end.
     """
 
     document: np.ndarray
@@ -88,8 +83,8 @@ class NanoSplit:
     Attributes:
         ping: part of every rank's work that should be in ping.
         head: part of a long document's rows that is in ping.
-        most_work: the most work that a rank's shares of long documents should have; the mean rank's work is 1.
-        most_rows: the most rows that a rank's shares of long documents should have, over the rank's budget.
+        most_work: the most work that all shares on a rank should have together; the mean rank's work is 1.
+        most_rows: the most rows that all shares on a rank should have together, as a part of the rank's budget.
     """
 
     ping: float
@@ -102,24 +97,23 @@ class NanoSplit:
         """Returns the split of a micro-batch.
 
         If a long document has rows in ping and in pong, ranks read the keys of its head twice, which takes time. So
-        ``lean`` puts long documents wholly into pong, if ping has enough other work. The price is memory: pong then
-        reads more keys at once.
+        ``lean`` puts long documents wholly into pong, if ping has enough other work. Pong then needs more memory, since
+        it reads more keys at once.
 
         Args:
             shared: part of all work that long documents have.
             rows: part of all rows that long documents have.
-            sparse: work of a rank if it had only documents with little work per token.
+            sparse: work that a rank would have if all of its documents had little work per token.
             longest_other: rows of the longest document that is not long, over the largest budget.
             lean: whether long documents may be wholly in pong.
         """
         # A head with the fraction f of a document's rows has about f² of the document's work.
         if shared <= _FEW_SHARED or not lean:
-            # Ping has room for half of a rank's tokens. So of the longest other document, the fraction
-            # 0.5 / longest_other of the rows fits into ping.
+            # Ping has room for half of a rank's tokens, so this fraction of the longest other document fits into ping.
             ping = min(max((0.5 / max(longest_other, 0.5)) ** 2, _PING), 0.5)
             return NanoSplit(ping, ping**0.5, 1.0, 1.0)
-        # Pong needs the work of long documents, with a reserve. Up to half of a rank's tokens may be other documents in
-        # pong, with little work per token. The rest of the work may be ping's.
+        # Pong needs room for the work of long documents. Documents with little work per token may fill pong, half of a
+        # rank's tokens. The rest of the work may be ping's.
         ping = min(1.0 - sparse / 2 - _SPARE * shared, _PING)
         if ping >= _LITTLE_PING and rows <= _MOST_ROWS_IN_PONG:
             return NanoSplit(ping, 0.0, 1.0 - ping, 0.5)
@@ -131,14 +125,14 @@ class Dealt:
     """Documents on ranks, and documents that are still to be placed.
 
     Attributes:
-        shares: the documents that were dealt to ranks; the shares of a document follow each other.
+        shares: the shares of documents on ranks; the shares of one document follow each other.
         short: [F] int64 documents that are filler.
-        left: (document, low, high) of each range that found no room; low and high are measured as in shares.
+        left: (document, low, high) of each range that found no room, as in :class:`Shares`.
         work: [D] work of every document.
-        short_rate: work per token of the filler.
+        short_rate: the filler's work per token.
         split: the split of work between ping and pong.
-        long: [D] bool, whether a document is long. Other documents in several shares were cut because no rank had room
-            for the whole document.
+        long: [D] bool, whether a document is long. Other documents have several shares only if no rank had room for the
+            whole document.
     """
 
     shares: Shares
@@ -153,8 +147,8 @@ class Dealt:
 def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
     """Returns a function from [N] starts and [N] stops to the [N] work of the query ranges [start, stop).
 
-    Work is the mean of forward time and backward time, after each was divided by the mean rank's time. So the work of
-    the ranges given here adds up to ``ranks``."""
+    Work is the mean of forward time and backward time, each divided by the mean rank's time. The ranges given here have
+    the work ``ranks`` in all."""
     unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -176,10 +170,9 @@ def deal(
         nano_batches: 1, or 2 for ping and pong.
         lean: whether long documents may be wholly in pong.
     """
-    # "order" has documents longest first; the first "count" are dealt one by one, and the others are filler. "surplus"
-    # is the surplus of each document, and "wanted" the surplus that a rank should have. A cut adds "added" work for
-    # each share of a document, and "extra" for all of its shares. "filler" is the filler's work per token and the
-    # number of its tokens.
+    # "order" has documents longest first. The first "count" are dealt one by one, and the others are filler. A rank
+    # should have the surplus "wanted". A cut adds the work "added" for each share of a document, and "extra" for all of
+    # its shares. "filler" is the filler's work per token, and the number of its tokens.
     order = order_by(length.max() - length)
     rows, whole = length[order], work(np.zeros_like(length), length[order])
     from_here = np.append(np.cumsum(whole[::-1])[::-1], 0.0)
@@ -206,8 +199,7 @@ def deal(
     limits = split.most_work, split.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
     items = Items(rows, whole, added, long, rows)
-    # "few_keys" deals and orders shares so that each rank reads the keys of few documents. With few ranks most ranks
-    # read most long documents in any case.
+    # On few ranks, most ranks read most long documents in any case.
     few_keys = nano_batches == 2 and len(budgets) > SMALL_POOL
     first = np.unique(node, return_index=True)[1]
     bounds = [*first.tolist(), len(budgets)]
@@ -215,7 +207,7 @@ def deal(
         filled, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits, few_keys)
         dealt = levelled(items, filled, filler[0])
     else:
-        # A node's part of a document includes the work that cuts inside the node will add.
+        # Cuts inside nodes will add work, which nodes must have room for.
         of_nodes = replace(items, work=whole + extra, added=np.zeros(count))
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
         (by_node, *_), left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)
@@ -239,21 +231,10 @@ def _dealt_in_nodes(
 ) -> tuple[Parts, list[tuple[int, float]]]:
     """Deals each node's parts of documents, ``by_node``, to the ranks of the node.
 
-    Args:
-        items: the documents that were dealt to nodes.
-        work: [I] work of each item, with the work that cuts inside nodes add.
-        by_node: the parts of items on nodes.
-        budgets: [R] tokens per rank.
-        bounds: node n has the ranks from bounds[n] up to bounds[n + 1].
-        filler: the filler's work per token and the number of its tokens.
-        most: ``most_work`` and ``most_rows`` of :class:`NanoSplit`.
-        few_keys: whether a long document may begin on the rank where the document before it ended.
-
-    Returns:
-        The parts on ranks; and (item, fraction of the item) for each part that found no room.
-    """
-    # Each part becomes a new item. "inside" has the new items sorted by node: the items from "begin" up to "end" are
-    # dealt to the ranks from "low" up to "high". At the end indices of new items become indices of ``items``.
+    ``work`` [I] includes what cuts inside nodes add. Node n has the ranks from bounds[n] up to bounds[n + 1]. Returns
+    the parts on ranks, and (item, fraction of the item) for each part that found no room."""
+    # Each part becomes a new item, sorted by node in "inside". The items from "begin" up to "end" are dealt to the
+    # ranks from "low" up to "high" of one node. Last, new items become indices of ``items`` again.
     order = order_by(by_node.bin)
     item, part = by_node.item[order], by_node.part[order]
     ends = np.searchsorted(by_node.bin[order], np.arange(len(bounds))).tolist()
@@ -275,15 +256,15 @@ def _dealt_in_nodes(
 
 
 def _shares_each(surplus: np.ndarray, added: np.ndarray, long: np.ndarray, most: float) -> np.ndarray:
-    """Returns [I] float64 into how many shares each long item is cut if a share has at most ``most`` surplus; 0 for
-    whole items."""
+    """Returns [I] float64 number of shares of each long item, if a share has at most ``most`` surplus; 0 for other
+    items."""
     return np.where(long, np.ceil(surplus / np.maximum(most - added, 2 * LEAST_SHARE)), 0.0)
 
 
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
-    """Returns [I] the work that a cut adds for every share of a document, because each share reads keys again.
+    """Returns [I] work that a cut adds for every share of a document, because each share reads keys again.
 
-    It is measured on one share with half of the document's rows: from 1/8 to 3/8 and from 5/8 to 7/8."""
+    It is measured on one share with half of the rows: from 1/8 to 3/8 and from 5/8 to 7/8 of the document."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)
@@ -295,18 +276,10 @@ def _shares(
     """Returns the shares of ranks; and (document, low, high) of the ranges that no rank has.
 
     The parts of a document become neighbouring intervals. Example: parts 0.2, 0.3 and 0.5 become [0, 0.2), [0.2, 0.5)
-    and [0.5, 1). Of a document's ranks, the rank that reads most keys for all of its documents gets the first interval,
-    the outermost rows. In pong intervals are reversed (``bounds_in_nano_batch`` in ``head_cuts.py``). So this rank gets
-    inner rows in pong, which read fewer keys. Pong reads more keys than ping.
-
-    Args:
-        documents: [I] document of each item.
-        dealt: the parts of items on ranks.
-        missed: (item, fraction of the item) that found no room.
-        keys: [I] keys of each item's document; 0 if the order of parts does not matter.
-    """
-    # Parts are sorted by document, then by the keys that their ranks read, most first. "ends" adds up all parts. From
-    # it the sum of the parts "before" the document's first part is subtracted.
+    and [0.5, 1). The outermost rows go to the rank that has most keys (``keys`` [I], summed over its items).
+    ``head_cuts.py`` reverses the intervals in pong, so this rank gets inner rows there, which read fewer keys."""
+    # Parts are sorted by document, then by their ranks' keys, most first. "ends" adds up the parts of all documents.
+    # "before" is the sum of the parts of earlier documents.
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)
     order = order_by(dealt.item, (read.max(initial=0) - read)[dealt.bin])
     item, rank, part = (column[order] for column in dealt)
@@ -315,8 +288,8 @@ def _shares(
     first = np.repeat(firsts, np.diff(np.append(firsts, len(item))))
     before = ends[first] - part[first]
     low, high = (np.minimum(x - before, 1.0) for x in (ends - part, ends))
-    # If all parts of a document found room, they add up to 1, except for rounding. The last share then ends at exactly
-    # 1, and every share begins exactly where the share before ends.
+    # Against rounding, each interval begins exactly where the interval before ends. The last ends at exactly 1 if all
+    # parts of the document found room.
     without = sorted({i for i, _ in missed})
     last = np.append(item[1:] != item[:-1], True)[: len(item)]
     if without:

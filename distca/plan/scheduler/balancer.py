@@ -1,15 +1,20 @@
 """Moves attention work from servers above their limit to other servers, so that few bytes travel for it.
 
-A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row. A *piece* is a range
-of query rows of one document that one server computes. At first every server has the pieces of its own rows.
-``scheduler.py`` sets each server's *target*, the attention that it should have, and its *limit*, a little more, and
-runs a :class:`Balancer`. A server's *load* is the attention that it has; all three are seconds.
+``scheduler.py`` and ``unlike.py`` run a :class:`Balancer`.
 
-In each step a server above its limit, the *sender*, gives work to one or several *receivers*, servers with room for
-more. Moves are tried in this order: several whole pieces at once; a part that is cut out of a piece; one whole piece;
-one piece in exchange for a smaller piece. A server that can give nothing away is *stuck*, and left as it is.
+- A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row.
+- A *piece* is a range of query rows of one document on one server. At first every server has the pieces of its own
+  rows.
+- A server's *load* is the seconds of attention that it has. Its *target* is what it should have, and its *limit* is a
+  little more.
+- In each step a *sender*, a server above its limit, gives work to *receivers*, servers with room for more.
+- A server that can give nothing away is *stuck*. It keeps its work.
 
-Array legend: K directions (forward, backward, or both), R ranks, P pieces of the sender.
+Moves are tried in this order: several whole pieces; a part that is cut out of a piece; one whole piece; one piece in
+exchange for a smaller piece.
+
+Array legend: K directions (forward, backward, or both), R ranks, P pieces of the sender, N chosen ranks, G places of a
+cut. Constants were compared with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -33,25 +38,25 @@ _FAILED = 64
 """Balancing ends after more than this many cuts that did not pay, if all servers are within the tolerance. Receivers
 have hardly any room by then, and filling this room takes long."""
 _FAILED_UNLIKE = 2
-"""The limit in place of ``_FAILED`` if servers are not equally fast. It then holds whether or not servers are within
-the tolerance: ``unlike.py`` raises their limits and tries again."""
+"""The limit in place of ``_FAILED`` if servers are not equally fast. Balancing then ends even if servers are above the
+tolerance: ``unlike.py`` raises their limits and tries again."""
 _PARTNERS = 8
 """The most receivers that are tried for an exchange of pieces: those with most room."""
 _CRUMB = 64
-"""A piece is a *crumb* if this many times its seconds are less than the sender should lose. Crumbs move together, since
-planning a thousand moves of one crumb each would take long."""
+"""A piece is a *crumb* if this many times its seconds are less than the sender should lose. Crumbs move together,
+because a thousand moves of one crumb each take long to plan."""
 _MOST_EXCHANGED = 1024
-"""The most pieces of each of two servers that are tried for an exchange: the shortest. All pairs of them are
+"""The most pieces of each server that are tried for an exchange: the shortest. All pairs of two servers' pieces are
 compared."""
 _NO_DOCUMENT = -1
 """The result of :meth:`Balancer._move` if whole pieces moved."""
 _KV_SHARE = 0.56
-"""The part of a range's bytes that are keys and values, with 32 query heads and 8 key/value heads. The price of a
-receiver that already has these keys and values is lower by this part."""
+"""The part of a range's bytes that are keys and values, with 32 query heads and 8 key/value heads. A receiver that
+already has them is cheaper by this part."""
 
 
 class Balancer:
-    """Moves work until no server is above its limit, or every server above its limit is stuck.
+    """Moves work until every server above its limit is stuck.
 
     Args:
         state: loads, limits and pieces of all servers; moves are written into it.
@@ -65,9 +70,9 @@ class Balancer:
         prices: for each node, what :meth:`_prices_from` returned.
         place: [R] position of every rank in ``state.order``.
         lately: [R] all ranks in the order that :meth:`_falling` found last.
-        failed: number of cuts so far that did not pay.
+        failed: number of cuts that did not pay.
         unlike: whether servers are not equally fast.
-        patience: number of cuts that may fail before balancing ends early.
+        patience: ``_FAILED`` or ``_FAILED_UNLIKE``.
     """
 
     def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
@@ -82,12 +87,11 @@ class Balancer:
         self.patience = _FAILED_UNLIKE if self.unlike else _FAILED
 
     def run(self, at_most: float, enough: float) -> bool:
-        """Moves work until no server can be relieved any more; returns whether all servers are within their limits.
+        """Moves work; returns whether all servers are then within their limits.
 
         Balancing ends early if a server is stuck at more than ``at_most`` above its target. It also ends after many
-        cuts that did not pay, if no server is more than ``enough`` above its target. If servers are not equally fast,
-        it ends then in any case. ``at_most`` and ``enough`` are parts of the mean load.
-        """
+        failed cuts (``_FAILED``), if servers are at most ``enough`` above their targets. Both are parts of the mean
+        load."""
         state = self.state
         self.stuck[:], self.failed = False, 0
         room = state.limit - state.load
@@ -111,7 +115,7 @@ class Balancer:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
         Homes of the ``document`` that moved last come first, because some receivers now have k,v rows of the document.
-        ``free`` [R] is how far servers are below their limits, in parts of the mean load; negative above."""
+        ``free`` [R] is how far servers are below their limits, in parts of the mean load."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
@@ -130,7 +134,7 @@ class Balancer:
         Args:
             sender: the server that gives.
             room: [K, R] seconds that servers are below their limits.
-            free: [R] how far servers are below their limits, in parts of the mean load; the least of all directions.
+            free: [R] the same in parts of the mean load, in the direction with least room.
 
         Returns:
             The document of the range that was cut; ``_NO_DOCUMENT`` if whole pieces moved; None if nothing moved.
@@ -157,13 +161,13 @@ class Balancer:
         return _NO_DOCUMENT if moved else None
 
     def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
-        """Returns the [P] price of each piece: bytes for each query-key pair of the piece's cheapest range.
+        """Returns the [P] price of each piece: bytes for each query-key pair of the cheapest range in the piece.
 
-        The range takes the time ``work``, in parts of the mean load. If the whole piece takes less time, the range is
-        the whole piece. The middle of the range is as near to ``geometry.cheapest_middle`` as the piece allows."""
+        The range takes the time ``work``, in parts of the mean load, or is the whole piece. The middle of the range is
+        as near to ``geometry.cheapest_middle`` as the piece allows."""
         if not len(pieces) or work <= ENOUGH:
             return np.full(len(pieces), np.inf)
-        # numpy takes twice as long for mixed types, so positions become floats at once.
+        # numpy takes twice as long for mixed types, so rows become floats at once.
         _, start, stop = pieces.place.astype(np.float64)
         whole = range_pairs(start, stop)
         seconds = pieces.seconds / self.unit
@@ -185,12 +189,11 @@ class Balancer:
         free: np.ndarray,
         wanted: float,
     ) -> bool:
-        """Gives whole pieces to one receiver, cheapest first; returns whether any piece went.
+        """Gives the cheapest whole pieces to one receiver, while it has room and the sender has too much; returns
+        whether any went.
 
-        Pieces are given as long as the receiver has room and the sender still has too much. ``price`` [P] is infinite
-        for pieces that must stay. ``wanted`` is how much the sender should lose, in parts of the mean load; ``need``
-        [K] is in seconds. ``room`` and ``free`` are those of :meth:`_move`.
-        """
+        The [P] ``price`` of a piece that must stay is infinite. The sender should lose ``wanted``, in parts of the mean
+        load, or ``need`` [K], in seconds. ``room`` and ``free`` are those of :meth:`_move`."""
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False
         order = np.argsort(price, kind="stable")
@@ -205,8 +208,8 @@ class Balancer:
     def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Gives one whole piece to the receiver with most room; returns whether it did.
 
-        If some pieces relieve the sender of all that it must lose, the shortest of these goes. Otherwise the longest
-        piece that fits goes."""
+        It is the shortest piece that relieves the sender of all that it must lose. If there is none, it is the longest
+        piece that fits."""
         receiver = self._one_receiver(free, np.inf)
         fits = (self.state.on(receiver, sender, pieces) <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
@@ -219,9 +222,9 @@ class Balancer:
     def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Exchanges a piece of the sender for a smaller piece of a receiver; returns whether it did.
 
-        The pair of pieces with fewest rows is taken."""
-        # Tables of all pairs, [K, given, taken]: "lost" is the seconds that the sender loses by the exchange, and
-        # "gained" the seconds that the receiver gains.
+        Of all pairs of pieces that fit, the pair with fewest rows is taken."""
+        # Arrays over all pairs, [K, given piece, taken piece]: the sender loses the seconds "lost", and the receiver
+        # gains the seconds "gained".
         given = pieces.shortest(_MOST_EXCHANGED)
         for receiver in self._falling(free)[:_PARTNERS].tolist():
             theirs = self.state.pieces_of(receiver)
@@ -249,11 +252,10 @@ class Balancer:
         return True
 
     def _falling(self, worth: np.ndarray) -> np.ndarray:
-        """Returns [N] the ranks whose ``worth`` [R] is above 0, highest first; ranks with equal ``worth`` are in the
-        order of ``state.order``."""
-        # Little changes from move to move, and numpy sorts a nearly sorted array faster. So the order of the last call
-        # is sorted. If ranks with equal worth stand in the wrong order after that, ranks are sorted from
-        # ``state.order``.
+        """Returns [N] the ranks whose ``worth`` [R] is above 0, highest first; ``state.order`` decides between equal
+        ranks."""
+        # numpy sorts a nearly sorted array faster, and little changes from call to call. So the order of the last call
+        # is sorted. If this leaves equal ranks in the wrong order, ``state.order`` is sorted instead.
         found = -worth.take(self.lately)
         at, some = found.argsort(kind="stable"), np.count_nonzero(worth)
         self.lately = self.lately.take(at)
@@ -266,7 +268,8 @@ class Balancer:
         return self.lately[:some]
 
     def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
-        """Returns the fullest rank that still has room for ``wanted``; if there is none, the rank with most room."""
+        """Returns the rank with least room among those with room for ``wanted``; if there is none, the rank with most
+        room."""
         order = self.state.order
         fits = np.where(free[order] >= wanted, free[order], np.inf)
         at = int(np.argmin(fits)) if np.isfinite(fits).any() else int(np.argmax(free[order]))
@@ -275,7 +278,7 @@ class Balancer:
     def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Cuts ranges out of a piece for the cheapest receivers; returns whether a cut paid.
 
-        A server that would read too many k,v rows after this is a receiver only if the other servers do not suffice."""
+        Servers that would then read too many k,v rows are receivers only if the other servers do not suffice."""
         state = self.state
         pieces = state.pieces_of(sender)
         document, start, stop = pieces.place[:, piece].tolist()
@@ -304,9 +307,8 @@ class Balancer:
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
         """Returns the ranks with room, in the order of bytes per second of work, fewest first.
 
-        A rank with more room takes a longer range, and bytes per second fall with the square root of the range's time.
-        So ranks are sorted by room over squared price, "worth", which needs no square root. A rank that has k,v rows of
-        the document costs less."""
+        More room allows a longer range, and bytes per second fall with the square root of a range's time. So ranks are
+        sorted by "worth": room over squared price. A rank that has k,v rows of the document is cheaper."""
         state, network = self.state, self.state.links.network_price
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared
@@ -315,8 +317,8 @@ class Balancer:
         ranks = self._falling(worth)
 
         def price(low: np.ndarray, ends: np.ndarray, chosen: list[int]) -> np.ndarray:
-            # Receiver i gets range i, which begins where range i - 1 ends. So its query rows cost each[i] · (ends[i] −
-            # ends[i − 1]). The sum over all ranges is ends @ rises − low · each[0].
+            # Receiver i computes the rows from ends[i − 1], or ``low``, to ends[i], at the price each[i] per query row.
+            # The sum of these prices over i is ends @ rises − low · each[0].
             to = ranks.take(chosen)
             each = q_price.take(to)
             rises = each.copy()
@@ -327,8 +329,8 @@ class Balancer:
         return Receivers(ranks, room.take(ranks, axis=1), distant.take(ranks), price)
 
     def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns [R] 1 for ranks on another node than ``node``, else 0; and two [R] prices of sending from ``node``:
-        of a query row, and of a byte, squared."""
+        """Returns three [R] arrays for a sender on ``node``: 1 for ranks on another node, else 0; the price of a query
+        row; and the squared price of a byte."""
         if node not in self.prices:
             distant = (self.state.node != node).astype(np.float64)
             price = np.where(distant, self.state.links.network_price, 1.0)
@@ -337,7 +339,7 @@ class Balancer:
 
 
 def _cheapest(price: np.ndarray) -> Iterator[int]:
-    """Yields the indices of up to ``_TRIES`` pieces, cheapest first, without pieces whose [P] ``price`` is infinite."""
+    """Yields the indices of up to ``_TRIES`` pieces, cheapest first, except those with infinite ``price`` [P]."""
     for _ in range(min(_TRIES, len(price))):
         best = int(price.argmin())
         if not price[best] < np.inf:

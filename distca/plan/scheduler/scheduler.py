@@ -1,11 +1,16 @@
-"""The scheduler chooses the server that computes each range of queries, so that all servers end at about the same time.
+"""Chooses the server that computes each range of queries, so that all servers end at about the same time.
 
-A *server* is a rank that computes attention; the *home* of a row is the rank that holds the row. A *task* is a range of
-query rows of one document on one server. ``phases.py`` calls :func:`schedule` for each *nano-batch*, a whole
-micro-batch or one of its two parts. At first every task is at home. Then work moves from servers above a limit to other
-servers, with fewest bytes per second of work (``balancer.py``).
+``phases.py`` calls :func:`schedule` for each *nano-batch*: a whole micro-batch, or one of its two parts.
 
-The scheduler is greedy, like the scheduler in arXiv 2510.18121, section 5.2.
+- A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row.
+- A *task* is a range of query rows of one document on one server. At first every task is at home.
+- A server's *load* is the attention that it has. Its *target* is what it should have (``target_load.py``), and its
+  *limit* is a little more.
+
+Work moves from servers above their limit to other servers (``balancer.py``). Limits are tried one after the other,
+until a plan keeps to its limit. The scheduler is greedy, like the scheduler in arXiv 2510.18121, section 5.2.
+
+Array legend: K directions (forward, backward, or both), R servers. Figures of constants: benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -33,41 +38,40 @@ from distca.plan.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOLERANCE = 0.02
-"""How far the slowest server may be above the mean load, as a part of the mean load. Below 0.01 many more bytes travel
-(benchmarks/results/planner.md)."""
+"""How far the slowest server may be above the mean load, as a part of the mean load. Below 0.01 many more bytes
+travel."""
 
 _FINEST_TOLERANCE = 0.005
 """The tolerance of plans for training if there are few servers. A smaller tolerance saved at most 0.2 % of attention's
-time (benchmarks/results/planner.md)."""
+time."""
 _SERVERS_OF_DEFAULT = 128
 """The number of servers from which on plans for training have the default tolerance. With fewer servers the tolerance
 is smaller in proportion, down to ``_FINEST_TOLERANCE``."""
 
 _AIM = 0.95
-"""The part of the tolerance that the first try uses. The rest is for time that ranges add when they are joined. The
-value 0.8 makes the slowest server 0.24 % faster, and 0.8 % more bytes travel (benchmarks/results/planner.md)."""
+"""The part of the tolerance that the first try uses. Ranges that meet on a server are joined later, which may add time.
+With 0.8 instead, the slowest server is 0.24 % faster, and 0.8 % more bytes travel."""
 _JOININGS = 3
-"""The most tries with one limit. At the end of a try, ranges that meet on a server are joined, which changes their
-seconds. If a server then takes longer, the next try begins with the joined ranges."""
+"""The most rounds with one limit. If a server takes longer since its ranges were joined, the next round begins with the
+joined ranges."""
 _USUAL_TRIES = 4
 """The number of limits that are tried before cuts may add more time (``_MORE_OVERHEAD``)."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
-"""Numbers that are added to the tolerance, one after the other, until a plan keeps to the limit. One kernel tile of a
-long document can be a few percent of the mean load, so a smaller limit may be out of reach."""
+"""Numbers that are added to the tolerance, one after the other, until a plan keeps to the limit. For example, a kernel
+tile of a long document can be a few percent of the mean load."""
 _MORE_OVERHEAD = 1.0
-"""The time that a cut may add in the last tries, as a part of the time that it moves. Short ranges add work. But if
-ranks have few tokens, only short ranges can relieve the slowest server, and all others wait for that server."""
+"""The time that a cut may add in the last tries, as a part of the time that it moves. Short ranges are cut then,
+although they add much time."""
 _LEAST_SLACK = 0.0003
-"""A limit is tried only if it is above the least possible imbalance by at least this part of the mean load. Closer
+"""A limit is tried only if it exceeds the least possible imbalance by at least this part of the mean load. Closer
 limits take very many moves."""
 
 
 def training_tolerance(servers: int) -> float:
-    """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing with their number to 0.02 for
-    128 or more.
+    """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing in proportion to 0.02 for 128 or
+    more.
 
-    In small pools a finer plan costs a few milliseconds of planning and some percent more bytes
-    (benchmarks/results/planner.md)."""
+    In small pools a finer plan costs only a few milliseconds of planning and some percent more bytes."""
     return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 
 
@@ -87,8 +91,8 @@ def schedule(
     Args:
         layout: the rows of each rank.
         cost: seconds per task.
-        tolerance: how far a server may be above its target (``target_load.py``), as a part of the mean load. A plan may
-            exceed the tolerance, for example if only ranges that are too short to pay could level the servers.
+        tolerance: how far a server may be above its target, as a part of the mean load. A plan may exceed it, for
+            example if only ranges that are too short to pay could level the servers.
         direction: the direction that is balanced; "both" finds one set of tasks for forward and backward.
         resend: whether homes send rows again for backward, which changes the price of a moved row.
         links: which ranks share a node, and prices of bytes between ranks; None prices all pairs alike.
@@ -117,8 +121,7 @@ def schedule(
         return Plan(layout, schedule_unlike(home, work, target, tolerance, moved_bytes, links, growth))
     search = _Search(home, work, target, moved_bytes, links)
     while not search.run(tolerance, least) and tolerance > _FINEST_TOLERANCE:
-        # No plan was better than computing at home, since one direction lost more than the other gained. A plan with a
-        # finer tolerance may be better.
+        # No plan was better than computing at home. A finer tolerance may give a better plan.
         tolerance = max(tolerance / 2, _FINEST_TOLERANCE)
     return Plan(layout, search.best)
 
@@ -131,9 +134,9 @@ class _Search:
         home: the plan that computes everything at home.
         work: the work of ranges on every server.
         target: how much work each server should get.
-        moved_bytes: bytes that travel for each query row, and for each key/value row, that leaves its home.
-        links: which ranks share a node, and prices of bytes between ranks.
-        best: tasks of the fastest plan so far.
+        moved_bytes: bytes that travel for a query row, and for a key/value row, that leaves its home.
+        links: which ranks share a node, and prices of bytes.
+        best: tasks of the best plan so far.
         lowest: the slowest server's seconds in ``best``, over the mean load.
         before: [K] seconds of the slowest server with everything at home.
         grown: [K] mean load after the newest try, with the work that cuts added.
@@ -156,8 +159,8 @@ class _Search:
         """Tries limits, the first a little below ``tolerance``. Returns False if a finer tolerance may give a better
         plan.
 
-        A few limits come first, each higher than the one before. Then all limits are tried with costlier cuts. Limits
-        below ``least`` are left out: no plan for both directions keeps to them."""
+        First a few rising limits are tried, then all limits with costlier cuts. Limits below ``least``, the least
+        possible imbalance, are left out."""
         more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
@@ -167,8 +170,8 @@ class _Search:
                 continue
             # Each of the first tries ends early if a server is stuck above the next try's limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
-            # Cuts add work, so the mean load and the limits rise during a try. Full servers then get a little room,
-            # which is too little for a range. So the last tries expect this growth from the start.
+            # Cuts add work, so limits rise during a try. Servers that were full then have too little room for a range.
+            # So the last tries expect this growth from the start.
             expected = self.grown if tried > len(usual) else None
             overhead = MOST_OVERHEAD if tried < len(usual) else _MORE_OVERHEAD
             over = self._at_limit(aim, tolerance, at_most, overhead, expected)
@@ -182,13 +185,14 @@ class _Search:
     def _at_limit(
         self, aim: float, tolerance: float, at_most: float, overhead: float, expected: np.ndarray | None
     ) -> float:
-        """Balances to one limit; returns how far the slowest server then is above the mean load, as a part of the mean
-        load.
+        """Balances to one limit; returns how far the slowest server then is above the mean load.
+
+        All but the last two arguments are parts of the mean load.
 
         Args:
-            aim: how far the limit is above the mean load.
-            tolerance: how far a server may be above the mean load in a good plan.
-            at_most: the try ends if a server is stuck further above the mean load than this.
+            aim: how far the limit is above the target.
+            tolerance: how far a server may be above its target in a good plan.
+            at_most: the try ends if a server is stuck further above its target than this.
             overhead: most time that a cut may add, as a part of the time that it moves.
             expected: [K] the least mean load to compute the limit from; None for the present mean load.
         """
@@ -204,8 +208,8 @@ class _Search:
             tasks = state.joined()
             self.grown = state.mean
             slowest = state.figure(unit)
-            # Forward and backward run one after the other. So a plan is kept only if the times of the slowest servers,
-            # added over directions, are no longer than with everything at home.
+            # Forward and backward run one after the other. So their slowest servers' times together must not be longer
+            # than with everything at home.
             if slowest < self.lowest and state.slowest.sum() <= self.before.sum():
                 self.best, self.lowest = tasks, slowest
             over = state.over
@@ -218,8 +222,8 @@ class _Search:
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
     """Returns an estimate of the least imbalance that a plan for both directions can have; 0 for one direction.
 
-    Imbalance is how far the slowest server is above the mean load, as a part of the mean load. A server with exactly
-    the mean in one direction may have more in the other."""
+    A server with exactly the mean load in one direction may have more in the other. Imbalance is how far the slowest
+    server is above the mean load, as a part of it."""
     seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
     if not seconds:
         return 0.0

@@ -1,8 +1,12 @@
 """The state of one scheduling run: each server's load, the ranges that it computes, and the k,v rows that it reads.
 
-A *server* is a rank that computes attention; the *home* of a row is the rank that holds the row. At first each server
-computes its own rows. ``balancer.py`` then moves *pieces*, ranges of query rows of one document, to other servers. It
-reads loads and limits here, and writes every move here.
+- A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row.
+- A *piece* is a range of query rows of one document on one server. At first each server has the pieces of its own rows.
+  ``balancer.py`` moves pieces to other servers, and writes every move here.
+- A server's *load* is the attention that it has. Its *target* is what it should have, and its *limit* is a little more.
+  All are seconds; if servers are not equally fast, they are seconds of a server of mean speed.
+
+Array legend: K directions (forward, backward, or both), R ranks, P pieces, M ranges that move, N chosen ranks, G cases.
 """
 
 from __future__ import annotations
@@ -20,18 +24,18 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _MOST_KEPT = 1.5
-"""The most k,v rows that a server should read, as a multiple of the mean server's k,v rows before any work moved. This
-limits memory: a server above the limit gets work only if other servers do not suffice."""
+"""A server that would read more than this many times the mean server's k,v rows gets work only if other servers do not
+suffice. This limits memory. The mean is that before any work moved."""
 _FEW_KEPT = 6
 """Any server may read this many times the mean server's query rows, even if ``_MOST_KEPT`` allows fewer."""
 
 
 class Pieces(NamedTuple):
-    """Query ranges that one server computes. Array legend: P pieces, K directions (forward, backward, or both).
+    """Query ranges that one server computes.
 
     Attributes:
-        place: [3, P] int64 document, start and stop of each piece.
-        seconds: [K, P] float64 seconds of each piece.
+        place: [3, P] int64 document, start and stop.
+        seconds: [K, P] float64 seconds.
     """
 
     place: np.ndarray
@@ -42,16 +46,16 @@ class Pieces(NamedTuple):
 
     @property
     def rows(self) -> np.ndarray:
-        """Returns [P] query rows of each piece."""
+        """Returns [P] query rows."""
         return np.asarray(self.place[2] - self.place[1])
 
     def shortest(self, most: int) -> np.ndarray:
-        """Returns the indices of the shortest pieces, at most ``most``; all pieces if there are no more than ``most``.
+        """Returns the indices of the ``most`` shortest pieces, or of all pieces if there are no more than ``most``.
 
-        Otherwise, of several pieces with equal numbers of rows and equal stops, only one is returned."""
+        The shortest pieces have no two with equal rows and equal stops."""
         if len(self) <= most:
             return np.arange(len(self))
-        # rows and stop become one number, so that np.unique sorts by rows and drops equal pieces.
+        # Rows and stop become one number, which np.unique sorts.
         rows, stop = self.rows, self.place[2]
         return np.unique(rows * (int(stop.max()) + 1) + stop, return_index=True)[1][:most]
 
@@ -60,14 +64,14 @@ class Pieces(NamedTuple):
 
 
 class MovedRanges(NamedTuple):
-    """The ranges that leave a sender in one move. Array legend: M ranges, K directions.
+    """The ranges that leave a sender in one move.
 
     Attributes:
         document: [M] document of each range.
-        start: [M] first query row of each range.
+        start: [M] first query row.
         stop: [M] one past the last query row.
         receiver: [M] server that computes the range from now on.
-        seconds: [K][M] seconds of each range on its receiver.
+        seconds: [K][M] seconds on that server.
     """
 
     document: list[int]
@@ -78,16 +82,16 @@ class MovedRanges(NamedTuple):
 
 
 class HeldRows:
-    """Counts the k,v rows of a document that servers lack, if each rank holds only the rows whose home it is.
+    """Counts the k,v rows of a document that servers lack, if each rank holds only the rows that it is the home of.
 
     Args:
-        shards: ranges of documents with their home ranks; the ranges of a document cover its rows from 0 on.
+        shards: ranges of documents with their home ranks; they cover every document from row 0 on.
         node: [R] node of every rank.
     """
 
     def __init__(self, shards: Shards, node: np.ndarray) -> None:
         self._shards, self._node = shards, node
-        # numpy takes twice as long for mixed types, and :meth:`missing` gets positions as floats.
+        # numpy takes twice as long for mixed types, and :meth:`missing` gets floats.
         self._start, self._stop = shards.start.astype(np.float64), shards.stop.astype(np.float64)
 
     def missing(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float = 1.0) -> np.ndarray:
@@ -98,12 +102,11 @@ class HeldRows:
         Args:
             document: the document.
             ranks: [N] ranks that read the document.
-            stops: [G, N] one past the last row that each rank reads, in each of G cases; at most the document's rows.
+            stops: [G, N] one past the last row that each rank reads; at most the document's rows.
             between_nodes: how much a row from another node counts; a row from the same node counts 1.
         """
-        # "held" [G, N, shards] is the number of rows of each shard before each stop. At first every row counts
-        # ``between_nodes``. Then "saves" [N, shards] is subtracted for each row. Then own rows of the rank count 0, and
-        # rows from the same node count 1.
+        # "held" [G, N, shards] is the rows of each shard before each stop. All rows first count ``between_nodes``. Then
+        # "saves" [N, shards] is subtracted for each row: own rows count 0, and rows from the same node count 1.
         some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
         home = self._shards.rank[some]
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
@@ -114,9 +117,7 @@ class HeldRows:
 
 
 class SchedulerState:
-    """All servers while work moves. Array legend: K directions (forward, backward, or both), R ranks, P pieces.
-
-    If servers are not equally fast, loads are counted in seconds of a server of mean speed.
+    """All servers while work moves.
 
     Args:
         home: the tasks to begin with: everything at home, or the tasks of a run before.
@@ -127,12 +128,11 @@ class SchedulerState:
         expected: [K] the least mean load to compute limits from; None stands for 0.
 
     Attributes:
-        load: [K, R] seconds of every server.
+        load: [K, R] load of every server.
         mean: [K] mean load; it grows when cuts add work.
-        expected: [K] the least mean load that limits are computed from. It is above ``mean`` if later cuts are known to
-            add much work.
-        order: [R] ranks by the first document that they compute, ranks without tasks last. It decides between equal
-            ranks, so that a plan does not depend on how ranks are numbered.
+        expected: [K] the least mean load to compute limits from; above ``mean`` if cuts are expected to add work.
+        order: [R] ranks by the first document that they compute. It decides between equal ranks, so that a plan does
+            not depend on how ranks are numbered.
         node: [R] node of every rank.
         kept: [R] k,v rows that every server reads.
         most_kept: k,v rows that a server should read at most.
@@ -175,20 +175,20 @@ class SchedulerState:
 
     @property
     def target(self) -> np.ndarray:
-        """Returns [K, R] seconds of attention that each server should have; [K, 1] if all should have equally much."""
+        """Returns [K, R] target of every server; [K, 1] if all are equal."""
         return self._target.of(self.mean)
 
     @property
     def slowest(self) -> np.ndarray:
-        """Returns [K] seconds of the slowest server; if targets differ, the mean load plus the longest time above a
-        target."""
+        """Returns [K] seconds of the slowest server. If targets differ, it is the mean load plus the longest time above
+        a target."""
         if self._target.alike:
             return np.asarray(self.load.max(axis=1))
         return self.mean + np.asarray(self._above.max(axis=1))
 
     @property
     def limit(self) -> np.ndarray:
-        """Returns [K, R] seconds of attention that each server may have at most; [K, 1] if all have the same limit."""
+        """Returns [K, R] limit of every server; [K, 1] if all are equal."""
         mean = np.maximum(self.mean, self.expected)
         return self._target.of(mean) + self._target.work_in(self._target.tolerated(mean)[:, None] * self.tolerance)
 
@@ -199,8 +199,7 @@ class SchedulerState:
 
     @property
     def over(self) -> float:
-        """Returns how far the slowest server is above the mean load, as a part of the mean load, in the worse
-        direction."""
+        """How far the slowest server is above the mean load, as a part of that load, in the worse direction."""
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
@@ -212,7 +211,7 @@ class SchedulerState:
         return float((self._above[:, rank] / self._mean).max())
 
     def most_above_target(self) -> float:
-        """Returns how far the worst server is above its target, as a part of the mean load, in the worse direction."""
+        """Returns the largest :meth:`above_target` of all ranks."""
         return float((self._above / self._mean[:, None]).max())
 
     @property
@@ -236,13 +235,13 @@ class SchedulerState:
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns [N] ranks that read ``document``, and [N] one past the last row that each reads.
 
-        If a document has a single home rank, only servers that got ranges of it are returned."""
+        The home of a document that lay on a single rank at first is left out."""
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
     def may_keep(self, document: int, stop: int) -> np.ndarray:
-        """Returns [R] whether each server may read ``document`` up to ``stop`` and still reads at most ``most_kept``
-        rows."""
+        """Returns [R] whether each server would read at most ``most_kept`` rows if it read ``document`` up to
+        ``stop``."""
         kept = self.kept + stop
         sharing, had = self.sharers(document)
         kept[sharing] -= np.minimum(had, stop)
@@ -254,11 +253,10 @@ class SchedulerState:
         return None if homes is None else np.array(homes)
 
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float) -> np.ndarray:
-        """Returns [G] k,v rows that must still travel so that each of the ``ranks`` [N] can read ``document`` up to its
-        stop.
+        """Returns [G] k,v rows that must still travel so that each of the ``ranks`` [N] can read up to its stop.
 
-        Rows that a rank already fetched for an earlier move are free. ``stops`` [G, N] are rows, and a row from another
-        node counts ``between_nodes``."""
+        Arguments are those of :meth:`HeldRows.missing`. Rows that a rank already fetched for an earlier move are
+        free."""
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
@@ -268,10 +266,14 @@ class SchedulerState:
         return rows[:-1] - rows[-1]
 
     def move(self, sender: int, chosen: list[int], left: Pieces, lost: list[float], moved: MovedRanges) -> None:
-        """Moves work: updates loads, the mean load, pieces, and the k,v rows that servers read.
+        """Moves work: updates loads, pieces, and the k,v rows that servers read.
 
-        The sender's pieces with the indices ``chosen`` go, except for the parts ``left``, which stay with the sender.
-        The sender loses ``lost`` [K] seconds.
+        Args:
+            sender: the server that gives.
+            chosen: indices of the sender's pieces that go.
+            left: the parts of these pieces that stay with the sender.
+            lost: [K] seconds that the sender loses.
+            moved: the ranges that go.
         """
         pieces = self.pieces_of(sender)
         more = []
@@ -299,14 +301,12 @@ class SchedulerState:
         np.add.at(self.kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
-        """Returns all pieces as tasks on their servers; pieces that touch are joined.
-
-        A joined range takes other seconds than its pieces. So loads are computed anew if any pieces were joined."""
+        """Returns all pieces as tasks on their servers. Pieces that touch are joined, and loads are then computed
+        anew."""
         home = self._home
         if not self._moved[0]:
             return home
-        # A server that :meth:`pieces_of` was never called for still has all of its pieces. ``_pieces`` has what the
-        # other servers have left.
+        # A server that is not in ``_pieces`` still has all of its pieces.
         changed = np.zeros(self.layout.ranks, bool)
         changed[list(self._pieces)] = True
         untouched = ~changed[home.server]
@@ -325,8 +325,8 @@ class SchedulerState:
 
 
 def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
-    """Returns [R] ranks by their first task, ranks without tasks last; rank r has the tasks [bounds[r], bounds[r +
-    1])."""
+    """Returns [R] ranks by their first task, ranks without tasks last. Rank r has the tasks from bounds[r] up to
+    bounds[r + 1]."""
     empty = bounds[:-1] == bounds[1:]
     some = np.flatnonzero(~empty)
     first = bounds[some]
@@ -334,8 +334,7 @@ def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
 
 
 def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:
-    """Returns one past the last row that each rank reads, by document and rank, for documents that lie on several
-    ranks.
+    """Returns one past the last row that each rank reads, by document and rank, for documents on several ranks.
 
     ``last`` has the last task of each document on each rank."""
     last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)

@@ -1,9 +1,11 @@
-"""Computes how much attention each server should get: less if it has other work at the same time, or is slower.
+"""Computes how much attention each server should get, so that all servers end at the same time.
 
-A *server* is a rank that computes attention. ``scheduler.py`` moves attention between servers until no server is far
-above its target. In a pipeline, some stages compute linear layers between the attention of two layers, while a stage
-without a micro-batch has nothing else to do. Let server r take f_r times as long for attention as the mean server. All
-servers end at the same time T if server r gets the attention
+A *server* is a rank that computes attention. ``scheduler.py`` makes a :class:`TargetLoad` and moves attention until no
+server is far above its target. A server gets less attention if it is slower, or if it has other work at the same time.
+Example of other work: in a pipeline, some stages compute linear layers between the attention of two layers.
+
+Let server r take f_r times as long for attention as the mean server. All servers end at the same time T if server r
+gets
 
     target_r = max(T − other_seconds_r, 0) / f_r      where the targets add up to all attention.
 
@@ -11,16 +13,15 @@ Attention is counted in seconds of a server of mean speed: the harmonic mean of 
 speed have 6 seconds of attention in all, and the first has 2 seconds of other work. Both end at T = 4, with 2 and 4
 seconds of attention.
 
-**Two directions.** A server may have to compute the backward of the same tasks as in forward. Then server r has the
-same fraction φ_r of the attention in both directions. Direction k has the attention A_k in all, and takes the time T_k
-of its slowest server:
+**Two directions.** A plan may hold for forward and for backward. Then server r computes the same fraction φ_r of the
+attention in both. With attention A_k in direction k and the end T_k of its slowest server,
 
     other_kr + f_kr · A_k · φ_r ≤ T_k      with Σ φ_r = 1.
 
 The plan should have the least T_forward + T_backward. In given times, server r can do the fraction min_k max(T_k −
-other_kr, 0) / (f_kr A_k). The times are long enough if these fractions add up to 1 or more. First each direction gets
-the time that it needs by itself. If the fractions add up to less than 1 in these times, a golden-section search over
-T_forward finds the least sum. That works because the least T_backward is a convex function of T_forward.
+other_kr, 0) / (f_kr A_k). The times suffice if these fractions add up to at least 1. First both directions get the
+times that they need by themselves. If these do not suffice, a golden-section search over T_forward finds the least sum.
+This works because the least T_backward is a convex function of T_forward.
 
 Array legend: K directions, R servers.
 """
@@ -38,7 +39,7 @@ _SEARCHED = 24
 100,000th."""
 _GOLDEN = (5**0.5 - 1) / 2
 _ROUNDING = 1e-9
-"""Fractions of the attention count as all of it if their sum is below 1 by at most this."""
+"""The fractions of all servers count as all attention if their sum is below 1 by at most this."""
 
 
 class TargetLoad:
@@ -46,8 +47,8 @@ class TargetLoad:
 
     Args:
         servers: R.
-        other_seconds: seconds of other work than attention on each server, [R], or [K, R] by direction. None if all
-            servers have the same other work.
+        other_seconds: seconds of other work on each server, [R], or [K, R] by direction. None if all servers have
+            equally much.
         slowness: [K, R] seconds that a server takes for a second of work; None if servers are equally fast.
         mean: [K] attention per server before anything is cut; needed if servers are not equally fast, or for two
             directions.
@@ -84,8 +85,8 @@ class TargetLoad:
         )
         slow = np.ones_like(other) if slowness is None else slowness
         times = _least_times(mean * servers, other, slow)
-        # Cuts will add work, which the servers that get attention do together. The last array says how much each
-        # direction's time rises for each second that the mean work rises.
+        # Cuts will add work to the servers that get attention. The last array is the seconds by which each direction
+        # then ends later, for each second that the mean rises.
         takes_part = np.where(other < times[:, None], 1.0 / slow, 0.0).sum(axis=1)
         self._times = mean, times, servers / np.maximum(takes_part, 1.0 / slow.max(axis=1))
         self._other = other
@@ -100,17 +101,17 @@ class TargetLoad:
             first, times, rise = self._times
             later = times + np.maximum(mean - first, 0.0) * rise
             return self.work_in(np.maximum(later[:, None] - self._other, 0.0))
-        # done[k, n] is the time at which all attention ends if the n + 1 servers with least other work compute it. The
-        # next server takes part if its other work ends before that time.
+        # done[k, n] is the end of all attention in direction k if the n + 1 servers with least other work compute it.
+        # The next server takes part if its other work ends before that time.
         done = ((mean * self._servers)[:, None] + self._spent) / np.arange(1, self._servers + 1)
         joined = (done > self._ascending).sum(axis=1) - 1
         last = done[np.arange(len(mean)), np.maximum(joined, 0)]
         return np.asarray(np.maximum(last[:, None] - self._other, 0.0))
 
     def tolerated(self, mean: np.ndarray) -> np.ndarray:
-        """Returns the [K] seconds that a tolerance is a fraction of: the [K] ``mean`` of each direction.
+        """Returns the [K] seconds that a tolerance is a fraction of: the ``mean`` [K].
 
-        If servers differ in speed, both directions get the mean of the two."""
+        If servers differ in speed, both directions get the average of the two."""
         return mean if self._slowness is None else np.full_like(mean, mean.mean())
 
     def work_in(self, seconds: np.ndarray) -> np.ndarray:
@@ -125,11 +126,8 @@ class TargetLoad:
 
 
 def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
-    """Returns other seconds as [R] for one direction, or [K, R].
-
-    Raises:
-        PlanError: ``seconds`` have another shape, or a number is negative or not finite.
-    """
+    """Returns ``other_seconds`` as [R] for one direction, or [K, R]. Raises PlanError for another shape or a wrong
+    number."""
     shapes = {1: ((servers,), (1, servers)), 2: ((2, servers),)}[directions]
     if seconds.shape not in shapes or not np.isfinite(seconds).all() or (seconds < 0).any():
         each = "" if directions == 1 else " for each direction"
@@ -146,9 +144,8 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
         other: [K, R] seconds of other work.
         slowness: [K, R] seconds of a server per second of work.
     """
-    # No direction ends before the longest other work, or before the time that its attention needs by itself. If servers
-    # cannot do all attention in these times, a longer forward time is searched. It need not exceed the time with which
-    # backward takes its least time.
+    # A direction takes at least its longest other work, and the time that its attention needs by itself. If these times
+    # do not suffice, a longer forward time is searched: at most the time with which backward takes its least time.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
     # For each direction with attention: when each server begins, and the fraction of all attention that it does per
@@ -181,7 +178,7 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
 
 
 def _share(times: np.ndarray, begin: np.ndarray, speed: np.ndarray) -> np.ndarray:
-    """Returns [R] the fraction of all attention that each server can do in the ``times`` [K] of all directions."""
+    """Returns [R] the fraction of all attention that each server can do in the ``times`` [K]."""
     return np.asarray((np.maximum(times[:, None] - begin, 0.0) * speed).min(axis=0))
 
 

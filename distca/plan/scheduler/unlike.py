@@ -1,11 +1,12 @@
-"""Scheduling of attention over servers that are not equally fast.
+"""Schedules attention over servers that are not equally fast.
 
-A *server* is a rank that computes attention. If servers differ in speed, much work moves from slow to fast servers.
-``scheduler.py`` then calls :func:`schedule_unlike`. Every cut of a range of queries adds work, so under a tight limit
-some servers stay above their limit. Here the limit then rises, and moving goes on from where it ended. Beginning again
-with a higher limit would take longer.
+A *server* is a rank that computes attention. If servers differ in speed, ``scheduler.py`` calls
+:func:`schedule_unlike`. Much work then moves from slow to fast servers. Every cut of a range of queries adds work, so
+under a tight limit some servers stay above it. Then the limit rises, and moving goes on from where it ended. Beginning
+again with a higher limit would take longer.
 
-Array legend: K directions (forward, backward, or both).
+Array legend: K directions (forward, backward, or both). Constants except ``_RISES`` were compared with other values:
+``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.tasks import Tasks
 
 _FINEST = 0.01
-"""The smallest tolerance that is used. With a smaller tolerance cuts take more time than they save
-(benchmarks/results/planner.md)."""
+"""The smallest tolerance that is used. With a smaller tolerance, cuts add more time than they save."""
 _RISES = (1, 1.25, 2.5, 6, 20)
 """Multiples of the tolerance that are tried as the limit, one after the other, until no server is above its limit."""
 _MOST_OVERHEAD = 1.0
-"""The most time that a cut may add, as a part of the time that it moves. The value is high, because all servers wait
-for the slowest server."""
+"""The most time that a cut may add, as a part of the time that it moves. It is large, because all servers wait for the
+slowest."""
 
 Growth = dict[Direction, np.ndarray]
 """For each direction, the factor [K] by which cuts made all work grow in the plan before."""
@@ -47,14 +47,14 @@ def schedule_unlike(
     """Returns the tasks of one nano-batch, a part of a micro-batch. A task is a range of queries on one server.
 
     Args:
-        home: the plan that computes everything at home.
+        home: the plan in which every rank computes its own rows.
         work: the work of ranges on every server.
         target: how much work each server should get.
         tolerance: how far a server may be above its target, as a part of the mean load.
-        moved_bytes: bytes that travel for each query row, and for each key/value row, that leaves its home.
+        moved_bytes: bytes that travel for each query row, and for each key/value row, that leaves its home rank.
         links: which ranks share a node, and prices of bytes between ranks.
-        growth: the growth of work in the plan before. Limits include this growth from the start; otherwise servers
-            would count as full too early. The growth of this plan is then written into ``growth``.
+        growth: the growth of work in the plan before. Limits include it from the start, as otherwise servers count as
+            full too early. The growth of this plan is written into it.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)
