@@ -1,9 +1,8 @@
 """The public class :class:`CAD`: core attention disaggregation in a Megatron-Core training script.
 
-*Core attention* is attention without its projections. Its work grows with the square of a document's length, so ranks
-with equally many tokens have unequal work. CAD plans every step so that ranks compute parts of each other's core
-attention. Rows of q, k and v travel to other ranks, and rows of outputs come back. Projections, norms and dense MLPs
-stay on the ranks that hold the tokens.
+*Core attention* is attention without its projections. Ranks with equally many tokens have unequal core attention,
+because attention grows with the square of a document's length. CAD plans every step so that ranks compute parts of each
+other's core attention. Rows of q, k and v travel to other ranks, and outputs come back.
 
     distca.join_world()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
@@ -13,7 +12,9 @@ stay on the ranks that hold the tokens.
         reports = cad.forward_backward(step, forward_step, model)
         optimizer.step()
 
-``examples/own_training_loop.py`` is a whole script, and docs/own_script.md explains it.
+``examples/own_training_loop.py`` is a whole script. docs/own_script.md explains it.
+
+*Servers without a model* are further processes that compute core attention only. A run may have none.
 """
 
 from __future__ import annotations
@@ -99,23 +100,21 @@ class CAD:
     ``parallel_state.initialize_model_parallel``, and before the model is built.
 
     Args:
-        config: the model's configuration. CAD sets some of its fields. ``gradient_accumulation_fusion`` becomes True.
-            ``deallocate_pipeline_outputs`` becomes True with pipeline stages, and False without. With ``recompute``
-            "all" ``disable_parameter_transpose_cache`` becomes True. If the model keeps Megatron's layers,
-            ``fused_single_qkv_rope`` may become True.
+        config: the model's configuration. CAD may set its fields ``gradient_accumulation_fusion``,
+            ``deallocate_pipeline_outputs``, ``disable_parameter_transpose_cache`` and ``fused_single_qkv_rope``.
         keywords: the fields of :class:`megatron_patches.arguments.CadArguments`.
 
     Attributes:
         options: the options of the planner.
         pool: this rank's kernel, transport and record of times.
-        folder: the folder of the file that is written if the planner fails; by default the working directory.
+        folder: the folder for the file that is written if the planner fails; by default the working directory.
 
     Raises:
-        SupportError: a field of the configuration or an argument is not supported; or products of Transformer Engine's
-            linear layers are wrong on this machine.
-        KernelError, TransportError: the kernel or transport that was named cannot run here, or gives wrong results.
+        SupportError: a field of the configuration or an argument is not supported; or Transformer Engine's linear
+            layers give wrong products on this machine.
+        KernelError, TransportError: the kernel or transport cannot run here, or gives wrong results.
         PlanError: the cost table is not usable.
-        LaunchError: a server without a model does not come.
+        LaunchError: a server without a model did not start.
     """
 
     @with_keywords_of(CadArguments)
@@ -132,7 +131,7 @@ class CAD:
         check_same_on_ranks(config, given.alike)
         self.config, self._given = config, given
         self._recompute_all = given.recompute == "all"
-        # Whether the model gets this project's layers, and not Megatron's TransformerLayer.
+        # False: the model keeps Megatron's TransformerLayer.
         self._own_layers = (
             given.disaggregate
             or bool(given.hybrid_layer_pattern)
@@ -174,14 +173,12 @@ class CAD:
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
         if self._recompute_all:
-            # FP8 copies of a weight are then dropped after the layer was computed. Copies of all weights would take as
-            # much memory as the weights.
+            # Else Transformer Engine keeps FP8 copies of all weights until backward.
             config.disable_parameter_transpose_cache = True
         if not self._own_layers:
             fuse_rotation(config)
 
     def _options_with(self, given: CadArguments) -> PlanOptions:
-        """Returns the planner's options for these arguments."""
         return plan_options(self.config, self._kinds, self.pool.kernel, self.device, given, self._how, self._remote)
 
     def _terms(self) -> PoolTerms:
@@ -190,7 +187,7 @@ class CAD:
         return PoolTerms(self.options, spec, self._given.kernel, self._how)
 
     def _terms_of_change(self) -> PoolTerms:
-        """Sets the planner's options for the present servers without a model; returns the facts for these servers."""
+        """Sets the planner's options for the servers without a model that are present now; returns the new terms."""
         assert self._remote is not None
         numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
         homes, given = self.options.homes, self._given
@@ -198,7 +195,7 @@ class CAD:
         if speeds:  # a server that came later has speed 1: as fast as the cost table says
             of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
-        # If `ranks_per_node` does not divide the number of servers any more, plans take nodes from machines' names.
+        # `ranks_per_node` must divide the number of servers. 0 takes nodes from machines' names.
         nodes = given.ranks_per_node
         if nodes and (homes + len(numbers) // tp) % nodes:
             nodes = 0
@@ -210,7 +207,7 @@ class CAD:
 
     @property
     def te_linears(self) -> bool:
-        """Whether the model gets Transformer Engine's linear layers, and not Megatron's own."""
+        """Whether the model gets Transformer Engine's linear layers instead of Megatron's own."""
         return self._te
 
     @property
@@ -225,7 +222,7 @@ class CAD:
 
     @property
     def pool_rank(self) -> int:
-        """This rank's number among the ranks that share core attention, over all stages."""
+        """This rank's number, over all pipeline stages, among the ranks that share core attention."""
         return self.options.pool_rank(self._stage, self._rank)
 
     def _kinds_of(self, config: TransformerConfig) -> LayerKinds:
@@ -249,9 +246,8 @@ class CAD:
         """Returns the spec with which to build a GPTModel.
 
         Args:
-            layer: Megatron's spec of a dense layer, with Megatron's own modules ("local") or Transformer Engine's. None
-                takes the local spec for the configuration. If CAD chose Transformer Engine's linear layers, these
-                replace the linear layers of a local spec.
+            layer: Megatron's spec of a dense layer, "local" or Transformer Engine's; None takes the local spec. If CAD
+                chose Transformer Engine's linear layers, these replace the linear layers of a local spec.
 
         Raises:
             SupportError: the spec is for other layers; the spec has Transformer Engine's linear layers, but CAD chose
@@ -269,11 +265,11 @@ class CAD:
         return block_spec(self.config, layer, options=options, disaggregate=self._given.disaggregate, te=self._te)
 
     def attach(self, model: Model) -> Model:
-        """Changes a model so that it takes this CAD's steps, and returns the same model.
+        """Changes a model so that it runs steps of this CAD, and returns the same model.
 
         Args:
-            model: a GPTModel that was built with :meth:`block_spec`, or a HybridModel that was built with
-                :meth:`hybrid_stack_spec`. Subclasses are allowed.
+            model: a GPTModel built with :meth:`block_spec`, or a HybridModel built with :meth:`hybrid_stack_spec`.
+                Subclasses are allowed.
 
         Raises:
             SupportError: the model is of another class, or a part of the model is not supported.
@@ -299,8 +295,8 @@ class CAD:
         elif self._own_layers:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
-            model.position_embedding_type = "rope"  # with "none" a HybridModel would ask for no rotations
-        # CAD may have several models. Steps have documents' lengths if any of the models needs the lengths.
+            model.position_embedding_type = "rope"  # with "none" a HybridModel would not call rotary_pos_emb
+        # CAD may have several models, and every step must do for all.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
@@ -308,7 +304,7 @@ class CAD:
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         model.expert_load = ExpertLoad(take_nano_batches(model), self.config.moe_router_topk)
-        # With recompute "all", backward needs outputs of norms soon after recomputing them, so the outputs are kept.
+        # With recompute "all" these outputs live only from a layer's recomputation to its backward.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate or pattern:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -326,18 +322,18 @@ class CAD:
     ) -> DistributedDataParallel:
         """Returns Megatron's DistributedDataParallel around an attached model that is on this rank's device.
 
-        Weights become bfloat16 if the configuration says so. Without pipeline stages gradients are reduced while
-        backward goes on.
+        Weights become bfloat16 if the configuration says so. Without pipeline stages gradients are reduced during
+        backward.
 
         Args:
             model: from :meth:`attach`.
             distributed_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
             gradients: the dtype in which gradients are added up and reduced: torch.float32, or for bfloat16 weights
-                torch.bfloat16. The latter takes half the bytes, and sums are rounded after every addition.
+                also torch.bfloat16. bfloat16 takes half the memory, and rounds after every addition.
 
         Raises:
             SupportError: the model was not attached; a dtype is not supported; or ``distributed_optimizer`` is False
-                for weights that are FP8 numbers.
+                and weights are stored in FP8 alone.
         """
         check_attached(model)
         check_unwrapped(model)
@@ -353,16 +349,15 @@ class CAD:
         """Plans one step and brings this rank's tokens to the device; all ranks call it together.
 
         Args:
-            documents: for each micro-batch a list of its documents over all data-parallel ranks, the same on every
-                rank. A document is anything with a length and slices of token ids. A rank reads the ids of the tokens
-                that the rank gets. To find differences between ranks, each rank also reads 16 ids of each of 8
-                documents.
+            documents: for each micro-batch the list of documents of all data-parallel ranks, the same on every rank. A
+                document is anything with a length and slices of token ids. A rank reads the ids of its own tokens, and
+                16 ids of each of 8 documents to compare ranks.
 
         Raises:
             PlanError: an object is no document; the number of homes or weights is not the number of documents;
                 documents have more tokens than ``tokens_per_rank`` allows; ranks have different documents or plans; or
                 a rank could not make the step.
-            DataError: a token id is no whole number, or the attached model does not have it.
+            DataError: a token id is no whole number, or is not below the model's number of token ids.
         """
         self._single_steps += 1
         with closing(self.plan_ahead([documents], self._single_steps)) as ahead:
@@ -371,14 +366,14 @@ class CAD:
     def plan_ahead(
         self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1
     ) -> Generator[Step, None, None]:
-        """Yields steps, each planned in a background thread while the previous one runs; all ranks call it together.
+        """Yields steps. A background thread plans the next step while the current step runs; all ranks call it
+        together.
 
-        Loops may be nested, for example a validation inside training. All ranks together may leave a loop early. One
-        more step may then have been taken from ``steps``.
+        Loops may be nested, for example a validation inside training. If all ranks leave a loop early, ``steps`` may
+        have been read one item further.
 
         Args:
-            steps: the documents of every step, in the form that :meth:`plan_step` takes. A background thread iterates
-                over ``steps``.
+            steps: the documents of every step, in the form that :meth:`plan_step` takes.
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
@@ -393,7 +388,7 @@ class CAD:
     def _make_step(
         self, number: int, documents: StepDocuments | Sequence[Sequence[Document]], dealt: bool = False
     ) -> Step:
-        """Makes step ``number``. With ``dealt`` documents stay in their micro-batches."""
+        """Plans step ``number``. ``dealt``: documents were moved between micro-batches before, and stay."""
         documents, given = listed(documents), self._given
         check_room(documents, self.options.ranks, given.tokens_per_rank)
         return make_step(
@@ -411,22 +406,22 @@ class CAD:
     ) -> list[Any]:
         """Runs forward and backward of a step.
 
-        Gradients are set to zero at the beginning. At the end gradients are reduced, and divided by the target tokens
-        of the global batch. Without pipeline stages Megatron's schedule runs the step. With pipeline stages and
-        disaggregation, all stages run forward together and then backward together.
+        Gradients are set to zero first. At the end they are reduced over ranks, and divided by the target tokens of the
+        global batch. Megatron's schedule runs the step, except with both pipeline stages and disaggregation. Then
+        ``training/pipeline_schedule.py`` runs it.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
-            forward_step: a function for Megatron's schedules. It gets an iterator over this rank's batches and the
-                model, and returns the model's output and a loss function. The loss function gets the output, and
-                returns the summed loss, the number of target tokens as an int tensor, and anything to report.
+            forward_step: gets an iterator over this rank's batches and the model, and returns the model's output and a
+                loss function. The loss function gets the output, and returns three values: the summed loss, the number
+                of target tokens as an int tensor, and a report of any type.
             model: from :meth:`data_parallel`.
             forward_only: True computes losses only, and keeps nothing for backward.
 
         Raises:
             SupportError: the model is not from :meth:`data_parallel`, or has changed since; its weights differ between
                 data-parallel ranks; a CAD with other options planned the step; or ``forward_step`` or the loss function
-                returns other values.
+                returned something else.
 
         Returns:
             The loss function's reports, by micro-batch; empty on stages without the loss.
@@ -447,7 +442,7 @@ class CAD:
         return reports
 
     def _with_present_servers(self, step: Step) -> Step:
-        """Returns the step, or plans it again if servers without a model have gone or come since it was planned."""
+        """Returns the step, planned again if servers without a model have left or joined since it was planned."""
         if self._remote is None:
             return step
         if self._remote.wants_change():
@@ -467,13 +462,14 @@ class CAD:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The numbers of the present servers without a model: processes that compute core attention only."""
+        """The numbers of the servers without a model that are present now."""
         return () if self._remote is None else self._remote.numbers
 
     def as_run(self, step: Step) -> Step:
-        """Returns the step that just ran for ``step``: ``step`` itself, or a new plan of the same documents.
+        """Returns the step that :meth:`forward_backward` just ran for ``step``.
 
-        Steps are planned again if servers without a model have left or joined."""
+        It is a new plan of the same documents if servers without a model left or joined, else ``step`` itself.
+        """
         return self._ran or step
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
@@ -486,43 +482,52 @@ class CAD:
             model: from :meth:`data_parallel`.
 
         Returns:
-            For each micro-batch of ``step.documents`` a list with a float32 tensor [n - 1] for each document of n
-            tokens: the logarithm of the probability of tokens 1, 2 ... n - 1, each given all tokens before. The result
-            is empty on stages without the loss.
+            For each micro-batch of ``step.documents`` a list with one float32 tensor [n - 1] for each document of n
+                tokens. Element i is the log-probability of token i + 1, given tokens 0 to i. The result is empty on
+                stages without the loss.
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
         return [[each[:-1] for each in documents] for documents in gather_documents(self.as_run(step), values)]
 
     def let_server_go(self, number: int) -> None:
-        """Runs without the server without a model ``number`` from the next step on; all ranks call it together.
+        """Makes the next step and all later steps run without server ``number``; all ranks call it together.
 
         Raises:
-            SupportError: servers have to stay to the end on this kind of device; on CPUs and GPUs servers may leave.
+            SupportError: the device is neither a CPU nor a GPU. Elsewhere servers stay to the end.
         """
         if self._remote is not None:
             self._remote.let_go(number)
 
     def served(self, step: Step) -> list[Served | None] | None:
-        """Waits for the report of each server without a model on the last step: seconds of attention, and memory.
+        """Waits for the reports of servers without a model on a step: seconds of attention, and memory.
 
-        The report of a server that has gone is None. On ranks other than 0, and without such servers, the result is
-        None."""
+        Args:
+            step: the step that ran last.
+
+        Returns:
+            One report for each server of the step; its place has None if the server has left. None on ranks other than
+                0, and without such servers.
+        """
         return None if self._remote is None else self._remote.served(self.as_run(step).announced)
 
     def server_timelines(self) -> dict[int, list[dict[str, Any]]]:
         """Ends the recording of times on servers without a model; returns the recorded spans by server number.
 
-        Servers record the steps that run while rank 0 records. The result is empty on ranks other than 0, and without
-        such servers."""
+        Servers record the steps during which rank 0 records. The result is empty on ranks other than 0, and without
+        such servers.
+        """
         return {} if self._remote is None else self._remote.timelines()
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
-        """Returns how tokens were spread over experts in micro-batches with a backward since the last call.
-
-        Keys are the numbers, from 1, of this stage's layers with experts. All ranks of the stage get the same loads.
+        """Returns how tokens were spread over experts since the last call, by layer; counts micro-batches with a
+        backward.
 
         Args:
             model: from :meth:`data_parallel`.
+
+        Returns:
+            The loads of this stage's layers with experts, by the layer's number from 1; the same on all ranks of the
+                stage.
         """
         loads: dict[int, LayerLoad] = unwrap_model(model).expert_load.take()
         return loads

@@ -1,8 +1,9 @@
 """The keyword arguments of ``distca.CAD``, the object that a training script makes, and checks of these arguments.
 
-The *home* of a token is the rank that holds the token's hidden state and computes linear layers for it. A *server* is a
-rank that computes core attention; every rank is home and server. A server needs q, k and v for backward. With "keep"
-the server keeps q, k and v of forward. With "resend" homes keep q, k and v, and send them to servers again.
+The *home* of a token is the rank that computes linear layers for the token. A *server* computes core attention
+(attention without projections). Every rank is home and server; the argument ``servers`` adds processes that are servers
+only. Backward needs q, k and v on a server again. With "keep" the server keeps them, with "resend" homes send them once
+more.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ How = Literal["keep", "resend"]
 Level = Literal["auto", "attention", "time"]
 
 _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
-"""Arguments whose values are checked by the functions that choose a transport or a kernel."""
+"""Arguments whose values other functions check."""
 _WHOLE = {"tokens_per_rank", "servers"}
-"""Arguments that are whole numbers."""
-# For each argument that is a number, the least value.
 _LEAST = {"tokens_per_rank": 1, "servers": 0, "tolerance": 0, "nvshmem_buffer_gb": 0, "server_gb_s": 0}
+"""The smallest value that is allowed, by argument."""
 _MAY_DIFFER = {
     "transport",
     "kernel",
@@ -42,7 +42,7 @@ _MAY_DIFFER = {
     "offload",
     "linears",
 }
-"""Arguments that are not compared between ranks by :func:`megatron_patches.support.ranks.check_same_on_ranks`."""
+"""Arguments that may differ between ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,31 +50,29 @@ class CadArguments(CadOptions):
     """The keyword arguments of ``distca.CAD``: the fields of :class:`distca.cad_options.CadOptions`, and these fields.
 
     Attributes:
-        tokens_per_rank: the most tokens of a micro-batch, divided by the number of data-parallel ranks. If documents
-            have homes, it also limits the tokens of every single rank.
-        disaggregate: False is the baseline: every document stays whole on one rank, which computes the document's
-            attention. The kernels are the same. Layers and schedules are Megatron's own for most models.
-        deal: True lets a plan move documents to other micro-batches of the step, so that fewer rows move between
-            ranks. Documents with homes stay, and so do all documents without ``disaggregate``.
-        level: the work that a plan makes about equal on all ranks: "attention", or "time" for attention and linear
-            layers together. "time" needs ``ping_pong``, and pipeline stages, ``servers`` or ``speeds``. On GPUs "auto"
-            is "time" with ``ping_pong`` and with pipeline stages, ``servers``, ``speeds`` or unlike GPUs, but not with
-            transport "nvshmem". Else "auto" is "attention". Without a cost table linear layers count as on an H200.
-        recompute: with "none" backward recomputes the MLPs if Megatron's configuration says so, and nothing else. With
-            "all" backward recomputes everything but core attention. With "all" but without ``disaggregate``, backward
-            recomputes every layer as a whole.
-        keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time.
-            It needs recompute "none", and a configuration without recomputed modules and without FP8.
+        tokens_per_rank: the most tokens of a micro-batch, divided by the number of data-parallel ranks. If the script
+            gives documents their ranks, it also limits the tokens of each rank.
+        disaggregate: False is the baseline: every document stays whole on one rank, which computes its attention. The
+            kernels are the same. Layers and schedules are Megatron's own for most models.
+        deal: True lets a plan move documents to other micro-batches of the step, so that ranks exchange fewer rows.
+            Nothing moves if the script gives documents their ranks, or without ``disaggregate``.
+        level: what a plan makes about equal on all ranks: the seconds of "attention", or the "time" of attention and
+            linear layers together. "time" needs ``ping_pong``, and one of pipeline stages, ``servers`` and ``speeds``.
+            "auto" is "time" on GPUs with ``ping_pong``, if there are stages, ``servers``, ``speeds`` or unlike GPUs,
+            and the transport is not "nvshmem". Else it is "attention".
+        recompute: what backward recomputes beside the modules that Megatron's configuration names: "none", or "all"
+            except core attention. With "all" and without ``disaggregate`` core attention is recomputed too.
+        keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It
+            needs recompute "none", and a configuration without recomputed modules and without FP8.
         offload: True moves the inputs of every layer to host memory until backward. It needs ``disaggregate``,
             recompute "all", backward "resend" or "auto", and a model without pipeline stages.
-        linears: "local" takes Megatron's own linear layers. "te" takes Transformer Engine's linear layers, which need
-            GPUs and bfloat16. "auto" takes Transformer Engine's if they can be used, else Megatron's own. FP8 needs
-            Transformer Engine's, and follows the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe``
-            ("tensorwise", "delayed" or "blockwise"). With ``fp8_param`` weights are FP8 numbers alone, and
-            :meth:`megatron_patches.api.CAD.data_parallel` needs the distributed optimizer.
+        linears: whose linear layers a model gets: Megatron's own ("local"), Transformer Engine's ("te"), or Transformer
+            Engine's if they can be used ("auto"). Transformer Engine's need GPUs and bfloat16. FP8 needs Transformer
+            Engine's, and takes ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", "delayed" or "blockwise")
+            of the configuration. With ``fp8_param`` weights are stored in FP8 alone, which needs the distributed
+            optimizer.
         hybrid_layer_pattern: the pattern of layers with which a HybridModel is built; empty for a GPTModel.
-        model_options: options of the model for which Megatron's configuration has no field. With the defaults the
-            configuration describes the model completely.
+        model_options: options of the model for which Megatron's configuration has no field.
     """
 
     tokens_per_rank: int
@@ -89,7 +87,7 @@ class CadArguments(CadOptions):
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:
-        """Refuses unknown words and numbers out of range; arguments in ``_CHECKED_WHERE_CHOSEN`` are checked elsewhere.
+        """Refuses unknown words and numbers out of range.
 
         Raises:
             SupportError: a value is refused; the message names the first.
@@ -109,7 +107,8 @@ class CadArguments(CadOptions):
                 raise SupportError(f"`{name}` is {number}; it must be at least {least}.")
 
     def how(self, stages: int) -> How:
-        """Checks that the arguments go together; returns "keep" or "resend": who keeps q, k and v for backward.
+        """Checks that the arguments go together; returns "keep" or "resend", which say where q, k and v wait for
+        backward.
 
         Args:
             stages: number of pipeline stages.
@@ -153,10 +152,11 @@ def with_keywords_of(
 ) -> Callable[
     [Callable[[Self, TransformerConfig, Made], None]], Callable[Concatenate[Self, TransformerConfig, Keywords], None]
 ]:
-    """Decorates a constructor with the parameters (config, object), where ``made`` is the object's class.
+    """Decorates a constructor whose parameters are a configuration and one object; ``made`` is the object's class.
 
-    The decorated constructor takes (config, **keywords) and makes the object by ``made(**keywords)``. The signature of
-    the decorated constructor lists the keywords, so that editors and ``help`` show the keywords."""
+    The decorated constructor takes the object's fields as keywords instead. Its signature lists the keywords for
+    editors and ``help``.
+    """
 
     def decorate(
         constructor: Callable[[Self, TransformerConfig, Made], None],
@@ -177,16 +177,16 @@ def with_keywords_of(
 
 
 def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int) -> None:
-    """Refuses ``offload`` unless homes keep q, k and v for backward and recompute everything else.
+    """Refuses ``offload`` if another argument does not go with it.
 
     Args:
         disaggregate: whether other ranks compute parts of a rank's core attention.
         recompute: "all" if backward recomputes everything but core attention, else "none".
-        backward: "keep" if servers keep q, k and v for backward, "resend" if homes send q, k and v again.
+        backward: "keep" or "resend".
         stages: number of pipeline stages.
 
     Raises:
-        SupportError: one of the arguments does not go with ``offload``.
+        SupportError: an argument has another value than ``offload`` needs.
     """
     found = {"disaggregate": disaggregate, "recompute": recompute, "backward": backward}
     needed = {"disaggregate": True, "recompute": "all", "backward": "resend"}
@@ -210,7 +210,7 @@ def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
         config: the model's configuration.
 
     Raises:
-        SupportError: an argument or a field does not go with ``keep_outputs``.
+        SupportError: an argument or a field has another value than ``keep_outputs`` needs.
     """
     found = {"recompute": (recompute, "none"), "recompute_granularity": (config.recompute_granularity, None)}
     found["fp8"] = config.fp8, None
@@ -222,15 +222,14 @@ def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
 
 
 def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, unlike: bool = False) -> None:
-    """Refuses ``level`` "time" if no rank could be idle, or if idle ranks could not help.
-
-    "time" gives more attention to ranks that have less other work. Without ping-pong these ranks could only wait.
+    """Refuses ``level`` "time" where it cannot help: if no rank is ever idle, or idle ranks could not compute
+    attention.
 
     Args:
         level: the work that a plan makes equal: "attention", "time" or "auto".
         disaggregate: whether other ranks compute parts of a rank's core attention.
         stages: number of pipeline stages.
-        ping_pong: whether a micro-batch runs as two parts, of which one computes while the other exchanges rows.
+        ping_pong: whether a micro-batch runs as two parts, so that one computes while the other's rows travel.
         unlike: whether servers differ in speed, or some servers have no model.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Finds the installed version of Megatron-Core without an import, and says whether this project supports the version.
+"""Finds the installed version of Megatron-Core without an import, and checks whether this project supports it.
 
 It also drops three lines of Megatron-Core from the log.
 """
@@ -20,7 +20,7 @@ _FIRST, _BEYOND = (0, 16, 1), (0, 20, 0)
 def installed_version() -> str | None:
     """Returns the version of Megatron-Core that an import would load, such as "0.16.1"; None if none is installed.
 
-    The version is read from a source file. An import takes seconds, and pip does not know folders on PYTHONPATH.
+    The version is read from a source file, as an import takes seconds, and pip does not know folders on PYTHONPATH.
     """
     try:
         found = find_spec("megatron.core")
@@ -33,8 +33,7 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """Returns the installed and the supported versions, as part of a sentence; None if the installed one is
-    supported."""
+    """Returns the installed and the supported versions, as part of a sentence; None if they agree."""
     version = installed_version()
     if version is not None and _FIRST <= tuple(map(int, version.split("."))) < _BEYOND:
         return None
@@ -42,7 +41,7 @@ def why_not_supported() -> str | None:
 
 
 def has_gated_delta_net() -> bool:
-    """Whether Megatron-Core is 0.19 or later, with the gated delta net on which this project's layer is built."""
+    """Whether Megatron-Core is 0.19 or later, which has the gated delta net that this project's layer extends."""
     version = installed_version()
     return version is not None and tuple(map(int, version.split("."))) >= (0, 19)
 
@@ -57,9 +56,9 @@ def check_version() -> None:
         raise VersionError(f"megatron-core is {reason}.")
 
 
-# For each logger, the beginning of the line that is dropped.
+# By logger, the beginning of the line that is dropped.
 _DROPPED = {
-    # GPTModel and its successor, HybridModel, are both supported here.
+    # Both GPTModel and its successor are supported here.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     # Without that argument Megatron-Core makes the same layout itself.
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",

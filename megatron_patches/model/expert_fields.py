@@ -45,7 +45,7 @@ def expert_fields(shape: ModelShape) -> dict[str, Any]:
 def _clamped(limit: float) -> dict[str, Any]:
     """Returns the fields of gpt-oss's activation, which clamps gate and up projection to ``limit``.
 
-    Fusion is off, because Megatron's fused activation adds biases after clamping, and gpt-oss adds biases before.
+    Megatron's fused activation is off, as it adds biases after clamping, and gpt-oss before.
     """
     return {
         "activation_func": sigmoid_gelu,

@@ -1,7 +1,7 @@
-"""Makes Megatron's TransformerConfig, GPTModel and HybridModel from this project's description of a model.
+"""Makes Megatron's TransformerConfig, GPTModel and HybridModel from a :class:`distca.models.shape.ModelShape`.
 
-The description is a :class:`distca.models.shape.ModelShape`: sizes, and differences from LLaMA. A user's own script may
-build a model in any other way.
+A ModelShape has a model's sizes, and its differences from LLaMA. The trainer builds its models here; a user's script
+may build a model in any other way.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def transformer_config(
     """Returns Megatron's configuration of a model.
 
     Args:
-        shape: sizes and settings of the model. The function ``model_options`` (``model_variant.py``) returns the
-            settings that have no field in the configuration.
+        shape: sizes and settings of the model. Settings without a field in the configuration come from
+            ``model_options`` (``model_variant.py``).
         dtype: type of parameters and activations.
-        sequence_parallel: whether rows outside of attention and MLPs are divided over tensor-parallel ranks. With one
-            tensor-parallel rank the setting is off.
+        sequence_parallel: whether rows outside of attention and MLPs are divided over tensor-parallel ranks, if there
+            are several.
         recompute_mlp: whether backward computes every layer's MLP or experts again.
         cpu_initialization: whether weights are drawn on the CPU, equal for all tensor-parallel sizes.
         fp8: how Transformer Engine's linear layers scale tensors to FP8, or "none".
@@ -71,9 +71,8 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Losses are summed over tokens. The sum is divided once by the number of tokens in the global batch.
-        calculate_per_token_loss=True,
-        # Read by Megatron's own core attention, but not by this project's.
+        calculate_per_token_loss=True,  # losses are summed over tokens, and divided once by the global batch's tokens
+        # Megatron's own core attention reads the next two, this project's does not.
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -84,7 +83,7 @@ def transformer_config(
         sequence_parallel=sequence_parallel and tp > 1,
         use_cpu_initialization=cpu_initialization,
         recompute_granularity="selective" if recompute_mlp else None,
-        # Norms are missing: without Transformer Engine, Megatron-Core 0.16.1 cannot compute norms again.
+        # Not norms: without Transformer Engine, Megatron-Core 0.16.1 cannot recompute them.
         recompute_modules=(["mlp", "moe"] if shape.experts.count else ["mlp"]) if recompute_mlp else None,
         **{"add_bias_linear": False, "qk_layernorm": shape.qk_norm, **fields},
         **config_fields(fp8, fp8_weights),
@@ -102,15 +101,14 @@ def build_gpt(
 
     Args:
         shape: sizes and settings of the model.
-        vocabulary: number of token ids. The embedding and the output layer are padded to a multiple of the
-            tensor-parallel size, and the loss leaves the padding out.
+        vocabulary: number of token ids. Embedding and output layer are padded to a multiple of the tensor-parallel
+            size, and the loss leaves the padding out.
         config: from :func:`transformer_config`.
         spec: the spec of the layers, for example from ``block_spec`` of ``distca.CAD``.
         rotary_percent: share of each head's dimensions that RoPE rotates, from 0 to 1.
 
     Raises:
-        SupportError: ``rotary_percent`` is below 1, and the shape's RoPE scaling has an attention factor. The factor
-            would multiply the scores of whole heads, instead of the rotated dimensions alone.
+        SupportError: ``rotary_percent`` is below 1, and the shape's RoPE scaling has an attention factor.
     """
     if rotary_percent < 1.0 and shape.rope_scaling.resolved_attention_factor != 1.0:
         raise SupportError(
@@ -128,7 +126,7 @@ def build_gpt(
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_percent=rotary_percent,
-        # If layers differ in RoPE, ModelOptions has the base of each layer, and this number is not read.
+        # If layers differ in RoPE, each takes its base from ModelOptions, and 10000 is not read.
         rotary_base=shape.rope_base if alike else 10000,  # type: ignore[arg-type]
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
@@ -144,7 +142,7 @@ def build_gpt(
 
 
 def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
-    """Builds Megatron's GPTModel, or a HybridModel if the shape has a pattern of layers, with the spec of a ``CAD``.
+    """Builds Megatron's GPTModel, or a HybridModel if the shape has a pattern of layers.
 
     Args:
         shape: sizes and settings of the model.
@@ -228,7 +226,7 @@ def build_hybrid(
 def _windows(shape: ModelShape) -> dict[str, Any]:
     """Returns Megatron's fields for layers with windows; all windows of a model have one size.
 
-    Megatron's ``window_size`` does not count the query's own key. ``shape.windows`` counts that key too.
+    Megatron's ``window_size`` does not count the query's own key, and ``shape.windows`` does.
     """
     sizes = {window for window in shape.windows if window}
     if not sizes:

@@ -25,8 +25,7 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
             f"model.hybrid.pattern is {hybrid.pattern!r}, which needs megatron-core 0.19, but {installed_version()} is "
             "installed: install 0.19 on Python 3.12, or leave the pattern out."
         )
-    # The description has the same names for gated delta nets and Mamba-2. In Mamba-2, B and C are keys and queries, x
-    # are values, and a group of heads is a key head.
+    # In Mamba-2, B and C are keys and queries, x are values, and a group of heads is a key head.
     fields: dict[str, Any] = {"attention_output_gate": hybrid.output_gate}
     if DELTA_NET in hybrid.pattern:
         fields |= {

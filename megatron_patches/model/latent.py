@@ -1,7 +1,7 @@
 """Reads and makes the fields of Megatron's configuration for multi-head latent attention (DeepSeek-V2).
 
-In latent attention the keys and values of all heads are made from one narrow row for each token. Keys may be wider than
-values.
+In latent attention the keys and values of all heads are made from one low-rank row for each token. Keys may be wider
+than values.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def latent_of(config: Any) -> Latent:
 
 
 def latent_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields of a model's latent attention; empty for a model without latent attention."""
+    """Returns the fields of a model's latent attention; empty for a model without it."""
     latent, scaling = shape.latent, shape.rope_scaling
     if not latent.kv_rank:
         return {}
@@ -69,8 +69,8 @@ def latent_fields(shape: ModelShape) -> dict[str, Any]:
 def _yarn(scaling: RopeScaling, score_magnitude: float) -> dict[str, Any]:
     """Returns the fields of YaRN, a scaling of RoPE for long contexts.
 
-    YaRN multiplies cosines and sines by a factor. Megatron computes the factor as m(mscale) / m(mscale_all_dim), where
-    m(w) = 1 + 0.1 w ln(scaling factor). This function solves the equation for ``mscale``.
+    YaRN multiplies cosines and sines by a factor. Megatron computes it as m(mscale) / m(mscale_all_dim), where m(w) = 1
+    + 0.1 w ln(scaling factor). This function solves the equation for ``mscale``.
 
     Args:
         scaling: YaRN's settings.

@@ -3,9 +3,10 @@
 A *kind* of attention says how many keys a query sees, how scores are scaled and limited, and whether heads have sinks.
 A sink is a learned score that joins a head's softmax without a value.
 
-In Megatron's configuration ``window_size`` (w - 1, 0) is a window of w keys: the query's own key and w - 1 keys before.
-If ``window_attn_skip_freq`` is a number N, every N-th layer has no window. In a list, layers with a 1 have a window.
-``softmax_type`` "learnable" adds a sink to each head.
+- ``window_size`` (w - 1, 0) is a window of w keys: the query's own key and w - 1 keys before.
+- ``window_attn_skip_freq`` is a number N if every N-th layer has no window, or a list with a 1 for layers with a
+window.
+- ``softmax_type`` "learnable" adds a sink to each head.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _RECURRENCES = {DELTA_NET: recurrence_of, MAMBA: mamba_recurrence}
 class LayerKinds:
     """The kinds of attention and the recurrences of a whole model.
 
-    In a GPTModel each layer is a *unit*. In a HybridModel a unit is a layer with attention or a recurrence, together
-    with the MLPs behind that layer.
+    In a GPTModel each layer is a *unit*. In a HybridModel a unit is a layer with attention or a recurrence, with the
+    MLPs up to the next such layer.
 
     Attributes:
         kinds: the distinct kinds of attention, beginning with the kinds whose queries see most keys.

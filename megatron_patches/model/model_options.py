@@ -1,7 +1,7 @@
 """Settings of a model for which Megatron-Core's configuration has no field, such as a limit of attention scores.
 
-A training script passes these settings to the object that it makes, as ``distca.CAD(...,
-model_options=ModelOptions(...))``. For models from Hugging Face folders, ``model_variant.py`` makes the settings.
+A training script gives them to CAD: ``distca.CAD(..., model_options=ModelOptions(...))``. For models from Hugging Face
+folders ``model_variant.py`` makes them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ class Rotary:
 
     Attributes:
         base: base of the frequencies.
-        scaling: scaling for contexts longer than those of the first training. The scaling's attention factor multiplies
-            cosines and sines.
-        percent: the part of each head's dimensions that is rotated, beginning with the first; 1 for all dimensions.
+        scaling: scaling for contexts longer than the original ones. Its attention factor multiplies cosines and sines.
+        percent: the part of each head's dimensions that is rotated, from the first on; 1 for all.
     """
 
     base: float
@@ -37,7 +36,7 @@ class QueryScaling:
 
     Attributes:
         beta: how fast the factor grows.
-        original_length: number of first positions whose factor is 1.
+        original_length: the factor is 1 at all positions below this one.
     """
 
     beta: float
@@ -52,9 +51,8 @@ class ModelOptions:
 
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: RoPE of each layer of the whole model. None in place of a layer's RoPE stands for the model's rotary
-            embedding, or for no positions if Megatron's ``no_rope_freq`` says so. Empty if all layers use the model's
-            rotary embedding.
+        rotations: RoPE of each layer of the whole model; empty if all layers use the model's rotary embedding. None
+            stands for one layer with that embedding, or without positions if Megatron's ``no_rope_freq`` says so.
         query_scaling: a factor on queries that grows with the position, or None.
         norms: the places of a layer's norms. "pre": before attention and before the MLP. "post": on the outputs of
             attention and MLP, before the residual is added (OLMo 2). "both": in all four places (Gemma 2).
@@ -63,19 +61,19 @@ class ModelOptions:
         norm_after_rotation: whether the norms of ``qk_layernorm`` come after RoPE (Hunyuan), instead of before.
         attention_output_bias: whether the output projection of attention has a bias while ``add_bias_linear`` is off.
         mlp_bias: whether both linear layers of the MLP have a bias while ``add_bias_linear`` is off.
-        norm_bias: whether LayerNorms have biases (without biases: Cohere).
+        norm_bias: whether LayerNorms have biases (Cohere: no).
         parallel_mlp: whether the MLP reads the same input as attention, and both outputs are added to the residual
             (Cohere).
-        embedding_scale: factor on embeddings. The factor is rounded to the embeddings' type (Gemma, Granite).
+        embedding_scale: factor on embeddings, rounded to their type (Gemma, Granite).
         residual_multiplier: factor on the outputs of attention and the MLP before they are added to the residual
             (Granite).
-        logit_multiplier: factor on the logits (Cohere; Granite, where it is 1 / ``logits_scaling``).
-        final_softcap: limit c of the logits l, which become c tanh(l / c) after ``logit_multiplier``; 0 for none
-            (Gemma 2: 30).
-        plain_recurrent_norm: whether ``layernorm_zero_centered_gamma`` leaves out the norm of a gated delta net's heads
-            (Qwen3.5). That norm then multiplies by the weight, and all other norms by one plus the weight.
+        logit_multiplier: factor on the logits (Cohere; Granite: 1 / ``logits_scaling``).
+        final_softcap: limit c of the logits l, which become c tanh(l / c) after ``logit_multiplier``; 0 for none (Gemma
+            2: 30).
+        plain_recurrent_norm: whether the norm of a gated delta net's heads multiplies by the weight, where
+            ``layernorm_zero_centered_gamma`` makes other norms multiply by one plus the weight (Qwen3.5).
         step_min: smallest step size of Mamba-2; 0 for no limit (Nemotron-H).
-        latent_norm_epsilon: epsilon of the norms on the narrow rows of latent attention (DeepSeek-V3: 1e-6). 0 takes
+        latent_norm_epsilon: epsilon of the norms on the low-rank rows of latent attention (DeepSeek-V3: 1e-6). 0 takes
             the epsilon of the other norms.
     """
 
@@ -99,9 +97,9 @@ class ModelOptions:
 
     @property
     def own_layers(self) -> bool:
-        """Whether the options need this project's layers, because Megatron's own layers cannot compute them."""
+        """Whether Megatron's own layers cannot compute the options, so that the model needs this project's layers."""
         layer = ModelOptions(
-            # These four act outside of layers, or in core attention, which this project always computes.
+            # These four act outside of layers or in core attention, so any layers do.
             score_softcap=self.score_softcap,
             embedding_scale=self.embedding_scale,
             logit_multiplier=self.logit_multiplier,

@@ -1,7 +1,7 @@
-"""Settings for models whose layers differ from LLaMA's, made from this project's description of a model.
+"""Settings for models whose layers differ from LLaMA's, made from a :class:`distca.models.shape.ModelShape`.
 
-The function ``variant_fields`` returns the settings that are fields of Megatron's TransformerConfig. The function
-``model_options`` returns all others, for ``distca.CAD``, the object that a training script makes.
+``variant_fields`` returns the settings that are fields of Megatron's TransformerConfig. ``model_options`` returns all
+others, for ``distca.CAD``, the object that a training script makes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def variant_fields(shape: ModelShape) -> dict[str, Any]:
     """Returns fields of TransformerConfig for ``shape.variant``, the model's differences from LLaMA."""
     variant = shape.variant
     activation, fused = {
-        "silu": (torch.nn.functional.silu, variant.gated),  # Megatron fuses SiLU with a gate, but none of the others
+        "silu": (torch.nn.functional.silu, variant.gated),  # of these Megatron fuses SiLU with a gate only
         "gelu": (partial(torch.nn.functional.gelu, approximate="tanh"), False),
         "relu2": (squared_relu, False),
     }[variant.activation]
@@ -50,10 +50,10 @@ def model_options(shape: ModelShape) -> ModelOptions:
         norms=variant.norms,
         query_key_norm=variant.query_key_norm,
         norm_after_rotation=variant.norm_after_rotation,
-        # With biases in experts, Megatron's ``add_bias_linear`` is on, which gives this projection a bias.
+        # If experts have biases, add_bias_linear is on, which gives this projection a bias.
         attention_output_bias=variant.attention_output_bias and not shape.experts.biases,
         mlp_bias=variant.mlp_bias,
-        # LayerNorms of the supported models have no bias. With RMSNorm the option must be True, its default.
+        # The supported models' LayerNorms have no bias. With RMSNorm only the default, True, is allowed.
         norm_bias=variant.normalization == "RMSNorm",
         parallel_mlp=variant.parallel_mlp,
         embedding_scale=variant.embedding_scale,
@@ -78,7 +78,7 @@ def cad_keywords(shape: ModelShape) -> dict[str, Any]:
 def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
     """Returns RoPE of each layer, or None for a layer without RoPE.
 
-    The result is empty if the model's rotary embedding is right for all layers, or if no layer has RoPE.
+    Empty if the model's rotary embedding is right for all layers, or if no layer has RoPE.
     """
     variant = shape.variant
     if variant.turns_alike or not shape.hybrid.rotate:

@@ -2,7 +2,7 @@
 
 Megatron-Core's HybridModel has a pattern with one symbol for each layer. A layer is one mixer (attention, a gated delta
 net or Mamba), one MLP, or experts. A ``|`` stands between pipeline stages. A *unit* is a mixer with all layers up to
-the next mixer. So Qwen3.5's pattern ``G-G-G-*-`` has four units. Each layer of a GPTModel is a unit.
+the next mixer: Qwen3.5's pattern ``G-G-G-*-`` has four. Each layer of a GPTModel is a unit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REFUSED = {
     "D": "sparse attention is not served: take '*'",
     "+": "latent attention is not served: take '*'",
 }
-"""Megatron's other symbols, with the end of the error message for each symbol."""
+"""Megatron's other symbols, with the end of the error message."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 A recurrent layer has a recurrence, such as the gated delta rule or Mamba-2's scan, in place of softmax attention. A
 :class:`Recurrence` is the formula between the layer's projections, with the sizes of heads.
 
-A GPTModel has recurrent layers if ``experimental_attention_variant`` is "gated_delta_net". If
-``linear_attention_freq`` is a number N, every N-th layer has attention and all others are recurrent. In a list, layers
-with a 1 are recurrent. In a HybridModel a pattern names the recurrent layers (``pattern.py``).
+A GPTModel has recurrent layers if ``experimental_attention_variant`` is "gated_delta_net". ``linear_attention_freq`` is
+a number N if all but every N-th layer are recurrent, or a list with a 1 for recurrent layers. In a HybridModel a
+pattern names them (``pattern.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
     """Whether layer ``layer_number`` (from 1) of a GPTModel is recurrent.
 
     Raises:
-        SupportError: ``linear_attention_freq`` is neither a number from 2 on nor a list with a 1 or a 0 for each layer.
-            A list must have both.
+        SupportError: ``linear_attention_freq`` is neither a number from 2 on, nor a list with a 1 or a 0 for each layer
+            and with both.
     """
     if not has_recurrent_layers(config):
         return False

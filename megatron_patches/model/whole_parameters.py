@@ -1,7 +1,7 @@
 """Cuts whole weights into the parts of ranks, and puts gradients together from the parts of all ranks.
 
 Parity checks load the same weights into a model that is spread over ranks and into a whole model on one rank, and
-compare gradients. Ranks have the parts that Megatron gives them.
+compare gradients. Parts are those of Megatron's parallelism.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_patches.model.recurrences import mamba_recurrence, recurrence_of
 from megatron_patches.te.fp8_weights import set_values
 
 Divisions = Mapping[str, Sequence[int]]
-"""For the end of a parameter's name, the relative sizes of the sections into which the parameter's rows are divided.
+"""The relative sizes of the sections into which a parameter's rows are divided, by the end of the parameter's name.
 
 Each tensor-parallel rank has an equal part of every section. For example, gate and up projection of an MLP are two
 sections of one weight, with sizes (1, 1).
@@ -29,8 +29,10 @@ _GATED: Divisions = {"linear_fc1.weight": (1, 1), "linear_fc1.bias": (1, 1)}
 
 
 def divisions_of(model: torch.nn.Module) -> Divisions:
-    """Returns the sections of all parameters that have more than one section: the joined gate and up projections of
-    MLPs, and input projections and convolutions of recurrent layers."""
+    """Returns the sections of all parameters that have more than one.
+
+    These are joined gate and up projections of MLPs, and input projections and convolutions of recurrent layers.
+    """
     config: Any = model.config
     found = dict(_GATED) if config.gated_linear_unit else {}
     ends = {".".join(name.split(".")[-3:]) for name, _ in model.named_parameters()}
@@ -78,9 +80,9 @@ def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int)
 
 
 def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, str]:
-    """Returns a mapping from a parameter's name on this rank to the parameter's name in the whole model.
+    """Returns for each parameter's name on this rank the name in the whole model.
 
-    The names differ because each rank counts its own layers and experts from 0.
+    A rank counts its own layers and experts from 0, so names differ.
 
     Args:
         model: this rank's part of the model.
@@ -102,13 +104,13 @@ def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, s
 def gather_gradients(
     model: GPTModel, names: Mapping[str, str], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Returns the whole gradient of every parameter, in float64 on the CPU, by the parameter's name in the whole model.
+    """Returns the whole gradient of every parameter, in float64 on the CPU, by name in the whole model.
 
     All ranks call this function together.
 
     Args:
         model: this rank's part of the model.
-        names: the result of :func:`names_in_whole`.
+        names: from :func:`names_in_whole`.
         weights: weights of the whole model, for their shapes.
     """
     parts = {names[name]: p.main_grad for name, p in model.named_parameters()}
@@ -159,7 +161,7 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: D
     shares = [torch.empty_like(share) for _ in range(tp)]
     dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     whole = torch.empty(full, dtype=torch.float64)
-    # The indices of all elements are divided like the tensor itself, so a part's indices tell where the part belongs.
+    # An index tensor is cut like the tensor itself: each part of it says where that rank's elements belong.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
         whole.view(-1)[share_of(name, numbers, share.shape, rank, divisions).flatten()] = part.double().cpu().flatten()

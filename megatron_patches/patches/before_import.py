@@ -16,24 +16,25 @@ from typing import Any
 def compile_on_gpus_only() -> None:
     """Makes torch.compile return Megatron's functions unchanged if there is no GPU.
 
-    Megatron decorates some functions with torch.compile when it is imported. On CPUs the compiled functions would need
-    a C++ compiler at run time. Call this function before Megatron is imported.
+    Call it before Megatron is imported, which decorates functions with torch.compile. On CPUs they would need a C++
+    compiler.
     """
     if not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeMegatron())
 
 
 class _BeforeMegatron:
-    """A finder in ``sys.meta_path`` that replaces torch.compile when a part of Megatron-Core is first imported.
+    """Replaces torch.compile when a part of Megatron-Core is first imported. As a finder in ``sys.meta_path`` it finds
+    nothing.
 
-    So torch is not imported before Megatron-Core. The finder finds no modules.
+    So this package can be imported without importing torch.
     """
 
     done = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         """Returns None, so that Python asks other finders for the module."""
-        # Importing megatron.core alone, for example for its version, is not a reason to import torch.
+        # megatron.core alone, which a look at its version imports, does not need torch.
         if self.done or not name.startswith("megatron.core."):
             return
         self.done = True
@@ -57,8 +58,7 @@ def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
 def do_without_triton() -> None:
     """Puts an empty module in place of Megatron's module of Triton kernels, if Triton is missing.
 
-    Newer versions of Megatron import the module of kernels with every model, although only experts on GPUs need the
-    kernels.
+    Newer versions of Megatron import that module with every model, but only experts on GPUs need it.
     """
     if find_spec("triton") is None:
         kernels: Any = ModuleType("megatron.core.transformer.moe.ops.paged_stash")

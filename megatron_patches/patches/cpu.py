@@ -1,7 +1,7 @@
 """Replaces torch functions that name CUDA, so that Megatron-Core runs on CPUs, for tests and small trials.
 
-Megatron-Core asks for CUDA in several places: as device of small tensors, for random states, and in type names. The
-replaced functions take the CPU instead. A process that is to run on CPUs calls :func:`use_cpu`.
+Megatron-Core asks for CUDA as device of small tensors, for random states, and in type names, for example. The replaced
+functions take the CPU instead.
 """
 
 from __future__ import annotations
@@ -35,28 +35,27 @@ def use_cpu() -> None:
     torch.cuda.Stream, torch.cuda.stream = HostStream, nullcontext  # type: ignore[assignment,misc]
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     for absent in (torch.cuda, torch.xpu, torch.mtia):
-        # These devices never start. For such a device torch would store a text of the call stack with each seed.
+        # Such a device never starts, and torch would store the call stack with each seed until it does.
         absent.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[attr-defined]
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[attr-defined]
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # CPU and CUDA now share a random state, about which Megatron would log a warning for every weight.
+    # Megatron would warn for every weight that CPU and CUDA share a random state.
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "RNG state" not in record.getMessage())
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     torch.Tensor.type = _names_types_of_cuda(torch.Tensor.type)  # type: ignore[method-assign]
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # torch's compiler is imported already if Megatron was imported before ``before_import.py`` replaced torch.compile.
+    # Megatron may have been imported before ``before_import.py`` replaced torch.compile.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.config.disable = True
 
 
 class HostStream(torch.cpu.Stream):
-    """Takes the place of CUDA's streams and events. On a CPU a call returns when its work is done, so waits do
-    nothing."""
+    """Takes the place of CUDA's streams and events. CPU calls return when their work is done, so waits do nothing."""
 
     def record_event(self) -> HostStream:  # type: ignore[override]
         """Returns this object, which also takes the place of an event."""
@@ -67,8 +66,7 @@ class HostStream(torch.cpu.Stream):
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls ``function`` with the CPU in place of a CUDA device, if ``device`` or the second
-    argument names one."""
+    """Wraps ``function``: a CUDA device, as ``device`` or as second argument, becomes the CPU."""
 
     @wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -82,8 +80,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_types_of_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a ``Tensor.type`` that returns names of CUDA's types, such as torch.cuda.FloatTensor, because Megatron
-    compares with these names."""
+    """Wraps ``Tensor.type``: it returns names such as torch.cuda.FloatTensor, with which Megatron compares."""
 
     @wraps(function)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,8 @@
 """Gives Megatron-Core's own modules fused operations of this project.
 
-- The split of the QKV projection and RoPE in one pass, as in this project's own layers. Megatron would call a function
-  of Transformer Engine (``fused_single_qkv_rope``).
-- SwiGLU of MLPs in one pass, and less memory for other activations.
-- Weight gradients that a matrix product adds to ``main_grad`` (``gradient_accumulation_fusion``). Megatron would call a
-  CUDA extension of Apex, which a product of torch replaces here.
+- Attention: the split of the QKV projection and RoPE in one pass, in place of Transformer Engine's function.
+- MLPs: SwiGLU in one pass, and less memory for other activations.
+- Weight gradients: a matrix product adds them to ``main_grad``, in place of Apex's CUDA extension.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from megatron_patches.model.expert_fields import sigmoid_gelu
 from megatron_patches.te.quantization import keeps_inputs
 
 _KEPT = "distca_rotation"
-"""An attribute of the tensor of RoPE's angles, in which the angles' cosines and sines are kept."""
+"""The attribute of the tensor of RoPE's angles that holds the angles' cosines and sines."""
 _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702}
 """The slope of activation functions x · sigmoid(slope · x)."""
 
@@ -35,8 +33,8 @@ _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702
 def fuse_rotation(config: TransformerConfig) -> None:
     """Makes Megatron's layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
 
-    Nothing is changed for models with norms of query and key heads, with layers without RoPE, or with RoPE that rotates
-    neighbouring elements.
+    It does nothing if the model has norms of query and key heads, layers without RoPE, or RoPE of neighbouring
+    elements.
     """
     if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
         return
@@ -59,7 +57,7 @@ def _split_and_rotate(
     Returns:
         [rows, 1, heads, head_dim] q, and [rows, 1, groups, head_dim] k and v.
     """
-    # All layers use the same angles. Cosines and sines, as an attribute of the angles, are freed with the angles.
+    # All layers use the same angles, so the first layer's cosines and sines serve all. They are freed with the angles.
     rotation = getattr(angles, _KEPT, None)
     if rotation is None:
         rotation = Rotation.of(angles, sizes[-1])
@@ -67,17 +65,15 @@ def _split_and_rotate(
     assert sum(sizes) == mixed.shape[3]
     q_NHD, kv_N2GD = split_and_rotate(mixed.flatten(1), rotation, mixed.shape[2])
     k_NGD, v_NGD = kv_N2GD.unbind(1)  # backward of unbind stacks both gradients in one copy
+    # Axes: N rows, H query heads, G key heads, D elements of a head, 2 for k and v.
     return q_NHD[:, None], k_NGD[:, None], v_NGD[:, None]
 
 
 class SwigluMLP(MLP):
-    """Megatron's MLP with SwiGLU in one pass.
-
-    The output of the first linear layer is kept for backward, which computes SwiGLU's output again. Megatron warns of
-    unknown classes when it builds a model, so :func:`fuse_swiglu` changes the class of built MLPs.
+    """Megatron's MLP with SwiGLU in one pass. Backward computes SwiGLU's output again.
 
     Attributes:
-        keeps_output: whether SwiGLU's output is kept for backward as well.
+        keeps_output: whether SwiGLU's output is kept for backward instead.
     """
 
     keeps_output = False
@@ -85,9 +81,8 @@ class SwigluMLP(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns [rows, 1, hidden] the output of the MLP without the bias of the second layer, and this bias or
-        None."""
-        assert per_token_scale is None  # Megatron passes a scale to experts only, which keep Megatron's class
+        """Returns [rows, 1, hidden] the MLP's output without the last bias, and that bias or None."""
+        assert per_token_scale is None  # Megatron passes a scale to experts only, which are not of this class
         gate_and_up, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             gate_and_up = gate_and_up + bias
@@ -128,7 +123,8 @@ class LeanMLP(SwigluMLP):
 def fuse_swiglu(model: torch.nn.Module) -> None:
     """Turns a built model's MLPs into :class:`SwigluMLP` or, with another activation, into :class:`LeanMLP`.
 
-    Experts stay unchanged, and so do MLPs with another activation that Megatron fuses.
+    Experts stay unchanged, and so do MLPs whose other activation Megatron fuses. The class changes after the model was
+    built, as Megatron warns of unknown classes while it builds.
     """
     for module in model.modules():
         if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):
@@ -146,8 +142,7 @@ def is_swiglu(config: TransformerConfig) -> bool:
 
 
 def gate_of(config: TransformerConfig) -> Gate | None:
-    """Returns slope, offset and limit of an MLP's gated activation; None if no fused operation computes the
-    activation.
+    """Returns slope, offset and limit of an MLP's gated activation; None if no fused operation computes it.
 
     The activation is gate · sigmoid(slope · gate) · (up + offset), with gate and up clamped if there is a limit.
     """
@@ -171,8 +166,7 @@ class _Products:
 
 
 def accumulate_weight_gradients_in_products() -> None:
-    """Makes Megatron's ``gradient_accumulation_fusion`` work without Apex. Call this function before a model is
-    built."""
+    """Makes Megatron's ``gradient_accumulation_fusion`` work without Apex, in models that are built afterwards."""
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = _Products
         layers._grad_accum_fusion_available = True

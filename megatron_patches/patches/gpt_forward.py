@@ -1,9 +1,8 @@
-"""The forward that ``CAD.attach`` gives to a GPTModel or HybridModel, and changes of the model's logits and embeddings.
+"""The forward that ``CAD.attach`` gives to a GPTModel or HybridModel, and changes of its logits and embeddings.
 
-A training script makes a ``distca.CAD`` and attaches a model. The new forward takes a micro-batch object
-(``steps/batch_context.py``) in place of the attention mask. The forward can also return the sum of losses, or the
-labels' log-probabilities. For these results the output layer and the softmax are computed for some rows at a time. So
-the logits of all rows are never in memory at once.
+The new forward takes a micro-batch object (``steps/batch_context.py``) in place of the attention mask. It can return
+the sum of losses, or the labels' log-probabilities. Then output layer and softmax are computed for some rows at a time,
+so the logits of all rows are never in memory at once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, Packed
 
 
 class PatchedForward(LanguageModule):
-    """A class with the new forward, which :func:`patch_forward` adds to the base classes of a built model.
+    """The class with the new forward. :func:`patch_forward` adds it to the base classes of a built model.
 
     Attributes:
         vocabulary: number of token ids, if the output layer has rows of padding; else None.
@@ -57,18 +56,17 @@ class PatchedForward(LanguageModule):
             attention_mask: the attribute ``attention`` of a batch that the model's ``distca.CAD`` planned.
             args: further arguments of Megatron's forward.
             summed_loss: whether to return the sum of losses; needs ``labels`` and ``loss_mask``.
-            log_probabilities: whether to return log-probabilities; needs ``labels``. Backward then computes the output
-                layer again.
+            log_probabilities: whether to return log-probabilities; needs ``labels``.
             kwargs: further arguments of Megatron's forward, such as ``labels``.
 
         Returns:
             With ``summed_loss`` a scalar, the sum of the tokens' losses, each times its ``loss_mask``. With
-            ``log_probabilities`` [1, rows], the logarithm of every label's probability. Otherwise Megatron's result,
-            for example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
+                ``log_probabilities`` [1, rows], the logarithm of every label's probability. Otherwise Megatron's
+                result, for example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
 
         Raises:
-            SupportError: an argument is missing or has the wrong class; or the model has an output layer or a loss of
-                its own, which ``summed_loss`` and ``log_probabilities`` would not call.
+            SupportError: an argument is missing or has the wrong class; or ``summed_loss`` or ``log_probabilities`` is
+                set for a model with an output layer or a loss of its own.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
@@ -106,8 +104,7 @@ class PatchedForward(LanguageModule):
         return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs Megatron's forward. If ``_returns`` is not empty, the last stage returns the result of
-        :meth:`_output`."""
+        """Runs Megatron's forward; if ``_returns`` is set, the last stage returns the result of :meth:`_output`."""
         raise NotImplementedError
 
     def _output(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -127,7 +124,7 @@ class PatchedGPT(PatchedForward, GPTModel):
     """:class:`PatchedForward` for a GPTModel, whose forward calls ``_preprocess`` and ``_postprocess``."""
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Calls the forward of the user's class or of Megatron's.
+        # The next class is the user's or Megatron's.
         output: torch.Tensor = super(PatchedForward, self).forward(*args, **kwargs)
         return output
 
@@ -135,7 +132,7 @@ class PatchedGPT(PatchedForward, GPTModel):
         made = super()._preprocess(*args, **kwargs)
         if not self.config.multi_latent_attention:
             return made
-        # Megatron's second result is None here, because its layers with latent attention compute RoPE's angles.
+        # Megatron's second result, RoPE's angles, is None here: its layers with latent attention compute the angles.
         return made[0], self.rotary_pos_emb(), *made[2:]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -153,7 +150,7 @@ class PatchedHybrid(PatchedForward):
         ours = bool(self._returns) and self.post_process
         if not ours:
             return self._forward(*args, **kwargs)
-        self.post_process = False  # so that Megatron's forward returns hidden states, without the output layer
+        self.post_process = False  # Megatron's forward then returns hidden states
         try:
             hidden_states = self._forward(*args, **kwargs)
         finally:
@@ -166,9 +163,9 @@ class PatchedHybrid(PatchedForward):
 
 
 def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
-    """Gives a built model the new forward. The model's new class is a subclass of the old class, with the same name.
+    """Gives a built model the new forward, by a subclass of its class with the same name.
 
-    ``takes`` is the class of micro-batches that the model's layers can compute.
+    ``takes``: the class of micro-batches that the model's layers can compute.
     """
     own = type(model)
     patched = PatchedGPT if isinstance(model, GPTModel) else PatchedHybrid
@@ -177,9 +174,9 @@ def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | 
 
 
 def _own_output(model: PatchedForward) -> str:
-    """Returns a phrase that names a user's change of the steps from hidden states to losses; "" without a change."""
+    """Names the user's change of the output layer or loss; "" without a change."""
     classes = type(model).__mro__
-    # The class after PatchedForward is the class with which the model was built.
+    # The class after PatchedForward is that of the built model.
     base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]
     for name in ("_postprocess", "compute_language_model_loss"):
         if getattr(own, name, None) is not getattr(base, name, None):
@@ -193,7 +190,7 @@ def _own_output(model: PatchedForward) -> str:
 def megatrons_class(model: Any) -> type[LanguageModule]:
     """Returns GPTModel or HybridModel, from which the model's class derives."""
     names = ("GPTModel", "HybridModel")
-    # The search begins with base classes, as the patched class may have the same name and module.
+    # Base classes come first, as the patched class may have the same name and module.
     classes = reversed(type(model).__mro__)
     return next(each for each in classes if each.__name__ in names and each.__module__.startswith("megatron.core"))
 
@@ -224,7 +221,7 @@ def check_unwrapped(model: PatchedForward) -> None:
 
 
 def leave_out_padding(model: LanguageModule, vocabulary: int) -> None:
-    """Makes the softmax leave out padding: the output layer's rows from row ``vocabulary`` on."""
+    """Makes the softmax leave out the output layer's rows from row ``vocabulary`` on, which are padding."""
     model.vocabulary = vocabulary
     if model.post_process:
         model.output_layer.register_forward_hook(partial(_mask_padding, vocabulary))
@@ -249,7 +246,7 @@ def _transform_logits(
 
 
 def scale_embeddings(model: LanguageModule, scale: float) -> None:
-    """Makes the model multiply its embeddings by ``scale``, after ``scale`` is rounded to the embeddings' type."""
+    """Makes the model multiply its embeddings by ``scale``, rounded to the embeddings' type."""
     if model.pre_process and scale != 1.0:
         model.embedding.register_forward_hook(partial(_scaled, scale))
 

@@ -1,9 +1,8 @@
 """The norms with which this project's specs build Megatron's layers.
 
-Without Transformer Engine, Megatron's own norms refuse sequence parallelism and zero-centred weights. The norms here
-support both. With sequence parallelism each tensor-parallel rank normalises its own rows. The attribute
-``sequence_parallel`` of a weight makes Megatron add up the weight's gradients over these ranks. A zero-centred weight
-is the factor of the norm minus one.
+Without Transformer Engine, Megatron's own norms refuse sequence parallelism and zero-centred weights; these do not.
+With sequence parallelism each tensor-parallel rank normalises its own rows. The attribute ``sequence_parallel`` of a
+weight makes Megatron add up its gradients over these ranks. A zero-centred weight is the norm's factor minus one.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from distca.ops.triton import has_kernels
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm over the last dimension. With ``layernorm_zero_centered_gamma`` the normalised numbers are multiplied by
-    1 + weight.
+    """RMSNorm over the last dimension, on GPUs by one kernel for forward and one for backward, in float32.
 
-    On GPUs forward and backward are one kernel each. The kernels compute in float32.
+    With ``layernorm_zero_centered_gamma`` the factor is 1 + weight.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -40,7 +38,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
 
     def beside(self, x: torch.Tensor, branch: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x + branch, and the sum normalised. On GPUs forward and backward are one kernel each."""
+        """Returns x + branch, and the sum normalised."""
         assert self.eps is not None
         if has_kernels(x, "RMSNorm"):
             return add_rms_norm(x, branch, _factors(self.weight, self.zero_centered), self.eps)
@@ -88,13 +86,11 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class LayerNormWithoutBias(LayerNorm):
-    """LayerNorm without a bias."""
-
     has_bias = False
 
 
 def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | type[LayerNorm]:
-    """Returns the class of a configuration's norms. ``bias`` says whether LayerNorms have a bias."""
+    """Returns the class of a configuration's norms. ``bias``: whether LayerNorms have a bias."""
     if config.normalization == "RMSNorm":
         return RMSNorm
     return LayerNorm if bias else LayerNormWithoutBias
@@ -103,8 +99,7 @@ def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | 
 class _WidthNorm(torch.nn.Module):
     """RMSNorm of a row's queries or keys, over the heads of all tensor-parallel ranks together.
 
-    Every rank stores the whole weight, and uses the part for its own heads. Megatron adds up the weight's gradients
-    over tensor-parallel ranks.
+    Every rank stores the whole weight, and uses the part for its own heads.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -120,8 +115,7 @@ class _WidthNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``x`` [rows, ...] of this rank's heads normalised, in the shape and type of ``x``."""
         flat = x.flatten(1).to(wide(x.dtype))
-        # The sum over ranks affects the outputs of all ranks. In backward this copy adds up the sum's gradients over
-        # ranks.
+        # Every rank's output depends on the sum over ranks. So backward of this copy adds up gradients over ranks.
         squares = copy_to_tensor_model_parallel_region(flat.square().sum(1, keepdim=True))
         mean = reduce_from_tensor_model_parallel_region(squares) / len(self.weight)
         first = parallel_state.get_tensor_model_parallel_rank() * flat.shape[1]
@@ -148,8 +142,10 @@ class KeyWidthNorm(_WidthNorm):
 
 
 def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: TransformerConfig) -> bool:
-    """Sets the attribute ``sequence_parallel`` of a norm's parameters. If the norm multiplies by one plus the weight,
-    sets the weight to zero and returns True."""
+    """Whether the norm multiplies by one plus the weight; if so, sets the weight to zero.
+
+    It also sets the attribute ``sequence_parallel`` of the norm's parameters.
+    """
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     if config.layernorm_zero_centered_gamma:

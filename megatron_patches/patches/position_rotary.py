@@ -1,7 +1,7 @@
-"""Takes the place of Megatron's rotary embedding: RoPE's angles are computed from each row's position in its document.
+"""A rotary embedding, in place of Megatron's, that computes RoPE's angles from each row's position in its document.
 
-For packed documents Megatron assumes that every document begins at position 0. Here a rank may have a later part of a
-document. So positions of rows are given, and the angles of all rows are computed once for each micro-batch.
+Megatron assumes that every packed document begins at position 0, but a rank may have a later part of a document. So the
+positions of a micro-batch's rows are given.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from distca.models.rope import RopeScaling
 class PositionRotary(torch.nn.Module):
     """A rotary embedding that returns the angles of rows whose positions were set.
 
-    RoPE rotates pairs of a head's elements. The angle is the row's position times the pair's frequency.
+    RoPE rotates pairs of a head's elements by an angle: the row's position times the pair's frequency.
 
     Args:
         inv_freq: [pairs] frequency of each pair of a head.
         interpolation: number by which positions are divided, or None.
-        by_length: function from [rows] lengths of the rows' documents to [rows, pairs] frequencies. If the function is
-            given, ``inv_freq`` is not read.
-        interleaved: whether the two elements of a pair are neighbours. If not, the first element of a pair is in the
-            first half of the head, and the second element in the second half.
+        by_length: function from [rows] lengths of the rows' documents to [rows, pairs] frequencies, which replace
+            ``inv_freq``; or None.
+        interleaved: whether the two elements of a pair are neighbours. If not, a pair's elements have the same place in
+            the two halves of the head.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PositionRotary(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        # The frequencies are not a buffer, so they are not saved in checkpoints and not cast with the model.
+        # No buffer: checkpoints do not save the frequencies, and they are not cast with the model.
         self._inv_freq, self._interpolation, self._by_length = inv_freq, interpolation, by_length
         self._interleaved = interleaved
         self._angles: torch.Tensor | None = None
@@ -91,7 +91,7 @@ class PositionRotary(torch.nn.Module):
         self._angles = both[:, None, None, :]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Returns 0: GPTModel asks for a length, but angles depend on positions alone."""
+        """Returns 0. GPTModel asks for a length, which the angles do not need."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
@@ -101,10 +101,9 @@ class PositionRotary(torch.nn.Module):
 
 
 def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
-    """Replaces a model's rotary embedding by a :class:`PositionRotary` with equal frequencies.
+    """Replaces a model's rotary embedding by a :class:`PositionRotary` with equal frequencies, and returns it.
 
-    Returns:
-        The model's PositionRotary, or None for a model without rotary embedding.
+    None for a model without rotary embedding.
     """
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if rotary is None:

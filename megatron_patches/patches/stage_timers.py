@@ -1,7 +1,7 @@
 """Records when a pipeline stage computes, by taking the place of Megatron's timers.
 
 Megatron's own pipeline schedules (1F1B) start and stop timers around the forward and the backward of each micro-batch.
-With :class:`StageTimers` in the configuration, these times are recorded as spans on a run's timeline.
+The timers here record these times as spans on a run's timeline.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from distca.runtime.timeline import Timeline
 
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
-"""For the name of a timer of Megatron, the name of a span on the timeline."""
+"""The span's name, by the name of Megatron's timer."""
 
 
 class StageTimers:
     """An object for the field ``timers`` of Megatron's configuration.
 
-    Calling the object with a name returns a timer. The timers of ``_COMPUTE`` record spans, and all others do nothing.
+    Called with a name it returns a timer. Timers of ``_COMPUTE`` record spans, all others do nothing.
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -1,16 +1,15 @@
 """The objects that a model gets in place of Megatron's attention mask, one for each micro-batch.
 
-Megatron passes a model's argument ``attention_mask`` on to the attention modules without reading it. So an object in
-its place reaches our modules, and no signature changes.
+Megatron hands a model's argument ``attention_mask`` to the attention modules without reading it. So these objects reach
+our modules, and no signature changes.
 
-There are two classes. With a :class:`DisaggregatedMicroBatch` other ranks compute parts of this rank's core attention.
-The rows of the micro-batch are split into nano-batches. There are usually two, ping and pong: transfers of ping overlap
-with compute of pong, and the other way round. With a :class:`PackedMicroBatch` every document lies whole on one rank,
-which computes the document's attention itself.
+- :class:`DisaggregatedMicroBatch`: several ranks compute the micro-batch's core attention. Its rows are split into one
+or two nano-batches, so that one is computed while the other's rows travel.
+- :class:`PackedMicroBatch`: every document lies whole on one rank, which computes its attention.
 
-A row is the hidden state of one token. "This rank" is a data-parallel rank: all its tensor-parallel ranks have the same
-tokens. Axes: N rows of this rank with padding, H query heads, G key and value heads, D elements of a head of q and k.
-Axes of recurrent layers: C channels of the convolution, H heads, V elements of a value.
+A row is the hidden state of one token. "This rank" is a data-parallel rank; its tensor-parallel ranks have the same
+tokens. Axes of attention: N rows of this rank with padding, H query heads, G key and value heads, D elements of a head
+of q and k. Axes of recurrent layers: C channels of the convolution, H heads, V elements of a value.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class DisaggregatedMicroBatch:
     """A micro-batch whose core attention is computed on several ranks.
 
     Attributes:
-        routes: for each layer of this pipeline stage, which rows this rank sends and receives, by nano-batch.
+        routes: for each layer of this pipeline stage, which rows this rank sends and receives.
         nano_rows: number of this rank's rows in each nano-batch, with padding.
         chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without sequence
-            parallelism. Every chunk has rows of every nano-batch; :func:`gather_nano_rows` has an example.
-        document_lengths: [N] int64 tokens of the whole document to which each row belongs; None where the model's
-            position embedding does not need document lengths.
+            parallelism. :func:`gather_nano_rows` has an example.
+        document_lengths: [N] int64 tokens of each row's document; None if the model's position embedding does not need
+            them.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
         document_count: number of documents in the micro-batch, over all ranks.
         balance: counts of rows by expert; None in models without experts.
@@ -60,14 +59,15 @@ class DisaggregatedMicroBatch:
 class PackedMicroBatch:
     """A micro-batch of whole documents, whose core attention and recurrences this rank computes itself.
 
-    Baselines of the benchmarks are subclasses, some of which split documents over ranks.
+    Some benchmarks define subclasses that split documents over ranks.
 
     Attributes:
         batch: the borders between this rank's documents, for the attention kernel.
-        rows: number of rows that belong to documents; all rows behind them are padding.
-        recurrent: where documents begin and end, for recurrent layers. The key is the number of rows before the current
-            row that the causal convolution of a layer reads.
-        document_lengths: [N] int64 tokens of the whole document to which each row belongs, or None.
+        rows: number of rows that belong to documents; padding comes after them.
+        recurrent: borders of documents for recurrent layers, by the number of earlier rows that a layer's causal
+            convolution reads.
+        document_lengths: [N] int64 tokens of each row's document; None if the model's position embedding does not need
+            them.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
         document_count: number of documents in the micro-batch, over all ranks.
         balance: counts of rows by expert; None in models without experts.
@@ -83,7 +83,7 @@ class PackedMicroBatch:
 
     @property
     def nano_rows(self) -> Sequence[int]:
-        """A list with the number of all rows, as there are no nano-batches; empty where ``documents`` is None."""
+        """The number of all rows as the only element; empty if ``documents`` is None."""
         return [] if self.documents is None else [len(self.documents)]
 
     def attend(
@@ -102,11 +102,11 @@ class PackedMicroBatch:
             kernel: the attention kernel.
             q_NHD: queries, without padding rows.
             k_NGD: keys of the same rows.
-            v_NGD: values of the same rows; latent attention may have narrower heads of v than D.
-            kind: the layer's window, softmax scale and softcap (bound on scores).
+            v_NGD: values of the same rows; latent attention may have fewer than D elements here.
+            kind: the layer's window, softmax scale and softcap (limit of attention scores).
             timer: returns the context in which the kernel's "forward" or "backward" is timed.
-            sink_H: for each head a learned logit, which takes part in the softmax like one more score; None in a layer
-                without sinks.
+            sink_H: for each head a learned logit that joins the softmax as one more score; None in a layer without
+                sinks.
         """
         if not self.rows:
             return q_NHD * 0
@@ -122,19 +122,19 @@ class PackedMicroBatch:
         g: torch.Tensor,
         beta_NH: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns o_NHV, the output of a recurrent layer's core: its convolution and its recurrence. Padding gets 0.
+        """Returns o_NHV, the output of a recurrent layer's convolution and recurrence. Padding gets 0.
 
         Args:
             pool: this rank's transport to other ranks, and its record of times.
             layer: the layer's number on this stage, for the record of times.
             what: the recurrence: number of heads, dimensions and update rule.
             parameters: the weights of the convolution and of the recurrence.
-            mixed_NC: the convolution's input.
+            mixed_NC: [N, C] the input of the convolution, which mixes every row with a few rows before it.
             g: [N, H] or [N, H, elements of a key] logarithm of the factor by which the state decays at each row.
             beta_NH: the factor by which each row's update of the state is multiplied.
 
         Raises:
-            SupportError: a baseline's micro-batch was made without ``recurrent``.
+            SupportError: ``recurrent`` has no entry for this layer, as in some benchmarks.
         """
         if what.halo_rows not in self.recurrent:
             raise SupportError(
@@ -148,11 +148,11 @@ class PackedMicroBatch:
 def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> list[torch.Tensor]:
     """Returns the rows of each nano-batch, from the rows of all tensor-parallel ranks.
 
-    Example: ping has rows a, b and pong has rows c, d, e, f. Sequence parallelism gives a, c, d to one tensor-parallel
-    rank and b, e, f to the other. For ``x`` = [a, c, d, b, e, f] the result is [a, b] and [c, d, e, f].
+    Example: nano-batch 0 has rows a, b and nano-batch 1 has rows c, d, e, f. Sequence parallelism gives a, c, d to one
+    tensor-parallel rank and b, e, f to the other. For ``x`` = [a, c, d, b, e, f] the result is [a, b] and [c, d, e, f].
 
     Args:
-        x: [sum(nano_rows), ...] the chunks of all tensor-parallel ranks, one after the other.
+        x: [sum(nano_rows), ...] the rows of all tensor-parallel ranks, one rank after the other.
         nano_rows: number of rows in each nano-batch, multiples of ``chunks``.
         chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows.
 

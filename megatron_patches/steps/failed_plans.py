@@ -24,7 +24,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
     Args:
         inputs: the documents' lengths and the planner's options.
         number: the step's number, for the message and the file's name.
-        folder: the folder of the file. If the file cannot be written there, the folder for temporary files is taken.
+        folder: the folder of the file. If it cannot be written there, it goes to the folder for temporary files.
 
     Raises:
         FailedPlanError: planning failed; the message names the step, the file and the command.
@@ -46,7 +46,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
 
 
 def _written(inputs: StepInputs, name: str, folder: Path) -> Path | None:
-    """Returns the absolute path of the written file; None if the file could be written into no folder."""
+    """Returns the absolute path of the written file; None if it could not be written."""
     for place in (folder, Path(tempfile.gettempdir())):
         try:
             write_step(place / name, inputs)

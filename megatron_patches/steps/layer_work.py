@@ -1,7 +1,7 @@
 """Counts the weights by which each layer of a model multiplies a token's hidden state, without core attention.
 
 The planner multiplies these counts by measured seconds per weight. A *unit* is an attention or recurrent layer, with
-the MLPs and experts up to the next such layer. A unit of a GPTModel is one layer. In a HybridModel each MLP is a layer
+the MLPs and experts up to the next such layer. Each layer of a GPTModel is a unit. In a HybridModel each MLP is a layer
 of its own.
 """
 
@@ -31,8 +31,8 @@ def layer_works(
         layer_kinds: the kinds of the model's layers; recurrences have the heads of one tensor-parallel rank.
         pattern: the layers of a HybridModel, a letter for each layer; empty for a GPTModel.
         tp: number of tensor-parallel ranks.
-        recompute_segments: whether backward recomputes everything but core attention. If False, backward recomputes
-            the MLPs if ``config`` says so.
+        recompute_segments: whether backward recomputes everything but core attention. If False, it recomputes the MLPs
+            if ``config`` says so.
     """
     units, layers = units_of(config, pattern), layers_of(pattern)
     recurrences = layer_kinds.recurrences or (None,) * len(units)
@@ -53,7 +53,7 @@ def _weights_of(config: TransformerConfig, letter: str) -> int:
 
 
 def _attention(config: TransformerConfig) -> int:
-    """Returns the weights of the projections before and behind core attention."""
+    """Returns the weights of the projections before and after core attention."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     if is_latent(config):
         latent = latent_of(config)
@@ -64,9 +64,9 @@ def _attention(config: TransformerConfig) -> int:
 
 
 def _recurrent(config: TransformerConfig, what: Recurrence, tp: int) -> int:
-    """Returns the weights of the projections before and behind a recurrent layer's core.
+    """Returns the weights of the projections before and after a recurrent layer's core.
 
     The input projection yields the convolution's channels, the output's gate, and one or two scalars for each head.
-    The output projection reads the values of all heads."""
+    """
     values, gates = what.heads * what.value_dim, what.heads * (2 if what.delta else 1)
     return int(config.hidden_size * tp * (what.channels + 2 * values + gates))

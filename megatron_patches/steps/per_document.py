@@ -1,8 +1,8 @@
 """Brings figures of single tokens, such as losses, from ranks' order to documents' order, and back.
 
-A rank holds only some tokens of a document, in an order that the plan chose. Each of these tokens is a *row* of the
-rank. From the figures of all ranks' rows :func:`gather_documents` makes the figures of documents. From the figures of
-documents :func:`rows_of` makes the figures of this rank's rows. For users that function is ``distca.rows_of``.
+A rank holds some tokens of some documents, in an order that the plan chose. Each is a *row* of the rank. The function
+``gather_documents`` makes figures of documents from figures of all ranks' rows. The function ``rows_of`` (for users
+``distca.rows_of``) does the reverse for one rank.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[to
 
     Args:
         step: the step that was run.
-        values: for each micro-batch [1, rows], a figure for each row of this rank. The sequence is empty on pipeline
-            stages without figures.
+        values: for each micro-batch [1, rows], a figure for each row of this rank; empty on pipeline stages without
+            figures.
 
     Returns:
-        For each micro-batch a list with a tensor [n] for each document: a figure for each of the document's n tokens,
-        in the order of tokens. The result is empty if ``values`` is empty.
+        For each micro-batch a list with one tensor [n] for each document of n tokens, in the order of tokens. Empty if
+            ``values`` is empty.
     """
     gathered = []
     for batch, mine, documents in zip(step.batches, values, step.documents.micro_batches, strict=False):
         lengths = [len(document) for document in documents]
-        # Every rank fills in the figures of its tokens, and leaves 0 for all other tokens.
+        # Every rank fills in its tokens and leaves 0 elsewhere, so the sum over ranks has all figures.
         whole = mine.new_zeros(sum(lengths))
         places, here = _places(batch, lengths)
         whole[places[here]] = mine.detach().flatten()[here]
@@ -47,9 +47,8 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 
     Args:
         batch: a micro-batch of ``step.batches``.
-        documents: for each document of the micro-batch [n], a figure for each of the document's n tokens. Documents are
-            in the order of ``step.documents``, which may differ from the order that the caller gave. All figures are on
-            the same device.
+        documents: for each document of the micro-batch [n], a figure for each of its n tokens, all on one device. The
+            order of documents is that of ``step.documents``, which may not be the caller's.
 
     Raises:
         PlanError: the number of documents, or of a document's figures, is wrong.

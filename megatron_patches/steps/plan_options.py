@@ -1,11 +1,8 @@
 """Makes the planner's options from Megatron's configuration and process groups, and from the arguments of ``CAD``.
 
-The planner divides attention into tasks and gives each task to a rank, its *server*. It needs the seconds of each task.
-Seconds come from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a shape of heads.
-Without such a table seconds are estimated. Servers on different GPU models have different tables.
-
-A plan *levels* attention: all ranks get tasks of about equal seconds. With pipeline stages some ranks are at times
-without linear layers to compute. Then a plan may level the sum of attention and linear layers ("time").
+The planner divides attention into tasks, gives each task to a rank, its *server*, and makes the servers' seconds about
+equal. It gets seconds from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a shape of
+heads. Without a table seconds are estimated.
 """
 
 from __future__ import annotations
@@ -58,13 +55,13 @@ def plan_options(
         kernel: the attention kernel that runs.
         device: this rank's device.
         given: the user's arguments of ``CAD``.
-        how: "keep" if servers keep q, k and v for backward, "resend" if servers get q, k and v once more.
+        how: "keep" if servers keep q, k and v for backward, "resend" if servers get them once more.
         remote: the processes that compute attention and have no model; None without such processes.
 
     Raises:
-        PlanError: the cost table is unusable or for other heads; ``level`` is "time", but seconds of linear layers were
-            not measured; ``speeds`` does not have a number for each server; or ``ranks_per_node`` does not divide the
-            number of servers.
+        PlanError: the cost table is unusable or for other heads; ``level`` is "time" and there are no measured seconds
+            of linear layers; ``speeds`` does not have a number for each server; or ``ranks_per_node`` does not divide
+            the number of servers.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -79,8 +76,8 @@ def plan_options(
         find = partial(_costs_on, kinds=layer_kinds.kinds, cost=None if given.cost_table else cost, kernel=kernel)
         costs = costs_by_gpu(costs, gpus, find, warns=dist.get_rank() == 0 and not given.speeds)
         unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
-        # "auto" is "attention" on CPUs, where ranks may share cores. It is "attention" with NVSHMEM too, as an idle
-        # server could get more rows at once than NVSHMEM's receive memory holds.
+        # CPU ranks may share cores, so no rank is idle. With NVSHMEM an idle server could get more rows at once than
+        # its receive memory holds.
         usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         works = partial(layer_works, config, layer_kinds, given.hybrid_layer_pattern, tp, given.recompute == "all")
         non_attention = _non_attention(config, cost, given.level, usual, works)
@@ -114,10 +111,10 @@ def plan_options(
 
 
 def check_speeds(speeds: Sequence[float], servers: int) -> None:
-    """Refuses ``speeds`` unless it has one finite number above 0 for each of the ``servers`` ranks and processes.
+    """Refuses ``speeds`` unless it has one finite number above 0 for each of the ``servers`` servers.
 
     Raises:
-        PlanError: ``speeds`` has another length, or a number that is not finite and above 0.
+        PlanError: ``speeds`` has another length, or another number.
     """
     if len(speeds) != servers or not all(0 < speed < math.inf for speed in speeds):
         raise PlanError(
@@ -142,9 +139,8 @@ def cost_model(
 ) -> CostModel:
     """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
 
-    The seconds come from the file ``cost_table``, if it is given, else from the package's table for this device,
-    kernel and heads. If there is no such table, seconds are estimated. Estimates for the reference kernel count the
-    pairs of query and key.
+    It is the file ``cost_table`` if given, else the package's table for this device, kernel and heads, else an
+    estimate. For the reference kernel the estimate counts pairs of query and key.
 
     Raises:
         PlanError: the named file is not usable, or was measured for other heads.
@@ -165,12 +161,11 @@ def cost_model(
 
 
 def _name(device: torch.device) -> str:
-    """Returns the name under which the package has this device's cost tables."""
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
 def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
-    """Returns on every rank the table that rank 0 finds, or raises the PlanError that rank 0 raises."""
+    """Returns on every rank the table that rank 0 finds, or raises rank 0's PlanError."""
     found: list[TableCost | PlanError | None] = [None]
     try:
         found = [find()]
@@ -185,8 +180,8 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
 def _cost_of(kind: AttentionKind, cost: CostModel, kernel: str, gpu: str) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
-    For layers without a window ``cost`` is returned. For a window, if ``cost`` is a table, the package's table of that
-    window is returned. If the package has no such table, seconds with the window are estimated from ``cost``.
+    If ``cost`` is a table and the layers have a window, that is the package's table for the window. If the package has
+    none, or in all other cases, the seconds are derived from ``cost``.
     """
     if kind.window and isinstance(cost, TableCost):
         heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
@@ -200,13 +195,13 @@ def _cost_of(kind: AttentionKind, cost: CostModel, kernel: str, gpu: str) -> Cos
 def _costs_on(
     gpu: str, kinds: Sequence[AttentionKind], cost: CostModel | None, kernel: Kernel
 ) -> tuple[CostModel, ...] | None:
-    """Returns for each kind of layer the cost table of another GPU model; None if there is no such table.
+    """Returns for each kind of layer the cost table of another GPU model; None if there is none.
 
     Args:
         gpu: the name of the GPU model.
         kinds: the kinds of attention layers.
-        cost: the costs on rank 0's GPU, with the shape of heads. If ``cost`` is no table, None is returned.
-        kernel: this rank's kernel. If ``gpu`` has no table of this kernel, the table of the kernel "torch" is taken.
+        cost: the costs on rank 0's GPU, with the shape of heads. The result is None if ``cost`` is no table.
+        kernel: this rank's kernel. If ``gpu`` has no table for it, the table for the kernel "torch" is taken.
     """
     if not isinstance(cost, TableCost):
         return None
@@ -227,8 +222,8 @@ def _non_attention(
 
     Args:
         config: Megatron's configuration.
-        cost: the seconds of attention tasks; ``cost.linear`` is the rate of linear layers, or None.
-        level: "attention", "time" (attention and linear layers together), or "auto".
+        cost: the seconds of attention tasks; ``cost.linear`` has the seconds of linear layers, or is None.
+        level: what a plan makes equal: "attention", "time" (attention and linear layers together), or "auto".
         usual: whether ``level`` "auto" means "time".
         works: a function that returns the work of the model's layers.
     """

@@ -1,14 +1,13 @@
 """Makes a step: plans one global batch, and brings this rank's part of the batch to its device.
 
-A row is the hidden state of one token. The plan places every row on one data-parallel rank, the row's *home*, where
-linear layers run. It also divides core attention into tasks, and gives each task to a rank, the task's *server*. Any
-rank of any pipeline stage may be a server. Some runs also have servers without a model: processes that compute
-attention only.
+A row is the hidden state of one token. The plan gives every row a *home*, the data-parallel rank that computes linear
+layers for it. The plan also divides core attention into tasks, and gives each task to a rank of any pipeline stage. A
+rank's *routes* list the rows that it sends and receives, and its tasks. Some runs also have *servers without a model*:
+processes that compute attention only.
 
-Every rank calls :func:`make_step` with the same documents, and computes the same plan from the documents' lengths. A
-rank's *routes* are the rank's part of the plan: the rows that the rank sends and receives, and the tasks that the rank
-computes. In a *forward phase* each stage runs the forward of one micro-batch. A stage without a micro-batch in that
-phase only computes attention for other stages. A *backward phase* is the same for backward.
+Every rank calls :func:`make_step` with the same documents, and computes the same plan from their lengths. The plan is a
+list of phases. In a *forward phase* each stage runs the forward of one micro-batch, or only computes attention for
+other stages. A *backward phase* is the same for backward.
 """
 
 from __future__ import annotations
@@ -41,14 +40,13 @@ from megatron_patches.steps.step_documents import StepDocuments
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's rows of a micro-batch on the rank's device, in the order in which the model gets the rows.
+    """One rank's rows of a micro-batch on its device, in the order in which the model gets them.
 
     Attributes:
         tokens: [1, rows] int64 token ids.
         labels: [1, rows] int64 next token of the same document.
-        loss_mask: [1, rows] bool, whether the row's label counts in the loss. Padding, a document's last token and
-            labels that are not to be learned do not count. If documents have weights, float32 weights stand in place
-            of bool.
+        loss_mask: [1, rows] whether the row's label counts in the loss: bool, or float32 weights if documents have
+            weights. Padding, a document's last token and labels that are not to be learned do not count.
         positions: [1, rows] int64 position in the document.
         documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
         attention: the object that a model gets in place of the attention mask.
@@ -69,21 +67,19 @@ class Step:
     """One global batch, ready to run.
 
     Attributes:
-        documents: the documents, by micro-batch. The plan may have moved documents to other micro-batches than the
-            caller gave.
+        documents: the documents, by micro-batch of the plan. The caller may have given other micro-batches.
         plan: the plan of all ranks.
         balance: estimated seconds of every rank, before and after planning.
         routes: this rank's routes; None if every rank computes its own attention.
         batches: this rank's rows, by micro-batch.
         planning_ms: milliseconds from the beginning of planning until attention's routes were made.
         waited_ms: milliseconds that the training loop waited for the step.
-        vocabulary: all token ids of this rank are from 0 to below this number; None if ids were not checked.
-        announced: the number by which servers without a model know the step; 0 without such servers. Only rank 0
-            announces steps, so the number is 0 on other ranks.
-        generation: how often servers without a model had come or gone when the step was planned. After a further
-            change the step is planned again.
-        queued: a function to call once the step's work is queued on the device. In a loop of ``CAD.plan_ahead`` the
-            function begins to plan the next step.
+        vocabulary: all token ids of this rank are below this number; None if ids were not checked.
+        announced: the number by which servers without a model know the step; 0 without such servers, and on ranks other
+            than 0.
+        generation: how often servers without a model had joined or left when the step was planned.
+        queued: a function to call once the step's work is queued on the device. ``CAD.plan_ahead`` begins to plan the
+            next step then.
     """
 
     documents: StepDocuments
@@ -101,7 +97,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Taker:
-    """The rank for which a step is made, and the needs of the rank's model.
+    """The rank for which a step is made, and what its model needs.
 
     Attributes:
         stage: the rank's pipeline stage.
@@ -109,8 +105,8 @@ class Taker:
         device: the device of the rank's rows.
         lengths: whether the model's position embedding needs the length of every row's document.
         vocabulary: token ids have to be below this number; None leaves ids unchecked.
-        recurrences: for each layer of the model the layer's recurrence, or None for a layer with attention. The
-            sequence is empty if all layers have attention.
+        recurrences: for each layer of the model its recurrence, or None if it has attention. Empty if all layers have
+            attention.
     """
 
     stage: int
@@ -136,11 +132,11 @@ def make_step(
     Args:
         documents: the step's documents, by micro-batch.
         options: the options of the planner.
-        taker: this rank and the needs of the model.
-        room: the most tokens of a micro-batch, over all ranks. With a room the planner may move documents to other
-            micro-batches of the step, unless documents have homes. 0 leaves every document in its micro-batch.
+        taker: this rank and the needs of its model.
+        room: the most tokens of a micro-batch, over all ranks. The planner may then move documents to other
+            micro-batches, unless the caller gave documents their ranks. 0 leaves every document in its micro-batch.
         number: the step's number, for messages.
-        folder: the folder of the file that is written if the planner fails.
+        folder: the folder for the file that is written if the planner fails.
         remote: the servers without a model, which plan the step as well; None without such servers.
 
     Raises:
@@ -148,7 +144,7 @@ def make_step(
         PlanError: documents cannot be laid out over ranks; a document spans ranks while ``options.disaggregate`` is
             False; or a server without a model made another plan.
         LaunchError: a server without a model does not answer.
-        DataError: a document on this rank has token ids that are not whole numbers or that the model does not have.
+        DataError: a document on this rank has a token id that is no whole number or not below ``taker.vocabulary``.
     """
     began = time.perf_counter()
     document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
@@ -215,13 +211,11 @@ def make_step(
 
 
 def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload: Upload) -> StepRoutes:
-    """Returns the routes of all layers of this stage: the given routes of attention layers, and new routes of recurrent
-    layers.
+    """Returns the routes of all layers of this stage: the given routes, and new ones for recurrent layers.
 
-    A nano-batch is one of the parts, usually two, into which a micro-batch is split. A piece is a run of a document's
-    rows that lie on one rank in one nano-batch. Routes of recurrent layers move recurrent states from a document's
-    earlier pieces to later pieces. These routes also move the ``halo_rows`` rows before a piece, which a causal
-    convolution reads. Layers with equal ``halo_rows`` share routes.
+    A nano-batch is a half of a micro-batch, or all of it. A piece is a run of a document's rows on one rank in one
+    nano-batch. Routes of a recurrent layer move the recurrent state from a document's earlier pieces to later ones.
+    They also move the ``halo_rows`` rows before a piece, which the layer's causal convolution reads.
     """
     options = plan.options
     stage, recurrences = taker.stage, taker.recurrences
@@ -262,13 +256,14 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
 
 def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
-    """Returns the distinct numbers of rows that causal convolutions of the layers read before the current row."""
+    """Returns the distinct numbers of rows before the current row that the layers' causal convolutions read."""
     return {each.halo_rows for each in recurrences if each is not None}
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
-    """Refuses token ids below 0 or not below ``vocabulary``. An embedding split over ranks would return zeros for such
-    ids. ``drawn`` has for each micro-batch [documents, 2] the micro-batch and place that the caller gave.
+    """Refuses token ids that the model does not have. An embedding split over ranks would return zeros for them.
+
+    ``drawn``: for each micro-batch [documents, 2], the micro-batch and place that the caller gave.
     """
     for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
@@ -281,9 +276,9 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
 
 
 def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:
-    """Returns the documents and weights in the micro-batches of the plan. Documents with homes are never moved.
+    """Returns the documents and weights in the micro-batches of the plan.
 
-    ``drawn`` has for each micro-batch of the plan [documents, 2] the micro-batch and place that the caller gave.
+    ``drawn``: for each micro-batch of the plan [documents, 2], the micro-batch and place that the caller gave.
     """
     given, weights = documents.micro_batches, documents.weights
     return replace(
@@ -300,9 +295,10 @@ def batch_on_device(
     *,
     lengths: bool = False,
 ) -> Batch:
-    """Returns a rank's rows of a micro-batch as tensors, which have their values once ``upload`` is sent.
+    """Returns a rank's rows of a micro-batch as tensors, whose values are there once ``upload`` is sent.
 
-    With ``lengths`` the attention object also gets the length of every row's document."""
+    With ``lengths`` the attention object also gets the length of every row's document.
+    """
     columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions, rows.documents)
     tokens, labels, loss_mask, positions, numbers = (upload.add(column)[None] for column in columns)
     if lengths:
@@ -328,7 +324,7 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
     """Returns the attention object of a rank that has whole documents only.
 
     Raises:
-        PlanError: the layout cuts a document, on any rank. All ranks have the same layout, so all raise the error.
+        PlanError: the layout, which is the same on all ranks, cuts a document.
     """
     everyone = layout.q
     cut = everyone.document[(everyone.start > 0) | (everyone.stop < layout.last[everyone.document])]
@@ -344,11 +340,10 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
 
 
 def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
-    """Pads all micro-batches of a rank to as many rows as the largest has. Padding rows have token 0, no loss and no
-    document.
+    """Pads all micro-batches of a rank to as many rows as the largest has.
 
-    Megatron's 1F1B schedule then moves activations of equal sizes between stages. For unequal sizes Megatron would send
-    each size first, and the host would wait for the size.
+    Padding rows have token 0, no loss and no document. With unequal sizes Megatron's 1F1B schedule would send each size
+    first, and the host would wait for it.
     """
     assert all(len(batch.nano_rows) == 1 for batch in batches), "padding is appended, so there is one nano-batch"
     rows = max(batch.nano_rows[0] for batch in batches)

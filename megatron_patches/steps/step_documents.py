@@ -1,7 +1,7 @@
 """The documents of one training step, in the form that ``CAD.plan_step`` and ``CAD.plan_ahead`` take, and checks.
 
-A step is a list of micro-batches. A micro-batch is a list of documents for all data-parallel ranks together. Every rank
-gets the same documents. A document's *home* is a data-parallel rank that is to hold the whole document.
+A step is a list of micro-batches. A micro-batch is a list of the documents of all data-parallel ranks. A document's
+*home* is the data-parallel rank that is to hold the whole document; most documents have none.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from distca.data.batch import Document
 from distca.errors import PlanError
 
 _SAMPLES, _SAMPLE_IDS = 8, 16
-"""The number of documents in a step's checksum, and the number of token ids of each of these documents. Every rank
-reads these ids, so more ids would take more time."""
+"""Documents in a step's checksum, and token ids of each. Every rank reads these ids, so more take longer."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,11 @@ class StepDocuments:
     Attributes:
         micro_batches: for each micro-batch a list of documents. A document is anything with a length and slices of
             token ids.
-        homes: for each micro-batch a [documents] array of integers, the data-parallel rank that holds the whole
-            document; or None, with which the planner may cut documents over ranks.
+        homes: for each micro-batch a [documents] integer array, the data-parallel rank that holds the whole document.
+            With None the planner may cut documents over ranks.
         note: any object of the caller's, which the planned step has as ``step.documents.note``.
-        weights: for each micro-batch a [documents] array of numbers, each the factor of a document's tokens in the
-            loss; None is 1 for all documents.
+        weights: for each micro-batch a [documents] array of numbers, factors of the documents' tokens in the loss; None
+            is 1 for all documents.
     """
 
     micro_batches: Sequence[Sequence[Document]]
@@ -42,7 +41,7 @@ class StepDocuments:
 
 
 def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments:
-    """Returns the given documents with lists in place of iterables, and with homes and weights as arrays.
+    """Returns the given documents with micro-batches as lists, and homes and weights as arrays.
 
     Raises:
         PlanError: a micro-batch or document has another type; the number of homes or weights is not the number of
@@ -76,7 +75,7 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
         documents: from :func:`listed`.
         ranks: number of data-parallel ranks.
         tokens_per_rank: the most tokens of a micro-batch, divided by the number of ranks. If documents have homes, it
-            also limits the tokens of every single rank.
+            also limits the tokens of each rank.
 
     Raises:
         PlanError: a document has no tokens; a micro-batch or a home has too many tokens; or a home does not exist.
@@ -126,7 +125,8 @@ def _check_row(name: str, document: Any) -> None:
 
 
 def checksum(documents: StepDocuments) -> int:
-    """Returns a CRC-32 of all weights and of a sample of token ids. Ranks whose checksums differ have other documents.
+    """Returns a CRC-32 of all weights and of a sample of token ids. If it differs between ranks, their documents
+    differ.
 
     The sample has the middle ids of some documents, which are spread evenly over the step.
 
@@ -149,7 +149,7 @@ def checksum(documents: StepDocuments) -> int:
 def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
     """Checks homes or weights; returns for each micro-batch an array, or None if the caller gave None.
 
-    ``kinds`` are the kinds of numpy dtypes that are allowed, such as "iu" for whole numbers.
+    ``kinds``: the kinds of numpy dtypes that are allowed, such as "iu" for whole numbers.
     """
     if len(given) != len(micro_batches):
         raise PlanError(f"`{name}` are for {len(given)} micro-batches, and the step has {len(micro_batches)}.")

@@ -1,8 +1,7 @@
 """Makes training steps in a background thread, one ahead, and compares each step's plan between ranks.
 
-Every rank plans each step by itself, while the device still runs the previous step. Before the training loop gets a
-step, ranks compare checksums of the plan and of some tokens. ``Step.waited_ms`` is the time for which the training loop
-waited.
+Every rank plans the next step while the device still runs the current one. Before the training loop gets a step, ranks
+compare checksums of the plan and of some tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class AgreedSteps:
     All ranks create the object together, as it creates a process group.
 
     Args:
-        device: the device to which the thread copies rows and routes.
+        device: the device to which the thread copies rows and routes (lists of the rows that ranks exchange).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +50,7 @@ def _fingerprint(step: Step) -> Fingerprint:
 
 
 def planning_thread(device: torch.device) -> ThreadPoolExecutor:
-    """Returns a pool of one background thread in which steps are made; its current CUDA device is ``device``."""
+    """Returns a pool of one background thread for making steps, with ``device`` as its current CUDA device."""
     return ThreadPoolExecutor(1, thread_name_prefix="distca-planning", initializer=_begin, initargs=(device,))
 
 
@@ -65,15 +64,14 @@ def _begin(device: torch.device) -> None:
 
 
 def _is_planning() -> bool:
-    """Whether the caller runs in a thread that makes steps. Such a thread would wait forever for a step."""
+    """Whether the caller runs in a thread that makes steps, which would wait forever for a step."""
     return getattr(_here, "plans", False)
 
 
 class StepsAhead:
     """Makes the steps of one loop in a background thread, one ahead.
 
-    Several loops may share the thread, for example training and a validation inside the training loop. All ranks begin
-    steps in the same order, and the thread makes steps in that order.
+    Several loops may share the thread, for example training and a validation inside the training loop.
 
     Args:
         steps: an iterable that makes a step at each ``next``; only the thread calls it.
@@ -94,7 +92,7 @@ class StepsAhead:
             self.close()
 
     def start(self) -> None:
-        """Begins to make the next step. Does nothing if that step was begun already, or after the loop's end."""
+        """Begins to make the next step, if it was not begun and the loop has not ended."""
         if self._next is None and not self._closed:
             stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
             self._next = self._thread.submit(self._make, stream)
@@ -104,7 +102,7 @@ class StepsAhead:
             return next(self._steps, None)
 
     def close(self) -> None:
-        """Ends the loop. A step that was begun is still made, as other ranks wait to compare plans; then it is
+        """Ends the loop. A step that was begun is still made, as other ranks wait to compare plans, and then
         dropped."""
         self._closed, begun, self._next = True, self._next, None
         # Garbage collection may call this in the planning thread, which cannot wait for itself.
@@ -126,6 +124,5 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # The next step is begun once the work of this step is queued on the device. Earlier planning would slow down
-        # the queueing, as planning and queueing need Python's global lock.
+        # Planning and queueing need Python's global lock, so the next step begins when this one's work is queued.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)

@@ -1,8 +1,7 @@
 """Notes the state of a model at the end of ``CAD.attach``, and refuses to run the model once the state has changed.
 
-``CAD`` is the object that a training script makes. ``CAD.attach`` checks a model's configuration and modules, and
-copies some settings. So a later change could have no effect, or could bring in an unsupported setting. Before every
-step :func:`check_as_attached` looks for changes.
+``CAD`` is the object that a training script makes. Its ``attach`` checks a model's configuration and modules, and
+copies some settings. A later change could have no effect, or bring in an unsupported setting.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ _MAY_CHANGE = {
     "barrier_with_L1_time",
 }
 """Fields of the configuration that may change: ``CAD`` sets them itself, or schedules read them in every step."""
-# The attributes in which torch keeps a module's hooks.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""Paths in a disaggregated layer of modules whose ``forward`` is never called; "" is the layer itself. Only parts of
-these modules are called, so hooks on the modules would never run."""
+"""Paths in a disaggregated layer of modules whose ``forward`` never runs, as only their parts are called. "" is the
+layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +50,10 @@ class Attached:
 
 
 def note_attached(model: GPTModel, pool: AttentionPool, disaggregated: bool) -> None:
-    """Stores the state of a model in the model's attribute ``attached``.
+    """Stores the state of a model in its attribute ``attached``.
 
     Args:
-        model: the model, to which all changes of ``CAD.attach`` were made.
+        model: the model, after all changes of ``CAD.attach``.
         pool: the CAD's kernel and transport.
         disaggregated: whether other ranks compute parts of this rank's core attention.
     """
@@ -117,9 +115,7 @@ def _check_hooks(model: Any) -> None:
 
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the values of a configuration by field, without fields that may change.
-
-    Functions are left out too, except the activation function."""
+    """Returns the values of a configuration by field, without fields that may change and without most functions."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_CHANGE)
     values = {name: getattr(config, name) for name in names}
     return {
@@ -130,7 +126,7 @@ def fields_of(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (field, first value, second value) for each field whose two values differ."""
+    """Yields (field, first value, second value) for each field whose values differ."""
     for name in before | now:
         ours, theirs = before.get(name), now.get(name)
         if ours is not theirs and ours != theirs:

@@ -1,6 +1,7 @@
 """Checks a built GPTModel: constructor arguments, configuration, process groups, and classes of modules.
 
-Modules must be of exactly the expected class: a subclass may compute something that a disaggregated layer leaves out.
+Modules must be of exactly the expected class, as a subclass may compute something that this project's layers leave out.
+In names, "served" means supported.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SERVED_ARGUMENTS_BY = {
     "our RoPE, which takes frequencies and interpolation from megatron's embedding": """
         rotary_base rotary_percent rope_scaling rope_scaling_factor seq_len_interpolation_factor""",
 }
-"""Arguments of GPTModel of which all values are supported. The key says which part of the code obeys the arguments."""
+"""Arguments of GPTModel of which all values are supported, by the code that reads them."""
 SERVED_ARGUMENTS = {*" ".join(SERVED_ARGUMENTS_BY.values()).split()}
 
 ARGUMENTS = {
@@ -66,7 +67,7 @@ def check_bare(model: Any, pattern: str = "") -> None:
 
     Args:
         model: the object that the user gave to ``CAD.attach``.
-        pattern: the CAD's ``hybrid_layer_pattern``; empty where the model has to be a GPTModel.
+        pattern: the ``hybrid_layer_pattern`` of the user's CAD; empty where the model has to be a GPTModel.
 
     Raises:
         SupportError: the object is something else; the message names its class.
@@ -92,12 +93,12 @@ def check_bare(model: Any, pattern: str = "") -> None:
 def check_model(
     model: GPTModel, layer: type[TransformerLayer] = SplitTransformerLayer, options: ModelOptions = MEGATRONS
 ) -> None:
-    """Refuses a GPTModel that was built with an argument or a module that disaggregated layers would not obey.
+    """Refuses a GPTModel that was built with an argument or a module that is not supported.
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        layer: the required class of layers. For SplitTransformerLayer, layers may also be of this project's classes for
-            other kinds of layers, such as recurrent layers.
+        layer: the required class of layers. For SplitTransformerLayer, other kinds of layers may be of this project's
+            classes for them, for example recurrent layers.
         options: the model's options for which Megatron's configuration has no field.
 
     Raises:
@@ -132,7 +133,7 @@ def argument_of(model: Any, name: str) -> Any:
 
 
 def check_model_groups(model: Any) -> None:
-    """Refuses a model that was built with other process groups than Megatron's ``parallel_state`` has.
+    """Refuses a model that was built with other process groups than those of Megatron's ``parallel_state``.
 
     Raises:
         SupportError: a group differs; the message names it.
@@ -213,7 +214,7 @@ def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, An
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Refuses norms of queries and keys that are not of the classes which the configuration and the options require.
+    """Refuses norms of queries and keys of other classes than the configuration and the options require.
 
     Raises:
         SupportError: a norm has another class, is missing, or is there without ``qk_layernorm``.
@@ -230,9 +231,8 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
 
 
 def linears_like(linear: Any) -> tuple[type, type]:
-    """Returns the column-parallel and the row-parallel linear class of the library of ``linear``.
-
-    The library is Megatron or Transformer Engine."""
+    """Returns the column-parallel and the row-parallel class of the library of ``linear``: Megatron or Transformer
+    Engine."""
     if type(linear).__module__ == "megatron_patches.te.linears":
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 

@@ -1,13 +1,12 @@
 """Says which values of each field of Megatron's configuration are supported.
 
-``_SERVED_BY`` lists fields of which all values are supported. ``LIMITS`` lists fields of which some values are
-supported, with the reason for refusing others. ``experts.py`` lists fields of mixtures of experts. The functions
-also refuse some combinations of supported values. A field in none of these lists comes from a version of Megatron that
-is not known here, and has to have its default.
+- ``_SERVED_BY``: fields of which all values are supported.
+- ``LIMITS``: fields of which some values are supported, with the reason for refusing others.
+- ``experts.py``: fields of mixtures of experts.
 
-DistCA replaces Megatron's layers, block, norms and loss. Attention between q, k and v is computed by *attention
-servers*: ranks that compute it for other ranks, too. ``CAD`` is ``distca.CAD``, the object that training scripts make.
-In names, "served" means supported.
+A field that is not listed comes from an unknown version of Megatron, and has to have its default. In names, "served"
+means supported. Messages call the ranks that compute attention for others *attention servers*. ``CAD`` is
+``distca.CAD``, the object that training scripts make.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from distca.errors import SupportError
 from megatron_patches.support.experts import EXPERT_FIELDS, check_experts
 from megatron_patches.support.limits import Limit, check_limit
 
-# Fields of which all values are supported. The key says which code obeys the fields, or why no code reads them.
+# Fields of which all values are supported, by the code that reads them.
 _SERVED_BY = {
     "Megatron's own linear layers, embedding and MLP": """
         num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels add_bias_linear
@@ -219,12 +218,14 @@ LIMITS = {
     "use_grouped_gemm_for_dense_mlp": Limit(_TRANSFORMER_ENGINE, (False,)),
     "delay_wgrad_compute": Limit("weight gradients are computed in backward", (False,)),
 }
-"""Fields of which some values are supported, with the reason for refusing others, and the supported values. The last
-argument of a ``Limit`` names other fields. No code reads the other fields as long as the limited field has a supported
-value."""
+"""Fields of which some values are supported: the reason for refusing others, and the supported values.
+
+The last argument of a ``Limit`` names further fields, which no code reads while the limited field has a supported
+value.
+"""
 
 _CHECKED_TOGETHER = {"recompute_modules"}
-"""Fields that :func:`check_recomputation` checks together with ``recompute_granularity``."""
+"""Fields that :func:`check_recomputation` checks."""
 
 SERVED = {
     *" ".join(_SERVED_BY.values()).split(),
@@ -237,9 +238,6 @@ SERVED = {
 
 def check_config(config: TransformerConfig) -> None:
     """Refuses a configuration with a value that is not supported, or with an unknown field that is not at its default.
-
-    Args:
-        config: the configuration of a model.
 
     Raises:
         SupportError: the configuration is refused; the message names one field that is the reason.
@@ -282,15 +280,14 @@ def check_types(config: TransformerConfig) -> None:
 
 
 def check_recomputation(config: TransformerConfig, recompute_segments: bool = False) -> None:
-    """Refuses recomputation of modules other than MLPs (dense or with experts) one by one, and recomputation twice.
+    """Refuses to recompute single modules other than MLPs (dense or with experts), or to recompute MLPs twice.
 
     Args:
         config: the configuration of a model.
-        recompute_segments: whether backward recomputes everything but core attention, as ``CAD(recompute="all")``.
+        recompute_segments: whether backward recomputes everything but core attention, as ``CAD(recompute="all")`` does.
 
     Raises:
-        SupportError: the configuration names modules other than MLPs, or names MLPs although ``recompute_segments``
-            recomputes them.
+        SupportError: the configuration names modules other than MLPs, or names MLPs and ``recompute_segments`` is True.
     """
     if config.recompute_granularity is None:
         return

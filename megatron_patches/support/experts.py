@@ -1,8 +1,8 @@
 """Says which values are supported in the fields of Megatron's configuration about mixtures of experts.
 
-Tokens' hidden states ("rows") go to experts by exchanges of this project, and not by Megatron's token dispatcher. A
-micro-batch may run as two parts, called nano-batches, each with its own exchanges. ``config_fields.py`` has the tables
-for all other fields.
+Rows (hidden states of tokens) go to experts by exchanges of this project, in place of Megatron's token dispatcher. A
+micro-batch may run as two parts, called nano-batches, each with its own exchanges. In names and messages "served" means
+supported. ``config_fields.py`` has all other fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from megatron_patches.support.limits import Limit, check_limit
 
-# Fields of which all values are supported. The key says which part of the code obeys the fields.
+# Fields of which all values are supported, by the code that reads them.
 _SERVED_BY = {
     "megatron's routers and experts, and the losses for balance between experts": """
         num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
@@ -20,13 +20,12 @@ _SERVED_BY = {
         moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
         moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
         expert_model_parallel_size""",
-    # Fields that choose an implementation of a replaced part of Megatron, but no formula.
-    "nothing, as our part in place of megatron's computes the same formula": """
+    "no code, as this project's part in place of megatron's computes the same formula": """
         moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_per_layer_logging
         moe_shared_expert_glu_interleave_size use_grouped_gemm_for_shared_expert moe_mlp_glu_interleave_size
         moe_single_grouped_weight moe_single_grouped_bias use_fused_weighted_squared_relu
         overlap_dispatch_backward_with_experts_wgrad""",
-    "nothing, while the dispatcher is alltoall and no rows are dropped": """
+    "no code, while the dispatcher is alltoall and no rows are dropped": """
         moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
         moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms
         moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
@@ -57,21 +56,25 @@ LIMITS = {
     "moe_router_padding_for_fp8": Limit(_FP8, (False, None)),
     "fp8": Limit(_FP8, (None,)),
 }
-"""Fields of which a model with experts supports some values only, with the reason for refusing others. A third entry
-names fields that no code reads while the first field has a supported value."""
+"""Fields of which a model with experts supports some values only: the reason for refusing others, and the supported
+values.
+
+The last argument of a ``Limit`` names further fields, which no code reads while the limited field has a supported
+value.
+"""
 
 EXPERT_FIELDS = {
     *" ".join(_SERVED_BY.values()).split(),
     *" ".join(limit.inert for limit in LIMITS.values()).split(),
     *LIMITS,
 } - {"fp8"}
-"""All fields about experts. Models without experts do not read these fields, and may have any value in them."""
+"""All fields about experts. Models without experts do not read them, so any values pass."""
 
 _LOSSES = ("none", "aux_loss", "seq_aux_loss")
 
 
 def refuse_experts(config: TransformerConfig, what: str) -> None:
-    """Refuses a model with experts, for a feature that no test has shown to be right with experts.
+    """Refuses a model with experts, for a feature that was not tested with experts.
 
     Args:
         config: the model's configuration.

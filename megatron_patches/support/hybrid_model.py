@@ -1,7 +1,7 @@
 """Checks a built HybridModel: constructor arguments, configuration, process groups, and classes of modules.
 
 A HybridModel has a pattern with one letter for each layer: attention, a recurrent layer, an MLP or experts.
-``built_model.py`` has such checks for a GPTModel.
+``built_model.py`` checks a GPTModel. In names, "served" means supported.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_b
 
 
 def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
-    """Refuses a HybridModel that was built with an argument or a module that disaggregated layers would not obey.
+    """Refuses a HybridModel that was built with an argument or a module that is not supported.
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        pattern: the CAD's ``hybrid_layer_pattern``.
-        options: the CAD's ``model_options``.
+        pattern: the ``hybrid_layer_pattern`` of the user's CAD.
+        options: the ``model_options`` of the user's CAD.
 
     Raises:
         SupportError: an argument or a module is not supported; the message names the first.

@@ -1,7 +1,4 @@
-"""Refuses settings that are not supported with multi-head latent attention.
-
-No test has compared the refused settings with Megatron-Core.
-"""
+"""Refuses settings that were not tested with multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
 def check_latent(config: TransformerConfig, given: CadArguments) -> None:
-    """Refuses a setting that is not supported with latent attention; other models pass.
+    """Refuses a setting that is not supported with latent attention.
 
     Args:
         config: Megatron's configuration.
@@ -43,14 +40,13 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
 
 
 def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
-    """Returns the unsupported settings. A key is a phrase with a setting and the change to make; the value is True if
-    the setting is present."""
+    """Returns the unsupported settings by a phrase for the message; the value is True if the setting is present."""
     heads, tp = config.num_attention_heads, config.tensor_model_parallel_size
     if not hasattr(config, "v_head_dim"):
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}
     key_dim, value_dim = latent_dims(config)
     return {
-        # The gated delta net shows that the version is 0.19 or later, which latent attention needs.
+        # Latent attention needs 0.19, the first version with a gated delta net.
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
             tp > 1 and not config.sequence_parallel

@@ -1,8 +1,8 @@
 """Checks the layer spec that a user gives to ``CAD.block_spec``.
 
-A spec names the class of each module of a transformer layer. Two specs of Megatron are supported: the spec with
-Megatron's own modules, and the spec with Transformer Engine's modules. Disaggregated layers replace some modules. Other
-classes are refused, as they may compute something that the replacement leaves out.
+A spec names the class of each module of a transformer layer. Supported are Megatron's specs with its own modules and
+with Transformer Engine's. Other classes are refused, as this project replaces some modules, and the replacement may
+leave out what they compute. In names, "served" means supported.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _LOCAL = ": give the spec of megatron's get_gpt_layer_local_spec(normalization='
 
 
 def check_layer_spec(spec: ModuleSpec) -> None:
-    """Refuses a layer spec that names a class for which disaggregated layers have no replacement.
+    """Refuses a layer spec that names a class which is not supported.
 
     Args:
         spec: the spec of a transformer layer, from Megatron's get_gpt_layer_local_spec or
-            get_gpt_layer_with_transformer_engine_spec. In Transformer Engine's spec, linear layers contain norms.
+            get_gpt_layer_with_transformer_engine_spec.
 
     Raises:
         SupportError: a class is not supported; the message names the first.
@@ -98,15 +98,14 @@ def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> No
 
 
 def _module(spec: Any) -> Any:
-    """Returns the class that a spec builds. In later versions of Megatron-Core a spec may be a ``functools.partial`` of
-    a class method."""
+    """Returns the class that a spec builds. Later versions of Megatron-Core may give a partial of a class method."""
     if isinstance(spec, functools.partial):
         return getattr(spec.func, "__self__", spec.func)
     return spec.module if isinstance(spec, ModuleSpec) else spec
 
 
 def _expect_in_spec(path: str, found: Any, *served: Any) -> None:
-    """Refuses a class that is not in ``served``; the message proposes the first class in ``served``."""
+    """Refuses a class that is not in ``served``; the message proposes the first of them."""
     if found not in served:
         twice = ", whose norm would be applied twice" if "LayerNormColumn" in name_of(found) else ""
         raise SupportError(

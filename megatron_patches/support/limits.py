@@ -15,8 +15,8 @@ class Limit:
     Attributes:
         because: why other values are refused, as the rest of a sentence "NAME is VALUE, but ...".
         served: the values that are supported.
-        inert: names of other fields, with spaces between them. No code reads these fields while this field has a
-            supported value, so the other fields may have any value.
+        inert: names of further fields, with spaces between them. No code reads these while this field has a supported
+            value, so any values pass.
     """
 
     because: str

@@ -1,6 +1,6 @@
 """Refuses wrong values of ``model_options``: options of a model for which Megatron's configuration has no field.
 
-Options that would have no effect together with other settings are refused too.
+It also refuses options that other settings leave without effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distca.errors import SupportError
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions, Norms, QueryKeyNorm, Rotary
 
 _CHOICES = {"norms": Norms, "query_key_norm": QueryKeyNorm}
-"""Options whose value is one of a few words, with the type that lists these words."""
+"""Options whose value is one of a few words, with the type that lists them."""
 _ABOVE_ZERO = ("embedding_scale", "residual_multiplier", "logit_multiplier")
 """Options that must be above 0."""
 _FROM_ZERO = ("score_softcap", "final_softcap", "step_min", "latent_norm_epsilon")
@@ -36,9 +36,9 @@ def check_model_options(options: ModelOptions, config: TransformerConfig) -> Non
 
 
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
-    """Refuses a GPTModel built with rotary positions that no layer uses, as ``rotations`` has positions for all layers.
+    """Refuses a GPTModel whose rotary positions no layer uses, because ``rotations`` has positions for all layers.
 
-    A GPTModel with Megatron's default positions passes, as the user did not choose these positions.
+    A GPTModel with Megatron's default positions passes, as the user did not choose them.
 
     Raises:
         SupportError: the model's positions are not Megatron's default, and no layer uses them.
@@ -79,7 +79,7 @@ def _values(options: ModelOptions) -> Iterator[str]:
 
 
 def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
-    """Yields a sentence for each option of norms, biases or logits without effect together with other settings."""
+    """Yields a sentence for each option of norms, biases or logits that other settings leave without effect."""
     if not config.qk_layernorm:
         for name in ("query_key_norm", "norm_after_rotation"):
             if getattr(options, name) != getattr(MEGATRONS, name):
@@ -129,8 +129,7 @@ def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str
 
 
 def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
-    """Returns a sentence for each field of ``rotary`` with a wrong value. Each sentence begins with the field's
-    name."""
+    """Returns a sentence for each field of ``rotary`` with a wrong value, beginning with the field's name."""
     assert config.kv_channels is not None
     found = [f"scaling.{problem}" for problem in rotary.scaling.problems()]
     if not rotary.base > 0:

@@ -1,6 +1,6 @@
 """Checks Megatron's process groups, and that all ranks were given the same configuration.
 
-Ranks compute parts of each other's attention. So different configurations would give wrong results, or ranks would wait
+Ranks compute parts of each other's attention. With different configurations results would be wrong, or ranks would wait
 for each other forever.
 """
 
@@ -20,12 +20,9 @@ from megatron_patches.support.attached import fields_of
 def check_groups(config: TransformerConfig) -> None:
     """Refuses process groups that do not go with the configuration.
 
-    Args:
-        config: Megatron's configuration.
-
     Raises:
-        SupportError: there are no groups yet; sizes of groups differ from the configuration; or ranks are not numbered
-            in Megatron's default order: tensor-parallel ranks first, then data-parallel ranks, then stages.
+        SupportError: there are no groups yet; sizes of groups differ from the configuration; or ranks are not in
+            Megatron's default order: tensor-parallel ranks first, then data-parallel ranks, then stages.
     """
     if not parallel_state.model_parallel_is_initialized():
         raise SupportError(
@@ -48,8 +45,8 @@ def check_groups(config: TransformerConfig) -> None:
                 f"{name} is {getattr(config, name)} in the configuration, but Megatron's process groups were made with "
                 f"{size}: give the configuration and parallel_state.initialize_model_parallel the same {name}."
             )
-    # For each kind of group, the difference between the numbers of two neighbouring ranks. If two kinds have the same
-    # difference, the groups of the first kind have one rank each and need no check.
+    # By the distance of neighbouring ranks in a group, the group. Where two kinds of group have the same distance, the
+    # first kind has one rank, which needs no check. Example: tp 2, dp 2, 2 stages have distances 1, 2 and 4.
     strides = {
         1: parallel_state.get_tensor_model_parallel_group(),
         tp: parallel_state.get_data_parallel_group(),
@@ -66,7 +63,7 @@ def check_groups(config: TransformerConfig) -> None:
 def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) -> None:
     """Refuses a configuration or arguments that differ between ranks; all ranks call it together.
 
-    Only numbers, strings, booleans and None are compared.
+    It compares numbers, strings, booleans and None.
 
     Args:
         config: Megatron's configuration.

@@ -1,9 +1,7 @@
 """Refuses weights whose gradients would not be reduced, or that the optimizer would not update.
 
-``CAD.data_parallel`` wraps a model in Megatron's DistributedDataParallel. The wrapper adds gradients up in buffers, as
-``main_grad`` of each weight. A weight has a place in the buffers if it required a gradient when the model was wrapped.
-Some checks run before a model is wrapped. The checks of :func:`check_trained_weights` run before every step with a
-backward.
+``CAD.data_parallel`` wraps a model in Megatron's DistributedDataParallel, which adds gradients up in buffers, as
+``main_grad`` of each weight. A weight has a place in a buffer if it required a gradient when the model was wrapped.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from distca.errors import SupportError
 from megatron_patches.te.fp8_weights import is_fp8
 
 _FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
-"""Attributes of linear layers, in Megatron and in Transformer Engine. If True, the matrix product of backward adds the
-weight's gradient to ``main_grad`` itself."""
+"""Attributes of linear layers, in Megatron and in Transformer Engine. If True, backward's matrix product adds the
+weight's gradient to ``main_grad``."""
 
 
 def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
@@ -38,7 +36,7 @@ def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
 
 
 def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) -> None:
-    """Refuses weights that are FP8 numbers only (``fp8_param``) without Megatron's distributed optimizer.
+    """Refuses weights that are stored in FP8 alone (``fp8_param``) without Megatron's distributed optimizer.
 
     Raises:
         SupportError: ``distributed_optimizer`` is False for such weights.
@@ -54,9 +52,9 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
     """Refuses weights with another dtype than ``params_dtype``, or on another type of device than ``device``.
 
     Args:
-        model: the model, before it is wrapped. Its dtype is not checked if ``params_dtype`` is bfloat16, as Megatron
-            then casts the weights.
-        params_dtype: the configuration's ``params_dtype``.
+        model: the model, before it is wrapped.
+        params_dtype: the configuration's ``params_dtype``. With bfloat16 any dtype passes, as Megatron then casts the
+            weights.
         device: this rank's device.
 
     Raises:
@@ -77,7 +75,7 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
 def check_trained_weights(model: DistributedDataParallel) -> None:
     """Refuses a model with weights that were frozen, unfrozen, added, replaced or moved after ``CAD.data_parallel``.
 
-    Hooks on gradients that would get unwritten memory are refused too.
+    It also refuses hooks on gradients that would get unwritten memory.
 
     Raises:
         SupportError: a weight is refused; the message names the first.
@@ -95,7 +93,7 @@ def check_trained_weights(model: DistributedDataParallel) -> None:
 
 
 def _check_places(model: DistributedDataParallel) -> None:
-    """Refuses weights outside Megatron's buffers, as the distributed optimizer updates the buffers alone."""
+    """Refuses weights outside Megatron's buffers. The distributed optimizer updates only the buffers."""
     for buffer in model.buffers + model.expert_parallel_buffers:
         if buffer.param_data is None:
             continue
@@ -135,7 +133,6 @@ def _name_of(model: DistributedDataParallel, weight: torch.nn.Parameter) -> str:
 
 
 def _bare(name: str) -> str:
-    """Returns the name that a weight has in the unwrapped model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

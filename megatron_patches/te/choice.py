@@ -32,8 +32,8 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
     """Returns True if a model gets Transformer Engine's linear layers, and False if it gets Megatron's own.
 
     Args:
-        linears: "te" for Transformer Engine's layers, "local" for Megatron's own. "auto" takes Transformer Engine's
-            layers if these can be used.
+        linears: "te" for Transformer Engine's layers, "local" for Megatron's own, "auto" for Transformer Engine's if
+            they can be used.
         config: the model's configuration.
         device: this rank's device.
 
@@ -64,10 +64,10 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
 
 
 def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
-    """Refuses a layer spec with Transformer Engine's linear layers, in a run for which Megatron's own were chosen.
+    """Refuses a layer spec with Transformer Engine's linear layers, as the run has Megatron's own.
 
     Raises:
-        SupportError: always; the message says why Megatron's own were chosen.
+        SupportError: always; the message says why the run has Megatron's own.
     """
     reason = why_not_te(device, config.params_dtype) or "`linears` is local, and neither auto nor te"
     raise SupportError(
@@ -92,8 +92,7 @@ def check_moments(moments: torch.dtype, device: torch.device) -> None:
 
 
 def why_not_te(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns why Transformer Engine's linear layers cannot be used, as part of a sentence; None if they can be
-    used."""
+    """Returns why Transformer Engine's linear layers cannot be used, as part of a sentence; None if they can."""
     if device.type != "cuda":
         return _NO_GPU
     if dtype != torch.bfloat16:

@@ -1,11 +1,10 @@
-"""Weights of Transformer Engine's linear layers that exist as FP8 numbers and scales only, without a bfloat16 copy.
+"""Weights of Transformer Engine's linear layers that are stored in FP8 (numbers and scales) alone.
 
-Megatron builds such weights if its configuration sets ``fp8_param``. For each weight Megatron's optimizer keeps a
-float32 *main weight*, which is made from the drawn initial values and not from the FP8 numbers.
+Megatron builds such weights if its configuration sets ``fp8_param``. Its optimizer keeps a float32 *main weight* for
+each. The first main weight is the drawn initial value, not rounded to FP8.
 
-For backward on Hopper GPUs, Transformer Engine makes a transposed copy of a weight's FP8 numbers. Transformer Engine
-would keep that copy, which doubles the weight's memory. This file drops the copy after use, so a weight takes one byte
-for each parameter.
+For backward on Hopper GPUs Transformer Engine makes a transposed copy of a weight's FP8 numbers, and keeps it. This
+file drops the copy after use, which halves the weight's memory to one byte for each parameter.
 """
 
 from __future__ import annotations
@@ -22,29 +21,30 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 def is_fp8(weight: torch.Tensor) -> bool:
-    """Whether a weight is FP8 numbers and scales. The ``dtype`` of such a weight says bfloat16."""
+    """Whether a weight is stored in FP8. Its ``dtype`` says bfloat16 all the same."""
     return bool(fp8_utils.is_float8tensor(weight))
 
 
 def has_fp8_weights(model: torch.nn.Module) -> bool:
-    """Whether some weight of a model is FP8 numbers and scales."""
+    """Whether some weight of a model is stored in FP8."""
     return any(is_fp8(weight) for weight in model.parameters())
 
 
 def keep_rows_only(weight: Any) -> None:
-    """Drops the transposed copy of a weight's FP8 numbers, and prevents later quantisations from making a copy."""
+    """Drops the transposed copy of a weight's FP8 numbers, and prevents later quantisations from making one."""
     weight._quantizer.set_usage(rowwise=True, columnwise=False)
     forget_columns(weight)
     _cast_parts_by_rows()
-    # The replaced function makes transposed copies of all weights after every update of the optimizer.
+    # Megatron calls this function after every update; its own version makes transposed copies of all weights.
     fp8_utils.te_post_all_gather_processing = forget_columns
 
 
 def break_reference_cycle(weight: Any) -> None:
-    """Lets Python free a weight as soon as nothing else uses the weight.
+    """Lets Python free a weight as soon as nothing else uses it.
 
-    Transformer Engine stores two bound methods as attributes of the weight, so the weight refers to itself. Python
-    frees such a cycle late. The new attributes refer to the weight by a weak reference."""
+    Two attributes of the weight are its own bound methods, so it refers to itself, and Python frees such a cycle late.
+    The new attributes have a weak reference instead.
+    """
     here = weakref.ref(weight)
 
     def bound(method: Any) -> Callable[[], Any]:
@@ -59,8 +59,9 @@ def break_reference_cycle(weight: Any) -> None:
 def _cast_parts_by_rows() -> None:
     """Makes Transformer Engine cast one-dimensional tensors to FP8 without a transposed copy.
 
-    The distributed optimizer casts this rank's part of a weight as one long row. With current scaling Transformer
-    Engine would also transpose that row, which takes 70 ms for a billion weights."""
+    The distributed optimizer casts this rank's part of a weight as one long row. Transposing that row takes 70 ms for a
+    billion weights.
+    """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     cast = Float8Quantizer.update_quantized
@@ -95,8 +96,7 @@ def set_values(weight: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def broadcast_weights(model: DistributedDataParallel) -> None:
-    """Copies the weights of the first data-parallel rank to all other data-parallel ranks, before the optimizer is
-    built."""
+    """Copies the first data-parallel rank's weights to the other data-parallel ranks, before the optimizer is built."""
     if not has_fp8_weights(model):
         model.broadcast_params()
         return

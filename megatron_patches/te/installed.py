@@ -1,8 +1,7 @@
 """Says, without an import, whether a supported Transformer Engine is installed; hides Transformer Engine without a GPU.
 
-Megatron-Core imports Transformer Engine wherever the package is installed. On a machine without a GPU this import would
-fail in a way that Megatron-Core does not expect. A hook makes the import raise ModuleNotFoundError on such machines, as
-if the package were not installed.
+Megatron-Core imports Transformer Engine wherever it is installed, and without a GPU that import fails with an error
+that Megatron-Core does not expect. A hook makes it raise ModuleNotFoundError, as if the package were missing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from types import ModuleType
 
 NAME = "transformer_engine"
 SUPPORTED = ">=2.11,<2.21"
-"""The versions with which this project works, as pip writes them."""
+"""The supported versions, as pip writes them."""
 _FIRST, _BEYOND = (2, 11), (2, 21)
 
 
@@ -51,7 +50,7 @@ def hide_without_gpu() -> None:
 
 
 class _NotWithoutGpu:
-    """An import hook that refuses to load Transformer Engine while torch has no GPU. Other imports pass."""
+    """An import hook that refuses to load Transformer Engine while torch has no GPU."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

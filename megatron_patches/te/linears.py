@@ -1,7 +1,7 @@
 """Megatron's wrappers of Transformer Engine's linear layers, changed for layers that run a micro-batch in two parts.
 
-The two parts are called ping and pong. A layer runs the forward of ping, then the forward of pong, and later the
-backward of pong before the backward of ping. Importing this module imports Transformer Engine.
+A layer runs forward of part 1, then of part 2. Later it runs backward of part 2, then of part 1. Importing this module
+imports Transformer Engine.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_patches.te.quantization import in_fp8, make_recipe
 logger = logging.getLogger(__name__)
 
 _HISTORY = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
-"""For each direction, the name under which Transformer Engine holds the state of delayed scaling: scales, and the
-largest values of earlier steps from which scales follow."""
+"""The names under which Transformer Engine holds the state of delayed scaling: scales, and the largest values of
+earlier steps."""
 
 
 class _Linear:
@@ -34,25 +34,22 @@ class _Linear:
             break_reference_cycle(self.weight)  # type: ignore[attr-defined]
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        """Ignores ``.cuda()``, ``.bfloat16()`` and the like for FP8 weights, which are on the GPU already. A conversion
-        would round the weights to FP8 once more."""
+        """Ignores ``.cuda()``, ``.bfloat16()`` and the like for FP8 weights. They are on the GPU already, and would be
+        rounded again."""
         return self if self._is_fp8 else super()._apply(function, recurse)  # type: ignore[misc]
 
     @property
     def is_first_microbatch(self) -> bool:
-        """Always False. True would make backward of the first forward overwrite the weight's gradient. Ping is first in
-        forward but last in backward, so the gradient of pong would be lost."""
+        """Always False. With True, backward of part 1 would overwrite the weight's gradient of part 2."""
         return False
 
     @is_first_microbatch.setter
     def is_first_microbatch(self, first: bool) -> None:
-        """Drops the FP8 copies of weights if ``first`` is True. Megatron sets True before a step, whose first forward
-        then makes new copies."""
-        if first:
+        if first:  # set before a step: its first forward then makes new FP8 copies of the updated weight
             self.__dict__.get("_fp8_workspaces", {}).clear()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the output, and the bias if the caller has to add the bias, else None."""
+        """Returns the output, and the bias if the caller has to add it, else None."""
         with in_fp8(self._recipe, self.config):  # type: ignore[attr-defined]
             output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(x)  # type: ignore[misc]
         if self._is_fp8 and (product := output[0].grad_fn) is not None:
@@ -66,11 +63,13 @@ class _Linear:
     def _recipe(self) -> Any:
         return make_recipe(self.config)  # type: ignore[attr-defined]
 
-    # Transformer Engine's extra state is a pickle, and loading a pickle can run code. The state here has tensors only.
+    # Transformer Engine's own extra state is a pickle, which can run code when it is loaded. This one has tensors only.
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
-        """Returns the scales of delayed scaling and the largest values of earlier steps. Returns None without delayed
-        scaling, and before the first forward."""
+        """Returns the scales of delayed scaling and the largest values of earlier steps.
+
+        None without delayed scaling, and before the first forward.
+        """
         meta = self.fp8_meta  # type: ignore[attr-defined]
         if self._recipe is None or not self._recipe.delayed() or "scaling_fwd" not in meta:
             return None
@@ -81,8 +80,8 @@ class _Linear:
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Sets the state that :meth:`get_extra_state` returned. States of other kinds, such as pickles, are ignored, as
-        is a history of another length."""
+        """Sets the state that :meth:`get_extra_state` returned; ignores other states, and a history of another
+        length."""
         if self._recipe is None or not self._recipe.delayed() or not isinstance(state, dict):
             return
         meta = self.fp8_meta  # type: ignore[attr-defined]

@@ -1,11 +1,8 @@
 """FP8 in Transformer Engine's linear layers: the context in which a layer computes, and the scales of delayed scaling.
 
-A tensor is multiplied by a scale before the tensor is rounded to FP8. With *delayed* scaling the scale follows from the
-largest values of earlier steps. Scales stay the same during a step, so recomputation in backward rounds like forward.
-At the step's end :func:`end_step` reduces the largest values over ranks, and sets the next scales.
-
-Each of this project's linear layers opens an FP8 context for itself, by :func:`in_fp8`. Megatron's blocks open the
-context around whole layers.
+A tensor is multiplied by a scale before it is rounded to FP8. With *delayed* scaling the scale follows from the largest
+values of earlier steps. Scales stay the same during a step, so recomputation in backward rounds like forward. At the
+step's end :func:`end_step` sets the next scales.
 """
 
 from __future__ import annotations
@@ -21,15 +18,13 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.sizes.fp8_shapes import Fp8
 
-# For each way of scaling to FP8, the fields of Megatron's configuration.
 _FIELDS: dict[Fp8, dict[str, Any]] = {
     "none": {},
     "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "delayed": {
         "fp8": "hybrid",
         "fp8_recipe": "delayed",
-        # The number of steps whose largest values determine a scale.
-        "fp8_amax_history_len": 1024,
+        "fp8_amax_history_len": 1024,  # a scale follows from the largest values of so many steps
         "fp8_amax_compute_algo": "max",
     },
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -42,7 +37,8 @@ _unreduced = False
 def config_fields(fp8: Fp8, weights: bool = False) -> dict[str, Any]:
     """Returns the fields of Megatron's configuration for a way of scaling to FP8.
 
-    ``weights`` adds the field ``fp8_param``, with which weights are FP8 numbers only, without a bfloat16 copy."""
+    ``weights`` adds the field ``fp8_param``, with which weights are stored in FP8 alone.
+    """
     return _FIELDS[fp8] | ({"fp8_param": True} if weights else {})
 
 
@@ -55,7 +51,7 @@ def fp8_of(config: TransformerConfig) -> Fp8:
 
 
 def keeps_inputs(linear: Any) -> bool:
-    """Whether a linear layer keeps its bfloat16 input for backward. Most layers with FP8 keep an FP8 copy instead."""
+    """Whether a linear layer keeps its input for backward as it is. Most layers with FP8 keep an FP8 copy instead."""
     return linear.config.fp8 is None or getattr(linear, "save_original_input", False)
 
 
@@ -70,7 +66,8 @@ def make_recipe(config: TransformerConfig) -> Any:
 def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
     """Makes one of Transformer Engine's layers compute in FP8 inside the ``with`` block.
 
-    Nothing changes if an FP8 context is open already, or if ``recipe`` is None.
+    Nothing changes if an FP8 context is open already (Megatron may open one around whole layers), or if ``recipe`` is
+    None.
 
     Args:
         recipe: from :func:`make_recipe`, or another recipe of Transformer Engine.
@@ -89,9 +86,8 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
         _unreduced = True
         _autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
-    # Transformer Engine's own context manager also sets new scales, at its end and in backward of its first layer. Only
-    # end_step may set scales. So this context sets the state alone; the first False behind the group means "not the
-    # first layer".
+    # Transformer Engine's own context manager would also set new scales, which only end_step may do. The first False
+    # after the group says that the layer is not the first: backward of a first layer sets scales too.
     State.set_autocast_state((True, False, recipe, group, False, False))
     try:
         yield
@@ -100,11 +96,11 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
 
 
 def _autocast_arguments(manager: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns Transformer Engine's dictionary of the recipes and groups with which scales of delayed scaling are set.
+    """Returns Transformer Engine's dictionary of recipes and groups, from which delayed scaling sets scales.
 
     Args:
-        manager: Transformer Engine's FP8GlobalStateManager. The dictionary is an attribute of the manager in 2.11, and
-            an attribute of ``manager.quantization_state`` in 2.20.
+        manager: Transformer Engine's FP8GlobalStateManager. It has the dictionary itself in 2.11, and in
+            ``quantization_state`` in 2.20.
     """
     held: dict[str, tuple[Any, Any]] = getattr(manager, "quantization_state", manager).autocast_arguments
     return held
@@ -113,7 +109,8 @@ def _autocast_arguments(manager: Any) -> dict[str, tuple[Any, Any]]:
 def end_step() -> None:
     """Reduces the largest values of a step over ranks, and sets the next scales of delayed scaling.
 
-    All ranks call it after the step's last backward; without delayed scaling it does nothing."""
+    All ranks call it after the step's last backward; without delayed scaling it does nothing.
+    """
     global _unreduced
     if not _unreduced:
         return

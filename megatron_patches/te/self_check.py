@@ -1,6 +1,6 @@
 """Compares matrix products of a Transformer Engine linear layer with float64, on this machine's GPU.
 
-The layer runs in bfloat16, and in FP8 if the model does. The check runs before a model is built.
+The layer runs in bfloat16, and in FP8 if the model does.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ logger = logging.getLogger(__name__)
 _WIDTH, _OUT, _ROWS = 256, 384, 512
 """Inputs, outputs and rows of the layer that is checked."""
 _MOST = {"none": 0.0078, "current": 0.10, "delayed": 0.10, "blockwise": 0.10}
-"""The largest relative error that passes, for each way of scaling to FP8; "none" is bfloat16. The relative error of a
-product is the norm of its difference from float64, over the norm in float64. Rounding causes 0.2 % in bfloat16, and up
-to 5.8 % in FP8."""
+"""The largest relative error that passes, by the way of scaling to FP8; "none" is bfloat16.
+
+The error is the norm of the difference from float64, over the norm in float64. Rounding alone causes 0.2 % in bfloat16,
+and up to 5.8 % in FP8.
+"""
 _MOST_FACTOR = 0.02
-"""How far the factor between a product and its exact value may be from 1. Random rounding hardly changes this factor,
-so a larger distance shows a wrong scale."""
+"""The largest distance from 1 of the factor between a product and its exact value. Rounding averages out; a wrong scale
+does not."""
 
 
 def check_products(config: TransformerConfig, device: torch.device) -> str | None:
@@ -37,8 +39,7 @@ def check_products(config: TransformerConfig, device: torch.device) -> str | Non
         device: this rank's GPU.
 
     Returns:
-        Why products in bfloat16 are wrong, as part of a sentence and the same on every rank; None if products are
-        right.
+        Why products in bfloat16 are wrong, as part of a sentence and the same on every rank; None if they are right.
 
     Raises:
         SupportError: the configuration has FP8, and products are wrong on some rank; all ranks raise it.
@@ -122,7 +123,8 @@ def _products(
 def _recipe(fp8: Fp8) -> Any:
     """Returns Transformer Engine's recipe for the check; None for bfloat16.
 
-    Delayed scaling is checked with the recipe of current scaling, which runs the same products and keeps no scales."""
+    Delayed scaling is checked by current scaling, which runs the same products without a history.
+    """
     from transformer_engine.common import recipe
 
     if fp8 == "none":

@@ -22,7 +22,7 @@ from megatron_patches.te.fp8_weights import has_fp8_weights
 
 
 class OptimizerSettings(Protocol):
-    """The settings of the optimizer and its schedule, with the names that Megatron's optimizer gives them."""
+    """The settings of the optimizer and its schedule, most by the names that Megatron uses."""
 
     @property
     def lr(self) -> float: ...
@@ -46,7 +46,7 @@ class OptimizerSettings(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerAndSchedule:
-    """The optimizer, which updates the weights, and the schedule of its learning rate."""
+    """The optimizer, and the schedule of its learning rate."""
 
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
@@ -60,7 +60,7 @@ class OptimizerAndSchedule:
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         done, grad_norm, _ = self.optimizer.step()
         assert done, "without a loss scale no update is ever skipped"
-        # Without the distributed optimizer `grad` would stay set, and the next backward would add to `grad`.
+        # Without the distributed optimizer `grad` would stay set, and the next backward would add to it.
         self.optimizer.zero_grad()
         self.schedule.step(increment=1)
         return float(grad_norm), float(lr)
@@ -80,11 +80,11 @@ def build_optimizer(
     Args:
         model: from ``wrap_for_data_parallel``.
         settings: learning rates, weight decay, clipping and the like.
-        steps: number of steps of the whole run, at whose end the decay of the learning rate ends.
+        steps: number of steps of the whole run. The learning rate reaches its end then.
         warmup_steps: number of steps in which the learning rate rises linearly.
         dtype: dtype of the model's weights.
         decay_steps: number of steps of the decay at the run's end, for the schedule "wsd" (warm-up, stable, decay).
-        moments: dtype of Adam's moments, torch.float32 or torch.bfloat16. The latter needs Transformer Engine's Adam.
+        moments: dtype of Adam's moments, torch.float32 or torch.bfloat16. bfloat16 needs Transformer Engine's Adam.
 
     Raises:
         SupportError: ``moments`` needs Transformer Engine's Adam, which cannot be used here.
@@ -111,7 +111,7 @@ def build_optimizer(
             group["fused"] = True  # one kernel reads weights, moments and gradients once
     schedule = OptimizerParamScheduler(
         optimizer,
-        # Megatron's warm-up takes init_lr for the first step, which would change nothing with the default of 0.
+        # Megatron's warm-up takes init_lr for the first step. With its default, 0, that step would change nothing.
         init_lr=settings.lr / max(warmup_steps, 1),
         max_lr=settings.lr,
         min_lr=min_lr,
@@ -124,7 +124,7 @@ def build_optimizer(
         end_wd=settings.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
-        # A resumed run takes only the step number from the checkpoint, and the schedule from its own settings.
+        # A resumed run takes its schedule from its own settings, and the step number from the checkpoint.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -133,8 +133,8 @@ def build_optimizer(
 
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
     """Returns the fields of Megatron's optimizer configuration for bfloat16 moments and for FP8 weights."""
-    # The recipe "tensorwise" makes Megatron itself keep float32 main weights of FP8 weights. With "delayed" Transformer
-    # Engine's Adam would keep 16 bits beside each weight, which complete a bfloat16 weight but not an FP8 weight.
+    # With "tensorwise" Megatron keeps float32 main weights. With "delayed" Transformer Engine's Adam would keep 16 bits
+    # beside each weight, which make float32 of a bfloat16 weight, but not of an FP8 weight.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held
@@ -148,9 +148,8 @@ def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[s
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yields torch's Adam optimizers inside Megatron's optimizer.
-
-    If Transformer Engine or Apex is installed, Megatron takes the Adam of that library, and nothing is yielded."""
+    """Yields torch's Adam optimizers inside Megatron's optimizer; none if Megatron took Transformer Engine's or
+    Apex's."""
     for adam in inner_adams(optimizer):
         if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
             yield adam

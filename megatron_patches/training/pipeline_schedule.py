@@ -1,16 +1,15 @@
 """The pipeline schedule of models whose core attention is computed by all stages together.
 
 A tick is a forward phase of all stages, and then a backward phase of all stages. In a phase each stage runs one
-micro-batch or none. Layer i runs on all stages at the same time, so ranks of all stages can share the core attention of
-layer i. A stage without a micro-batch only *serves*: it computes attention for other stages.
+micro-batch or none. All stages run their layer i at the same time, and share its core attention. A stage without a
+micro-batch only *serves*: it computes attention for other stages.
 
 With p stages, stage s runs the forward of micro-batch m in tick m + s, and the backward in tick m + 2(p − 1) − s. M
-micro-batches take M + p − 1 forward phases and as many backward phases. Stage s holds activations of up to
-2(p − 1 − s) + 1 micro-batches; 1F1B holds activations of p − s.
+micro-batches take M + p − 1 forward phases and as many backward phases. Stage s holds activations of up to 2(p − 1 − s)
++ 1 micro-batches; Megatron's 1F1B holds those of p − s.
 
-Activations travel to the next stage during the backward phase that follows. Gradients travel to the previous stage
-during the next forward phase. All ranks start attention's exchanges and these transfers in the same order, so that
-ranks cannot wait for each other forever.
+Activations travel to the next stage during the backward phase that follows, gradients to the previous stage during the
+next forward phase. All ranks start all exchanges in the same order, so that none waits for another forever.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def run_ticks(
         model: this stage's part of the model, from ``wrap_for_data_parallel``.
         batches: this rank's tokens, by micro-batch; the same on all stages.
         forward_step: runs the model on one micro-batch, with the arguments that Megatron's schedules give.
-        plan: the plan, which says which micro-batch each stage runs in a phase.
+        plan: the plan of all ranks, with the micro-batch of each stage in each phase.
         routes: the rows of q, k, v and outputs that this rank sends and receives in each phase.
         pool: this rank's attention kernel, and the transport to the ranks that share core attention.
         forward_only: True computes losses only.
@@ -91,7 +90,7 @@ def run_ticks(
 
 
 class _Stage:
-    """The state of one rank from phase to phase: activations held for backward, and transfers under way."""
+    """One rank's state between phases: activations held for backward, and transfers under way."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class _Stage:
         self._last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         self._inputs: dict[int, torch.Tensor | None] = {}
         self._outputs: dict[int, torch.Tensor] = {}
-        # Transfers under way: activations are used by the next forward phase, gradients by the next backward phase.
+        # The next forward phase takes the activations, the next backward phase the gradients.
         self._activations, self._gradients = StageTransfer(None, None, []), StageTransfer(None, None, [])
         device = batches[0].tokens.device
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -122,8 +121,7 @@ class _Stage:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lets the model's transformer block run inside the ``with`` block. Elsewhere the transformer block refuses to
-        run."""
+        """Lets the model's transformer block run inside the ``with`` block; elsewhere it refuses to run."""
         block = self._gpt.decoder
         block.in_phases = True
         try:
@@ -134,7 +132,7 @@ class _Stage:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Makes the timeline, if it records, begin a span "head" after the last layer: for output layer and loss."""
+        """Makes the timeline, if it records, begin a span "head" (output layer and loss) after the last layer."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
             yield
@@ -146,7 +144,7 @@ class _Stage:
             hook.remove()
 
     def forward_phase(self, number: int, plan: StepPlan, forward_only: bool) -> None:
-        """Runs forward phase ``number``, in which this stage may only serve; then starts the activations' transfer."""
+        """Runs or serves forward phase ``number``, then starts the activations' transfer."""
         running = plan.forward[number].micro_batches
         received, output = self._activations.wait(), None
         micro_batch = running[self._number]
@@ -164,7 +162,7 @@ class _Stage:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
 
     def backward_phase(self, number: int, plan: StepPlan) -> None:
-        """Runs backward phase ``number``, in which this stage may only serve; then starts the gradients' transfer."""
+        """Runs or serves backward phase ``number``, then starts the gradients' transfer."""
         running = plan.backward[number].micro_batches
         micro_batch = running[self._number]
         received, sent = self._gradients.wait(), None
@@ -210,7 +208,7 @@ class _Stage:
         return gradient
 
     def _shape(self, micro_batch: int | None) -> tuple[int, int, int]:
-        """Returns the shape of a micro-batch's activations between stages, on this tensor-parallel rank."""
+        """Returns the shape of a micro-batch's activations on this tensor-parallel rank."""
         assert micro_batch is not None
         rows = self._batches[micro_batch].tokens.shape[1]
         shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
@@ -218,7 +216,7 @@ class _Stage:
 
 
 def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) -> AnyEmptyLayer:
-    """Returns the stand-in for a layer in phases without a micro-batch; a stand-in has no tokens and only serves."""
+    """Returns a stand-in without tokens for a layer, used in phases in which the stage only serves."""
     if hasattr(mixer, "recurrence"):
         given = mixer.core_parameters
         bias, skip = (each if each is None else each.detach() for each in (given.bias, given.skip))
@@ -230,7 +228,7 @@ def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Starts transfers of activations and gradients between this stage and the stages before and after.
+    """Starts transfers of activations and gradients between this stage and its two neighbours.
 
     Attributes:
         group: Megatron's pipeline group: one rank of each stage, in the order of stages.
@@ -245,13 +243,11 @@ class Neighbours:
     def start(self, step: int, sent: torch.Tensor | None, received_shape: tuple[int, ...] | None) -> StageTransfer:
         """Starts to send a tensor to stage + ``step``, and to receive a tensor from stage - ``step``.
 
-        The send and the receive start together, so that stages cannot wait for each other in a circle.
-
         Args:
             step: 1 for activations, -1 for gradients.
-            sent: the contiguous tensor that this stage sends; None sends nothing. The memory is held until
+            sent: the contiguous tensor to send; None sends nothing. Its memory is held until
                 :meth:`StageTransfer.wait`.
-            received_shape: shape of the tensor that this stage receives; None receives nothing.
+            received_shape: shape of the tensor to receive; None receives nothing.
         """
         me = dist.get_rank(self.group)
         operations, received = [], None
@@ -261,12 +257,13 @@ class Neighbours:
         if received_shape is not None:
             received = torch.empty(received_shape, dtype=self.dtype, device=self.device)
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=me - step))
+        # Both start together, so that stages cannot wait for each other in a circle.
         return StageTransfer(sent, received, dist.batch_isend_irecv(operations) if operations else [])
 
 
 @dataclass
 class StageTransfer:
-    """A transfer under way. The object holds the sent tensor until the transfer is done."""
+    """A transfer under way, with the sent tensor until it is done."""
 
     sent: torch.Tensor | None
     received: torch.Tensor | None

@@ -1,8 +1,7 @@
 """Prepares a model for a step: checks that model and step go together, and sets gradients to zero.
 
 ``distca.CAD``, the object that a training script makes, calls :func:`made_ready` before a step and :func:`note_trained`
-after a step with a backward. If an exception ended the previous step, :func:`made_ready` also resets Megatron's
-unfinished reduction of gradients.
+after a step with a backward.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _RUN_BY = {
     "layer_kinds": "configuration's windows",
     "align": "sequence parallelism or FP8",
 }
-"""The planner's options that must be the same in the step's plan and in the model's CAD. The values are the names of
-these options in messages."""
+"""The planner's options that must be the same in the step's plan and in the model's CAD, with their names in
+messages."""
 
 
 def made_ready(
@@ -57,12 +56,12 @@ def made_ready(
         model: from ``wrap_for_data_parallel``. With ``forward_only`` it may also be a model that is not wrapped.
         step: the step that is going to run.
         forward_step: runs the model on one micro-batch, with the arguments that Megatron's schedules give.
-        pool: the CAD's kernel and transport. The same CAD must have attached the model.
-        options: the CAD's options of the planner.
+        pool: the kernel and transport of the CAD that runs the step.
+        options: that CAD's options of the planner.
         forward_only: True if no gradients are computed.
 
     Returns:
-        A function that calls ``forward_step`` and checks the returned values.
+        A function that calls ``forward_step`` and checks what it returns.
 
     Raises:
         SupportError: model and step do not go together, or the model cannot be trained in its present state.
@@ -77,7 +76,7 @@ def made_ready(
         check_trained_weights(model)
         _check_replicas(model)
         _zero_gradients(model)
-    # Several models may share the configuration, so the function of this model is set before every step.
+    # Several models may share a configuration, so every step sets its model's function.
     if isinstance(model, DistributedDataParallel):
         in_ticks = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
         model.config.no_sync_func = refuse_other_schedule if in_ticks else no_sync_of(model)
@@ -112,10 +111,11 @@ def _zero_gradients(model: DistributedDataParallel) -> None:
     model.unfinished = True
     model.zero_grad_buffer()
     for weight in model.param_to_bucket_group:
-        weight.grad = None  # without the distributed optimizer `grad` may be set, and backward would add to `grad`
+        weight.grad = None  # without the distributed optimizer it may be set, and backward would add to it
 
 
 def _forget_step(model: DistributedDataParallel) -> None:
+    """Resets the reduction of gradients that an exception in the previous step left unfinished."""
     for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
@@ -130,14 +130,12 @@ def note_trained(model: DistributedDataParallel) -> None:
 
 
 def _check_replicas(model: Any) -> None:
-    """Refuses a model whose weights have come to differ between data-parallel ranks.
+    """Refuses a model whose weights differ between data-parallel ranks.
 
-    If the model was wrapped for a distributed optimizer, a rank reduces gradients of its own shard only. A distributed
-    optimizer updates this shard and gathers all shards. Any other optimizer updates all weights on each rank, most of
-    them by unreduced gradients.
+    They come to differ if the model was wrapped for a distributed optimizer, but trained with another one. Each rank
+    then has reduced gradients for its own shard only, and the other optimizer updates all weights.
     """
-    # Only a distributed optimizer gathers weights.
-    if getattr(model, "weights_gathered", True):
+    if getattr(model, "weights_gathered", True):  # a distributed optimizer is at work
         return
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     weights = [weight for weight in model.parameters() if not is_fp8(weight)]

@@ -1,7 +1,7 @@
-"""One training step by Megatron: the model's wrapper for data parallelism, forward, backward, and the step's loss.
+"""Runs one training step with Megatron: the model's wrapper for data parallelism, the schedule, and the step's loss.
 
-Losses are summed over tokens, so gradients are sums too. At the step's end gradients are divided once, by the number of
-target tokens in the global batch. So every target token counts alike, on every rank and in every micro-batch.
+Losses are summed over tokens, so gradients are sums too. At the step's end gradients are divided once by the number of
+target tokens in the global batch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
 
 _BUCKET_PARAMETERS = 100_000_000
-"""The size of a bucket: about how many weights have their gradients reduced together. It does not depend on the number
-of ranks, so checkpoints of the distributed optimizer have the same buckets for any number of ranks."""
+"""About how many weights have their gradients reduced together. Checkpoints of the distributed optimizer store buckets,
+so the size is the same for any number of ranks."""
 
 
 def wrap_for_data_parallel(
@@ -39,10 +39,9 @@ def wrap_for_data_parallel(
 ) -> DistributedDataParallel:
     """Wraps a model in Megatron's DistributedDataParallel, which reduces gradients over data-parallel ranks.
 
-    Without pipeline stages gradients are reduced during backward of a step's last micro-batch, a bucket of weights at a
-    time. In the first step Megatron counts how many gradients each weight gets in the last micro-batch. In later steps
-    Megatron reduces a bucket once its weights have got as many gradients again. So the last micro-batch of every step
-    must give each weight the same number of gradients, also on a rank without tokens.
+    Without pipeline stages a bucket of weights is reduced during backward of a step's last micro-batch. Megatron starts
+    the reduction once each weight of the bucket has as many gradients as in the first step. So every step must give
+    each weight the same number of gradients, also on a rank without tokens.
 
     Args:
         model: the model, which is cast to bfloat16 where its configuration says so.
@@ -69,10 +68,8 @@ def wrap_for_data_parallel(
 
 
 def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
-    """Returns a function that calls the model's ``no_sync``, but does not keep the model alive.
-
-    The function becomes a field of the configuration, which may live longer than the model."""
-    here = weakref.ref(wrapped)
+    """Returns a function that calls the model's ``no_sync``, but does not keep the model alive."""
+    here = weakref.ref(wrapped)  # the configuration holds the function, and may outlive the model
 
     def no_sync() -> Any:
         model = here()
@@ -83,9 +80,8 @@ def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Adds the attribute ``weights_gathered`` to the model: whether an optimizer has gathered shards of weights.
-
-    Without a distributed optimizer there are no shards, and the attribute is True from the start."""
+    """Adds the attribute ``weights_gathered`` to the model: whether an optimizer has gathered shards of weights, or
+    there are no shards."""
 
     def noting(gather: Callable[..., None]) -> Callable[..., None]:
         def noted(*args: Any, **options: Any) -> None:
@@ -101,15 +97,15 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
 
 
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
-    """Finishes the reduction of a step's gradients, and divides gradients by the target tokens of the global batch.
+    """Finishes the reduction of a step's gradients, and divides them by the target tokens of the global batch.
 
-    Schedules call it at a step's end in place of Megatron's ``finalize_model_grads``, which would make the host wait
-    for the number of tokens.
+    Schedules call it in place of Megatron's ``finalize_model_grads``, which would make the host wait for the number of
+    tokens.
 
     Args:
         models: from :func:`wrap_for_data_parallel`.
-        tokens: int scalar on the device, the target tokens of this rank; values of other stages than the last are
-            ignored. Afterwards the tensor has the global number on all ranks.
+        tokens: int scalar on the device, the target tokens of this rank. The last stage's number counts. Afterwards the
+            tensor has the global number on all ranks.
         options: further arguments of Megatron's ``finalize_model_grads``.
 
     Raises:
@@ -129,7 +125,7 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 def _check_uses(model: DistributedDataParallel) -> None:
     """Refuses a step whose last micro-batch gave a weight more or fewer gradients than in the first step.
 
-    A bucket is reduced once its weights have as many gradients as in the first step. Later gradients would be lost.
+    A gradient that comes after its bucket was reduced would be lost.
     """
     groups = model.bucket_groups + model.expert_parallel_bucket_groups
     for group in groups if model.ddp_config.overlap_grad_reduce else ():
@@ -149,25 +145,28 @@ def _check_uses(model: DistributedDataParallel) -> None:
 
 
 def _overlaps_reduction() -> bool:
-    """Whether gradients are reduced during backward: only without pipeline stages, which end backward at different
+    """Whether gradients are reduced during backward; not with pipeline stages, which end backward at different
     times."""
     return parallel_state.get_pipeline_model_parallel_world_size() == 1
 
 
 ForwardStep = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
-"""A function that runs the model on one micro-batch, for Megatron's schedules. It gets an iterator over batches and the
-model, and returns the model's output and a loss function. The loss function gets the output, and returns the summed
-loss, the number of target tokens as an int tensor, and anything to report."""
+"""Runs the model on one micro-batch, for Megatron's schedules.
+
+It gets an iterator over batches and the model, and returns the model's output and a loss function. The loss function
+gets the output, and returns three values: the summed loss, the number of target tokens as an int tensor, and a report
+of any type.
+"""
 
 
 def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
-    """Returns a function that calls ``forward_step`` and checks the returned values.
+    """Returns a function that calls ``forward_step`` and checks what it returns.
 
     Megatron would also accept a loss without a number of tokens, and divide gradients by the number of micro-batches.
 
     Raises:
-        SupportError: when the returned function is called, if ``forward_step`` or its loss function returns other
-            values than :data:`ForwardStep` says.
+        SupportError: from the returned function, if ``forward_step`` or its loss function does not keep to
+            :data:`ForwardStep`.
     """
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -185,7 +184,7 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
 
 class _OneBatch(Iterator[Batch]):
-    """The iterator that a forward step gets: it yields one batch and refuses a second ``next``."""
+    """Yields one batch and refuses a second ``next``."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches, self.taken = batches, False
@@ -198,7 +197,7 @@ class _OneBatch(Iterator[Batch]):
 
 
 def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor) -> Any:
-    """Calls the loss function, and returns its three values after checks of their types."""
+    """Calls the loss function, and checks and returns its three values."""
     returned = loss_function(output)
     if not (isinstance(returned, tuple | list) and len(returned) == 3):
         given = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
@@ -214,7 +213,7 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
             "The loss function's second value is no integer tensor; return the number of target tokens, for example "
             "(loss_mask > 0).sum().int()."
         )
-    # Megatron's 1F1B empties the tensor that a stage returns. A sum is a new tensor, so emptying harms no other tensor.
+    # Megatron's 1F1B empties the tensor that a stage returns, so it gets a new one.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
 
 
@@ -227,8 +226,6 @@ def run_schedule(
 ) -> list[Any]:
     """Runs forward and backward of a global batch by Megatron's own schedule.
 
-    Afterwards gradients are reduced over ranks and divided by the target tokens of the global batch.
-
     Args:
         model: from :func:`wrap_for_data_parallel`.
         batches: this rank's rows, by micro-batch; all data-parallel ranks have the same number of micro-batches.
@@ -238,7 +235,7 @@ def run_schedule(
     Returns:
         The loss function's reports, by micro-batch; empty on pipeline stages without the loss.
     """
-    # With forward_only Megatron's schedules leave gradients enabled, and activations would be kept for backward.
+    # Megatron's schedules do not disable gradients for forward_only, so activations would be kept.
     with torch.set_grad_enabled(not forward_only):
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -278,24 +275,25 @@ def log_probabilities_step(batches: Iterator[Batch], model: Any) -> tuple[torch.
 
 
 def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A loss function for Megatron's schedules: returns the summed loss, the number of target tokens, and a report.
+    """A loss function for Megatron's schedules.
 
     Args:
         loss_mask: [1, rows] bool, or float32 weights; rows above 0 are target tokens.
         total: the model's output, which is the summed loss.
 
     Returns:
-        The summed loss, the int number of target tokens, and [2] float64 with both.
+        The summed loss, the int number of target tokens, and a report: [2] float64 with both.
     """
     tokens = (loss_mask > 0).sum()
-    # The report has a copy of the loss, as Megatron may change the returned loss in place.
+    # Megatron may change the returned loss in place, so the report has a copy.
     return total, tokens.int(), torch.stack((total.detach().double(), tokens.double()))
 
 
 def sum_over_ranks(reports: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the summed loss and the number of target tokens of the global batch, float64 scalars on the device.
 
-    ``reports`` are this rank's reports of :func:`summed_loss_step`. All ranks call it together."""
+    All ranks call it together. ``reports`` are this rank's reports of :func:`summed_loss_step`.
+    """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for report in reports:  # empty on stages without the loss
         total += report

@@ -1,9 +1,8 @@
 """Finds optimizers that train nothing because they read ``weight.grad``.
 
-Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips weights
-without ``grad`` and raises no error. So a hook runs after every step of every optimizer. The hook looks for optimizers
-that hold weights of a trained model, all without ``grad``. Megatron's own optimizers pass, as they set ``grad`` or hold
-copies of weights.
+Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips such
+weights without an error. So a hook runs after every step of every optimizer, and looks for weights of a trained model
+that all have no ``grad``. Megatron's own optimizers set ``grad`` or hold copies of weights, so they pass.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""An optimizer that is not from torch gets a warning after this number of steps without a changed weight."""
+"""After this number of steps without a changed weight an optimizer that is not from torch gets a warning."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
-"""The models that have had a backward pass."""
 _still: WeakKeyDictionary[Optimizer, tuple[int, torch.Tensor]] = WeakKeyDictionary()
-"""For each watched optimizer the number of steps so far that changed no weight, and the sum of each weight. A number
-above ``STEPS`` means that an optimizer has changed a weight."""
+"""For each watched optimizer the number of steps so far, and the sum of each weight. A number above ``STEPS`` ends the
+watch, because a weight has changed."""
 _listening: list[Any] = []
 """The handle of the hook; empty until the first model is trained."""
 
 
 def note_gradients(model: DistributedDataParallel) -> None:
-    """Notes that a model had a backward pass, so optimizers with its weights are checked from now on."""
+    """Notes that a model had a backward pass. Optimizers with its weights are checked from now on."""
     if not _listening:
         _listening.append(register_optimizer_step_post_hook(_look_at))
     _trained.add(model)
