@@ -1,8 +1,7 @@
 """Makes this rank's access to the server pool, the set of ranks that compute each other's core attention.
 
-A rank needs an attention kernel, and a transport that moves rows of q, k, v and outputs between ranks. Backward needs
-q, k and v again. With "keep" the rank that computed core attention keeps q, k and v. With "resend" the rank that sent
-q, k and v keeps these rows and sends them again.
+A rank needs an attention kernel, and a transport that moves rows of q, k, v and outputs between ranks. For backward
+"keep" leaves q, k and v on the rank that computed attention. With "resend" their own ranks send them again.
 """
 
 from __future__ import annotations
@@ -43,12 +42,11 @@ def join_pool(
         remote: processes without a model that compute attention too; None without such processes.
 
     Raises:
-        KernelError, TransportError: the kernel or transport that the user named cannot run here, or gives wrong
-            results here.
+        KernelError, TransportError: the kernel or transport cannot run here, or gives wrong results.
         SupportError: there are recurrent layers, and no kernel computes them right here.
     """
     spec = attention_spec(config, layer_kinds, device, given)
-    # The choice of a kernel also compiles the kernel. In a step other ranks would wait for the compilation.
+    # The choice compiles the kernel. In a step other ranks would wait for that.
     kernel = choose_kernel(given.kernel, spec)
     for recurrence in dict.fromkeys(filter(None, layer_kinds.recurrences)):
         choose_recurrent_kernel(recurrence, device, config.params_dtype, given.deterministic)

@@ -1,7 +1,7 @@
 """Makes and closes Megatron's process groups, and the groups of the server pools.
 
-A server pool is a set of ranks that compute each other's core attention: the ranks of all pipeline stages that have the
-same tensor-parallel rank, and so the same attention heads.
+A server pool is a set of ranks that compute each other's core attention: the ranks of all pipeline stages with the same
+tensor-parallel rank, and so with the same attention heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_patches.te import quantization
 
 
 def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
-    """Creates Megatron's process groups and seeds Megatron's random states; torch.distributed has to be initialised.
+    """Creates Megatron's process groups and seeds its random states; torch.distributed has to be initialised.
 
     Groups with the same sizes are kept. Groups with other sizes are closed first.
 
@@ -30,7 +30,7 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
         seed: seed of weights; each stage adds :func:`pipeline_seed`.
-        ep: number of ranks over which a layer's experts are spread. Experts are not split over tensor-parallel ranks.
+        ep: number of ranks over which a layer's experts are spread.
 
     Raises:
         SupportError: ``ep`` does not divide a stage's ranks.
@@ -69,13 +69,14 @@ def pipeline_seed() -> int:
 
 
 _pools: dict[tuple[int, int], dist.ProcessGroup] = {}
-"""For tensor- and pipeline-parallel sizes with several stages, the group of this rank's server pool."""
+"""The group of this rank's server pool, by tensor- and pipeline-parallel size; only with several stages."""
 
 
 def server_pool_group() -> dist.ProcessGroup:
     """Returns the group of this rank's server pool; all ranks call it together.
 
-    The group's ranks are numbered stage by stage. Without pipeline stages the data-parallel group is returned."""
+    Its ranks are numbered stage by stage. Without pipeline stages it is the data-parallel group.
+    """
     tp, pp = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -83,8 +84,7 @@ def server_pool_group() -> dist.ProcessGroup:
     if pp == 1:
         return parallel_state.get_data_parallel_group()
     if _pools.get((tp, pp)) not in dist.distributed_c10d._world.pg_map:  # there is no open group
-        # Megatron numbers tensor-parallel ranks first, then data-parallel ranks, then stages. So every tp-th rank
-        # belongs to the same pool.
+        # Megatron numbers tensor-parallel ranks first, so every tp-th rank belongs to the same pool.
         for first in range(tp):
             ranks = list(range(first, dist.get_world_size(), tp))
             group = dist.new_group(ranks, timeout=TIMEOUT)
@@ -107,7 +107,8 @@ def destroy_model_parallel() -> None:
 def one_process() -> Iterator[None]:
     """Makes this process the only rank, on its CPU, inside the ``with`` block, for example to build a model.
 
-    torch.distributed must not be initialised in this process."""
+    torch.distributed must not be initialised in this process.
+    """
     use_cpu()
     bind_gloo()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,13 +1,12 @@
 """The training ranks' side of servers without a model, which are processes that only compute core attention.
 
-The ranks that train are called *homes*. Homes hold the tokens' hidden states ("rows"), the model and the optimizer. In
-this file a *server* is always a server without a model. A *pool* is all homes with the same tensor-parallel rank, and
-the servers for these homes. Servers are in none of Megatron's process groups. Each pool has a process group, in which
-homes and servers exchange rows. Servers plan each step themselves, from documents' lengths.
+The ranks that train are called *homes*. In this file a *server* is always a server without a model. A *pool* is all
+homes with the same tensor-parallel rank, and their servers. Each pool has a process group in which homes and servers
+exchange rows of q, k, v and outputs. Servers plan each step themselves, from documents' lengths.
 
-Rank 0 of the homes gives orders to servers: it writes messages into a key-value store, and all servers read every
-message. Servers write answers into the store. Servers may leave during a run and others may join. Each change makes a
-new *generation* of the pool, with a new process group.
+Rank 0 of the homes writes orders into a key-value store. All servers read all orders, and write answers into the store.
+Servers may leave during a run and others may join. Each change makes a new *generation* of the pool, with a new process
+group.
 
 ``distca/runtime/attention_server.py`` is the servers' side.
 """
@@ -39,17 +38,15 @@ from distca.transport.breakable import BreakableTransport
 logger = logging.getLogger(__name__)
 
 _HERE_S = 15.0
-"""Seconds that homes wait for a server's answer, on devices on which servers may leave. After that time the run goes on
-without the server."""
+"""Seconds that homes wait for a server's answer, where servers may leave. Then the run goes on without the server."""
 _TRIES = 5
-"""The number of attempts to form a pool after a change. The run ends if every attempt fails."""
+"""The most attempts to form a pool after a change; then the run ends."""
 _pools = count()
-"""A number for each :class:`RemoteServers` of this process. All homes create these objects in the same order, so all
-have the same numbers."""
+"""The number of the next :class:`RemoteServers`. All homes create them in the same order, so the numbers agree."""
 
 
 def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool) -> None:
-    """Refuses models and settings that no test has shown to be right with servers without a model.
+    """Refuses models and settings that were not tested with servers without a model.
 
     Args:
         config: Megatron's configuration.
@@ -62,7 +59,7 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
     found = {
         "recurrent layers": recurrent,
         "offload": offload,
-        # A step runs again if a server left during it. Delayed scaling would keep the largest values of the failed run.
+        # A step runs again if a server leaves during it, and the first run's largest values would stay.
         "FP8 with delayed scaling": bool(config.fp8) and config.fp8_recipe == "delayed",
     }
     for what, there in found.items():
@@ -84,12 +81,12 @@ class RemoteServers:
     Attributes:
         transport: moves rows between the members of this rank's pool: first homes, then servers.
         generation: number of the pool's generation, from 0.
-        numbers: the numbers of the present servers, over all tensor-parallel ranks, in the pools' order. A server's
-            number is set when the server is started.
+        numbers: the numbers of the present servers, over all tensor-parallel ranks, in the pools' order. Whoever starts
+            a server gives it its number.
 
     Raises:
         SupportError: the number of servers, the transport or a server's device is not possible.
-        LaunchError: a server does not come.
+        LaunchError: a server did not start in time.
     """
 
     def __init__(self, servers: int, tp: int, transport: str, device: torch.device) -> None:
@@ -119,10 +116,10 @@ class RemoteServers:
         self._comers: list[Comer] = []  # servers that came during the run and are not in the pool yet
         self._seen = 0  # how many servers have come during the run
         self._lost: set[int] = set()  # numbers of servers that are to leave the pool
-        self._released: set[int] = set()  # numbers of servers that are to leave because the user let them go
+        self._released: set[int] = set()  # those of them that the user let go
         self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
         weakref.finalize(self, self._watch.stop)
-        # If homes have a gloo group, they use it to agree with each other without waiting for the GPU.
+        # By gloo, if it is there, homes agree without waiting for the GPU.
         self._asking = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
         if self._leads:
             # Servers are told to end when this object is collected, or when this process ends.
@@ -145,7 +142,8 @@ class RemoteServers:
     def begin(self, terms: PoolTerms) -> None:
         """Forms the process group of the first generation, together with all homes and servers.
 
-        ``terms`` are the facts about the homes' model that servers need."""
+        ``terms`` are the facts about the homes' model that servers need.
+        """
         self._put_generation(terms)
         self.transport.use(self._group(TIMEOUT))
         self._begin_watch()
@@ -153,8 +151,8 @@ class RemoteServers:
     # A step.
 
     def announce(self, inputs: StepInputs) -> int:
-        """Makes servers plan a step; returns the number by which servers know the step. On ranks other than 0 it does
-        nothing and returns 0."""
+        """Makes servers plan a step; returns the number by which servers know it. Ranks other than 0 do nothing and
+        return 0."""
         if not self._leads:
             return 0
         number = next(self._numbers)
@@ -162,9 +160,9 @@ class RemoteServers:
         return number
 
     def agree(self, number: int, plan: StepPlan) -> None:
-        """Waits until all servers have planned step ``number``, and compares their plans with ``plan``; rank 0 alone.
+        """On rank 0 waits until all servers have planned step ``number``, and compares their plans with ``plan``.
 
-        If a server has gone and may go, the step is later planned again without the server.
+        If a server has left, and may leave, the step is later planned again without it.
 
         Raises:
             PlanError: a server has another plan or could not plan.
@@ -187,12 +185,12 @@ class RemoteServers:
             number: from :meth:`announce`.
             plan: the step's plan.
             forward_only: True if the step has no backward.
-            zero: the time at which the homes' recording of spans began, in seconds since 1970. Servers then record the
-                step too. None records nothing.
+            zero: the time at which the homes began to record spans, in seconds since 1970; None if they do not record.
+                Servers record if homes do.
         """
         if self._leads:
-            # The plan may have moved documents between micro-batches. A server that has to plan again gets documents in
-            # their new micro-batches, and room None prevents a second move.
+            # A server that has to plan again gets documents in the micro-batches to which the plan moved them. Room
+            # None prevents a second move.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
 
     def is_served(self) -> bool:
@@ -200,9 +198,10 @@ class RemoteServers:
         return not (self._may_change and self._anywhere(not self.transport.came_to_end(self._device)))
 
     def served(self, number: int) -> list[Served | None] | None:
-        """Waits for the servers' reports on step ``number``, and returns the reports in the servers' order.
+        """Waits for the servers' reports on step ``number``, and returns them in the servers' order.
 
-        The report of a server that has gone is None. On ranks other than 0 the result is None."""
+        A server that has left has None. On ranks other than 0 the result is None.
+        """
         return [self._left(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 
     def timelines(self) -> dict[int, list[dict[str, Any]]]:
@@ -214,14 +213,13 @@ class RemoteServers:
         return {each.number: self._left(f"timeline/{number}/{each.number}", each) or [] for each in self._servers}
 
     def _left(self, key: str, server: Comer) -> Any:
-        """Waits for a server's answer under ``key`` in the store; returns the answer, or None if the server has
-        gone."""
+        """Waits for a server's answer under ``key`` in the store; returns it, or None if the server has left."""
         return self._store.take(key) if self._answers(key, server) else None
 
     # Changes of the servers.
 
     def wants_change(self) -> bool:
-        """Whether servers have gone or new ones can join; all homes call it together before a step."""
+        """Whether servers have left or new ones can join; all homes call it together before a step."""
         if not self._may_change:
             return False
         wanted = self.transport.broken
@@ -256,8 +254,8 @@ class RemoteServers:
         """Forms the next generation of the pool, from the servers that are there; all homes call it together.
 
         Args:
-            terms_of: a function that returns the facts about the homes' model for servers. All homes call it together,
-                once :attr:`numbers` has the servers of the new generation.
+            terms_of: returns the facts about the homes' model that servers need. All homes call it together, once
+                :attr:`numbers` has the new generation's servers.
 
         Raises:
             LaunchError: the pool has failed to form ``_TRIES`` times.
@@ -296,7 +294,7 @@ class RemoteServers:
         return self._answers(f"here/{self.generation}/{server.number}", server)
 
     def _answers(self, key: str, server: Comer) -> bool:
-        """Waits until ``key`` is in the store; returns False if the server has gone or takes too long."""
+        """Waits until ``key`` is in the store; returns False if the server has left or takes too long."""
         until = time.monotonic() + (_HERE_S if self._may_change else TIMEOUT.total_seconds())
         while not self._store.has(key):
             if (self._may_change and self._is_gone(server)) or time.monotonic() > until:
@@ -340,8 +338,8 @@ class RemoteServers:
             taken.add(each.number)
 
     def _put_generation(self, terms: PoolTerms, new: Sequence[Comer] = ()) -> None:
-        """Writes the generation to the store, for all servers together and for each new server under a key of its
-        own."""
+        """Writes the generation to the store: once for the servers that stay, and for each new server under its own
+        key."""
         if self._leads:
             made = Generation(self.generation, tuple(self._servers), terms, self._store.told)
             self._store.put(f"generation/{self.generation}", made)
@@ -349,8 +347,11 @@ class RemoteServers:
                 self._store.put(f"welcome/{each.process}", made)
 
     def _group(self, patience: timedelta) -> dist.ProcessGroup:
-        """Returns the process group of this rank's pool; raises RuntimeError if a member takes longer than
-        ``patience``."""
+        """Returns the process group of this rank's pool.
+
+        Raises:
+            RuntimeError: a member takes longer than ``patience``.
+        """
         rank, homes = dist.get_rank(), dist.get_world_size() // self._tp
         name = group_name(self.generation, rank % self._tp)
         ranks = homes + len(self._servers) // self._tp

@@ -1,7 +1,7 @@
 """Makes cost models of servers with different GPU models: the seconds of a server's tasks follow from its own GPU.
 
-A *server* is a rank, or another process, that computes core attention. The *pool* is all servers of a plan. A *cost
-table* has the measured seconds of attention tasks on one GPU model.
+A *server* is a rank, or another process, that computes core attention. A *cost table* has the measured seconds of
+attention tasks on one GPU model.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def pool_gpus(tp: int, gpu: str, others: Sequence[str]) -> list[str]:
     """Returns the name of every server's GPU, the same on every rank; all ranks call it together.
 
     Args:
-        tp: number of tensor-parallel ranks. These ranks together are one server. The first rank's GPU counts.
+        tp: number of tensor-parallel ranks, which together are one server. The first one's GPU counts.
         gpu: the name of this rank's GPU.
-        others: names of the GPUs of further servers, which are not ranks. These come last in the result.
+        others: names of the GPUs of servers that are not ranks; they come last.
     """
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, gpu)
@@ -38,13 +38,12 @@ def costs_by_gpu(
 ) -> tuple[CostModel, ...]:
     """Returns for each kind of layer a cost model in which each server has the table of its own GPU.
 
-    If a table is missing, all servers get the cost model of the first server.
+    If a table is missing, all servers get the cost model of the first.
 
     Args:
         costs: for each kind of layer, the cost model of the first server's GPU.
         gpus: [servers] the name of each server's GPU.
-        find: a function that returns cost models for each kind of layer on a GPU of the given name; None if there is no
-            table.
+        find: returns for the name of a GPU the cost models of all kinds of layers, or None if it has no table.
         warns: whether to log a warning if a table is missing.
 
     Raises:
@@ -69,7 +68,8 @@ def costs_by_gpu(
 def linear_factors(cost: CostModel, homes: int) -> tuple[float, ...]:
     """Returns for each of the first ``homes`` servers the time of linear layers, relative to the first server's GPU.
 
-    A factor is 1 if a table has no times of linear layers."""
+    It is 1 if a table has no times of linear layers.
+    """
     if not isinstance(cost, PoolCost):
         return (1.0,) * homes
     first, rates = cost.tables[0].linear, [cost.tables[number].linear for number in cost.of_server[:homes]]

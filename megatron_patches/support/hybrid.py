@@ -1,8 +1,8 @@
-"""Refuses settings that are not supported with recurrent layers or with gates on attention's output.
+"""Refuses settings that were not tested with recurrent layers or with gates on attention's output.
 
-A hybrid model mixes attention with recurrent layers, which are gated delta nets or Mamba-2. Megatron has two classes
-for such models. A GPTModel has delta nets if ``experimental_attention_variant`` says so. A HybridModel has a pattern
-with one letter for each layer, such as "G-*-". No test has compared the refused settings with Megatron-Core.
+A hybrid model mixes attention with recurrent layers: gated delta nets or Mamba-2. It is a GPTModel whose
+``experimental_attention_variant`` is "gated_delta_net", or a HybridModel. The latter has a pattern with one letter for
+each layer, such as "G-*-".
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 logger = logging.getLogger(__name__)
 
 _OF_SYMBOL = {"plain_recurrent_norm": DELTA_NET, "step_min": MAMBA}
-"""Model options for one kind of recurrent layer, each with the letter of the kind in a pattern."""
+"""Model options that only one kind of recurrent layer reads, with the kind's letter in a pattern."""
 _SERVED = ("rotations", *_OF_SYMBOL)
 """The model options that are supported for a HybridModel."""
 
 
 def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: torch.device) -> None:
-    """Warns on rank 0, if the model has recurrent layers or output gates and runs on GPUs.
-
-    Such models were compared with Megatron-Core on CPUs only."""
+    """Warns on rank 0 if the model has recurrent layers or output gates and runs on GPUs."""
     unproved = bool(pattern) or has_recurrent_layers(config) or has_output_gate(config)
     if unproved and device.type == "cuda" and dist.get_rank() == 0:
         logger.warning(
@@ -44,7 +42,7 @@ def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: to
 def check_hybrid(
     config: TransformerConfig, pattern: str, options: ModelOptions, disaggregate: bool, offload: bool
 ) -> None:
-    """Refuses a setting that is not supported with recurrent layers or output gates; other models pass.
+    """Refuses a setting that is not supported with recurrent layers or output gates.
 
     Args:
         config: Megatron's configuration.
@@ -65,7 +63,7 @@ def check_hybrid(
         what = f"hybrid_layer_pattern is {pattern!r}"
     recurrent = delta_nets or any(symbol in RECURRENT for symbol in pattern)
     tp = config.tensor_model_parallel_size
-    # Each key is a phrase with a setting and the change to make. The value is True if the setting is present.
+    # Unsupported settings, by a phrase for the message; the value is True if the setting is present.
     refused = {
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"tensor_model_parallel_size is {tp}, without sequence_parallel: set it to True": (
@@ -100,7 +98,7 @@ def check_hybrid(
 
 
 def _check_stages(config: TransformerConfig) -> None:
-    """Refuses pipeline stages with different kinds of layers: all stages run their layers number i together."""
+    """Refuses pipeline stages with different kinds of layers, as all stages run their layers number i together."""
     recurrent, stages = (
         [is_recurrent(config, 1 + n) for n in range(config.num_layers)],
         config.pipeline_model_parallel_size,

@@ -34,7 +34,6 @@ from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.patches.norms import LayerNorm, LayerNormWithoutBias, RMSNorm
 
 _NORMS = (WrappedTorchNorm, RMSNorm, LayerNorm, LayerNormWithoutBias, TENorm)
-# The end of messages, which says what to do.
 _LOCAL = ": give the spec of megatron's get_gpt_layer_local_spec(normalization='RMSNorm')."
 
 
