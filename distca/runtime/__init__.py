@@ -1,7 +1,4 @@
-"""The execution of plans: autograd nodes that exchange rows between ranks, and attention on the received rows.
-
-A micro-batch runs in two parts, ping and pong: ping computes while pong's rows travel, and the other way round.
-"""
+"""Runs plans: autograd nodes exchange rows between ranks, and compute attention on the rows that arrive."""
 
 from distca.runtime.device_routes import LayerRoutes, NanoRoutes
 from distca.runtime.ping_pong import SplitLayer, run_layers

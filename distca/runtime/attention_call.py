@@ -2,23 +2,19 @@
 
     enter: launch q,k,v → join → serve → launch o → leave: join o
 
-A *home* is a rank that holds rows of documents: it sends q, k and v of these rows, and gets o back. A *server* is a
-rank that computes attention for rows that homes send. Most ranks are both. A *nano-batch* is one of the two parts of a
-micro-batch, ping (first) and pong (second). Each layer and nano-batch has an :class:`AttentionCall`, which
-``ping_pong.py`` makes.
+- home: a rank that holds rows of documents. It sends q, k and v of these rows, and gets o back.
+- server: a rank that computes attention for homes. Most ranks are home and server.
+- nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
+- join: the wait for a transfer that an earlier node has launched.
+- graph token: a dummy scalar that gives autograd an edge from node to node. Rows are fields of the call.
+- keep: until backward, servers keep q, k and v. Resend: homes keep them, and send them again in backward.
+- sink: a learned score that takes a share of each softmax of a head. Homes apply sinks to o and lse that come back.
 
-One node launches a transfer, and a later node *joins* the transfer: the node waits until all rows have arrived.
-Backward runs the nodes in reverse order, and gradients travel the opposite way. The node that joined in forward
-launches in backward, and the node that launched in forward joins in backward. Between launch and join the caller runs
-the other nano-batch's compute.
+Backward runs the nodes in reverse order. A node that joined in forward launches in backward, and a node that launched
+joins. Between launch and join, ``ping_pong.py`` runs the other nano-batch's compute.
 
-Rows are fields of the :class:`AttentionCall`. Nodes pass each other only a *graph token*, a dummy scalar that gives
-autograd an edge from node to node. ``kept_rows.py`` has the rows that wait for backward, on servers (*keep*) or at home
-(*resend*). A *sink* is a learned score of a head that takes a share of each softmax. Homes apply sinks to o and lse
-(log-sum-exp of the scores) that come back.
-
-Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers; H
-query heads, G key/value heads, D head dimension; 2 stands for k and v.
+Shape suffixes: N rows of the home (padding included), T query rows and U key/value rows of the server; H query heads, G
+key/value heads, D head dimension; 2 stands for k and v. lse is the log-sum-exp of scores.
 """
 
 from __future__ import annotations
@@ -44,14 +40,14 @@ from distca.transport import Part, RowMoves
 
 
 class AttentionCall(LayerCall):
-    """State of one layer's core attention for one nano-batch, from the launch of q,k,v to the end of its backward.
+    """One layer's core attention for one nano-batch, forward and backward.
 
     Args:
         pool: this rank's transport, attention kernel and timeline.
-        routes: the rows that this rank sends, receives and computes in the nano-batch.
+        routes: the rows that this rank sends, receives and computes.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
-        before: in pong, the layer's call for ping, whose k,v rows pong's attention may read; None in ping.
+        before: in pong, the layer's call for ping, whose k,v rows pong may read; None in ping.
     """
 
     def __init__(
@@ -67,51 +63,51 @@ class AttentionCall(LayerCall):
         self._kept: Keep | Resend = Keep(routes) if pool.backward == "keep" else Resend(routes, pool.offload)
         self._server: ServerRows | None = None  # rows that arrive on this server, until they are computed
         self._arriving: list[torch.Tensor] = []  # o at home, and perhaps lse, from launch_o to join_o
-        self._gradients: tuple[torch.Tensor, ...] = ()  # dO, later dq and dkv, from one backward node to the next
+        self._gradients: tuple[torch.Tensor, ...] = ()  # dO, later dq and dkv, between two nodes
         self._sink: torch.Tensor | None = None
-        self._home_rows = (0, 0)  # numbers of query rows and k,v rows that this rank has as a home
+        self._home_rows = (0, 0)  # numbers of query rows and of k,v rows at home
         self._before = before if routes.forward.before else None
-        # In ping: gradients of ping's k,v rows that pong's backward computed. None says that they are still to come.
+        # In ping: gradients of ping's k,v rows from pong's backward; None until they are computed.
         self._later: Sums | None = {}
         if self._before is not None:
             self._before._later = None
 
-    # Public: the five nodes, called in this order.
+    # The five nodes, in the order in which callers call them. All but the last return the graph token for the next.
 
     def launch_qkv(
         self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Starts sending q and k,v rows to servers; returns the graph token for :meth:`join_qkv`.
+        """Starts sending q, k and v rows to servers.
 
-        ``prefix_N2GD`` are keys and values of ping's rows whose documents go on in pong. Pong sends them ahead of
-        ``kv_N2GD`` to servers that have not kept these rows."""
+        ``prefix_N2GD`` has, in pong, keys and values of ping's rows whose documents go on in pong. They travel ahead of
+        ``kv_N2GD``, to servers that have not kept them."""
         return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
-        """Waits for the rows that this server computes with."""
+        """Waits for this server's q, k and v rows."""
         return Node.apply(graph_token, self._join_qkv, self._launch_gradients)
 
     def serve(self, graph_token: torch.Tensor) -> torch.Tensor:
-        """Computes this server's attention tasks."""
+        """Computes attention of this server's rows."""
         return Node.apply(graph_token, self._serve_forward, self._serve_backward)
 
     def launch_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
-        """Starts sending o rows home, and lse if the layer has sinks or homes keep lse for backward."""
+        """Starts sending o home, and lse if the layer has sinks or homes keep lse for backward."""
         self._sink = None if sink_H is None else sink_H.detach()
         return Node.apply(graph_token, self._launch_o, self._join_do)
 
     def join_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
-        """Waits for o of this home's rows and applies the sinks; returns o_NHD, zero in padding rows."""
+        """Waits for this home's o and applies sinks; returns o_NHD, zero in padding rows."""
         return _Leave.apply(graph_token, sink_H, self)
 
-    # In a pipeline, a rank may have to serve the backward of other stages while its own stage has no micro-batch.
-    # Autograd then has no nodes on this rank, so ``idle_stage.py`` calls these methods directly.
+    # A pipeline stage without a micro-batch serves backward of other stages. It has no autograd nodes, so
+    # ``idle_stage.py`` calls the next four methods.
 
     @classmethod
     def for_backward(
         cls, pool: AttentionPool, routes: NanoRoutes, layer: int, nano: int, home: HomeRows
     ) -> AttentionCall:
-        """Returns a call that runs only backward, with *resend*; ``home`` has tensors of 0 rows."""
+        """Returns a call for backward alone, with resend; the tensors of ``home`` have 0 rows."""
         call = cls(pool, routes, layer, nano)
         assert isinstance(call._kept, Resend)
         call._kept.home = home
@@ -122,7 +118,7 @@ class AttentionCall(LayerCall):
         self._launch_do(do_NHD)
 
     def backward_serve(self) -> None:
-        """Waits for the rows that homes sent, computes this server's gradients and launches their way home."""
+        """Waits for homes' rows, computes this server's gradients and starts sending them home."""
         self._join_do()
         self._serve_backward()
         self._launch_gradients()
@@ -155,7 +151,7 @@ class AttentionCall(LayerCall):
         self._kept.served(rows)
 
     def _kv_of_before(self) -> torch.Tensor | None:
-        """Returns the k,v rows that this server kept in ping; None if no task of pong on this server reads them."""
+        """Returns the k,v rows that this server kept in ping, or None if pong does not read them here."""
         return None if self._before is None else self._before._kept.kv_on_server
 
     def _launch_o(self) -> None:
@@ -178,13 +174,13 @@ class AttentionCall(LayerCall):
             o, lse = with_sink(o, lse, self._sink)
         if has_backward:
             self._kept.joined(o, lse)
-        # Autograd sets grad_fn on the returned tensor. A view leaves the kept o outside the graph.
+        # Autograd sets grad_fn on the returned tensor, and must not set it on the kept o.
         return o.detach()
 
     # Backward.
 
     def _launch_do(self, do_NHD: torch.Tensor) -> torch.Tensor | None:
-        """Starts sending dO and the other rows of backward; returns the sinks' gradient, or None without sinks."""
+        """Starts sending the rows of backward; returns the sinks' gradient, or None without sinks."""
         do_NHD = do_NHD.contiguous()
         of_sink = None
         if self._sink is not None:
@@ -223,16 +219,16 @@ class AttentionCall(LayerCall):
     def _join_gradients(self) -> tuple[torch.Tensor, ...]:
         self._join("dq,dk,dv", "backward")
         gradients, self._gradients = self._gradients, ()
-        # Autograd now runs the backward of the layers' other parts, which the timeline shows as "post+pre".
+        # Next, autograd runs backward of the layers' other parts: "post+pre" in the timeline.
         self._pool.timeline.open("post+pre", *self._where, "backward")
         return gradients
 
     # Shared.
 
     def _moved_home(self, rows: torch.Tensor, moves: RowMoves) -> tuple[torch.Tensor, list[Part]]:
-        """Makes the tensor of this home's query rows that servers send back, with zeros in padding rows.
+        """Returns a tensor for this home's query rows, zero in padding rows, and the parts that fill it.
 
-        Returns this tensor, and the parts of the exchange that fills it."""
+        ``rows`` are the server's rows that ``moves`` brings home."""
         home, parts = moved(rows, moves, self._home_rows[0])
         if parts:
             home[moves.destination_rows :] = 0

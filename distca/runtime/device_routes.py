@@ -1,12 +1,13 @@
 """The rows that a rank sends, receives and computes in core attention, as index tensors on the rank's device.
 
-A *home* is a rank that holds rows of documents; a *server* is a rank that computes attention. Most ranks are both. A
-*task* is a range of a document's queries with all keys that the queries see. A *plan* gives each task to a server. A
-*route* is one rank's part of a plan: rows to send as a home, and rows to receive and tasks to compute as a server. The
-planner makes routes in numpy (``distca/plan/routes.py``), and this file copies the routes to the device.
-
-A micro-batch runs as two *nano-batches*, ping and then pong, which have routes of their own. Layers of one *kind* have
-equal window, scale and softcap. A *region* is a contiguous copy of the keys and values of one task, for the kernel.
+- home: a rank that holds rows of documents.
+- server: a rank that computes attention for homes. Most ranks are home and server.
+- task: a range of a document's queries, with all keys and values that they see.
+- plan: which server computes which task.
+- route: one rank's part of a plan. ``distca/plan/routes.py`` makes routes in numpy, and this file copies them.
+- region: a contiguous copy of one task's keys and values, for the kernel.
+- nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
+- kind: a set of layers with equal window, scale and softcap.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from distca.transport import RowMoves
 
 @dataclass(frozen=True)
 class SharedRows:
-    """A range of k,v rows in a server's receive buffer, and the copies of these rows in the regions of tasks.
+    """A range of k,v rows in a server's buffer, and its copies in the regions of tasks.
 
-    The regions of all tasks lie one after the other in one tensor. Example: the range is buffer rows [10, 17). One task
-    needs rows [10, 14), which are copied to row 0 of the regions. The next task needs all seven rows, which are copied
-    to row 4. Then ``first`` is 10 and ``places`` are (0, 0, 4) and (0, 4, 7).
+    All regions lie one after the other in one tensor. Example: the range is buffer rows [10, 17). One task needs rows
+    [10, 14), copied to row 0 of the regions. Another task needs all seven rows, copied to row 4. Then ``first`` is 10
+    and ``places`` are (0, 0, 4) and (0, 4, 7).
 
     Attributes:
         first: first row of the range in the buffer.
-        places: for every copy, in task order: the copy's first row, counted from ``first``; its first row in the
-            regions; and its number of rows. The last copy ends at the end of the range.
+        places: for each copy: first row, counted from ``first``; first row in the regions; number of rows. The last
+            copy ends at the end of the range.
     """
 
     first: int
@@ -45,7 +46,7 @@ class SharedRows:
 
     @staticmethod
     def of(copies: Segments) -> list[SharedRows]:
-        """Groups copies into ranges: copies that read overlapping buffer rows are in one range."""
+        """Groups copies that read overlapping buffer rows."""
         found: list[SharedRows] = []
         columns, end = (copies.source.tolist(), copies.destination.tolist(), copies.rows.tolist()), -1
         for source, target, rows in sorted(zip(*columns, strict=True)):
@@ -58,7 +59,7 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class KindBatch:
-    """Consecutive tasks of one kind of layer, which one kernel call computes.
+    """Consecutive tasks of one kind of layer, for one kernel call.
 
     Attributes:
         kind: the kind of layer.
@@ -74,7 +75,7 @@ class KindBatch:
 
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> tuple[KindBatch, ...]:
-        """Cuts a route's tasks into one batch for each run of consecutive tasks of one kind."""
+        """Cuts a route's tasks where the kind changes."""
         changes = np.flatnonzero(np.diff(route.kind)) + 1
         borders = [0, *changes.tolist(), len(route.kind)]
         return tuple(
@@ -95,18 +96,17 @@ class ServerRoute:
     """One rank's route of one plan, as index tensors on its device.
 
     Attributes:
-        q_to_server: moves of q from homes to servers; in backward also of o, lse (log-sum-exp of scores) and dO.
-        q_to_home: moves of o, lse and dQ from servers to homes.
-        kv_to_server: moves of k and v from homes to servers. Rows for several servers of another node may travel to one
-            of these servers, the *gateway*, which sends the rows on inside the node.
-        kv_to_home: moves of dK and dV from servers to homes. Gradients of one row are added up.
-        repeats: copies from this server's k,v buffer to the regions. It is empty if the buffer itself is the tensor of
-            regions: no two tasks share rows, and no task reads rows that arrived in ping.
+        q_to_server: moves of query rows to servers: q, and in backward dO, perhaps with q, o and lse (log-sum-exp).
+        q_to_home: moves of query rows to homes: o and lse, and in backward dQ.
+        kv_to_server: moves of k and v to servers. Rows for another node may go to one server there, and on to others.
+        kv_to_home: moves of dK and dV to homes. Gradients of one row are added up.
+        repeats: copies from this server's k,v buffer to the regions; empty if the buffer can serve as the regions. Then
+            no two tasks share rows, and no task reads rows that arrived in ping.
         before: in pong, copies to the regions from the k,v buffer that this server kept in ping.
         batches: this server's tasks.
         q_rows: number of rows of the server's query buffer.
-        kv_rows: number of rows of the server's k,v buffer, which holds every row once.
-        region_rows: number of k,v rows of all regions together.
+        kv_rows: number of rows of the server's k,v buffer, without repetition.
+        region_rows: number of k,v rows of all regions.
     """
 
     q_to_server: RowMoves
@@ -122,12 +122,12 @@ class ServerRoute:
 
     @cached_property
     def kinds(self) -> str:
-        """The names of the kinds of layers in this server's tasks, for the timeline."""
+        """The names of the tasks' kinds, for the timeline."""
         return " and ".join(dict.fromkeys(each.kind.name for each in self.batches))
 
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> ServerRoute:
-        """Copies a route to ``device`` without blocking the host; ``kinds`` are the plan's kinds of layers."""
+        """Copies a route to ``device`` without blocking the host; ``kinds`` are the plan's kinds."""
         with uploading(device) as upload:
             return ServerRoute(
                 *RowMoves.there_and_back(route.q, route.ranks, upload),
@@ -143,14 +143,14 @@ class ServerRoute:
 
 @dataclass(frozen=True)
 class NanoRoutes:
-    """Everything a rank needs to run one nano-batch.
+    """One rank's routes for one nano-batch.
 
     Attributes:
-        q_rows: number of query rows that this rank has as a home; further rows of the home's tensors are padding.
-        prefix: in pong, ranges (first row, one past the last) of ping's rows on this rank whose documents go on in
-            pong. Pong sends keys and values of these rows to servers that have not kept them.
+        q_rows: number of query rows that this rank has as a home, without padding.
+        prefix: in pong, ranges [first, end) of ping's rows on this rank whose documents go on in pong. Pong sends keys
+            and values of these rows to servers that have not kept them.
         forward: route of the forward plan.
-        backward: route of the backward plan; it is ``forward`` if both directions have one plan.
+        backward: route of the backward plan; the same object as ``forward`` if the plans are the same.
     """
 
     q_rows: int
@@ -172,13 +172,12 @@ class NanoRoutes:
 
         Args:
             forward: the forward plan.
-            backward: the backward plan, over the layout of ``forward``; it may be ``forward`` itself.
-            rank: this rank's number among the ranks that compute attention for each other.
+            backward: the backward plan, over the same layout; it may be ``forward`` itself.
+            rank: this rank's number in the plans.
             kinds: kinds of layers, numbered as in the plans.
-            device: a device, or an upload to a device. With an upload, tensors get their values when the upload is
-                sent.
+            device: a device, or an upload; tensors get their values when the upload is sent.
             previous: in pong, the layout of ping; None in ping.
-            links: which ranks share a node; None if all ranks do.
+            links: which ranks share a node; None if all do.
         """
         layout = forward.layout
         with uploading(device) as upload:
@@ -188,22 +187,21 @@ class NanoRoutes:
 
 
 LayerRoutes = tuple[NanoRoutes | RecurrentRoutes, ...]
-"""A rank's routes of one layer, for each nano-batch. A recurrent layer (linear attention, SSM) has
-:class:`RecurrentRoutes`."""
+"""A rank's routes of one layer, one for each nano-batch; :class:`RecurrentRoutes` are for recurrent layers (linear
+attention, SSM)."""
 
 
 @dataclass(frozen=True)
 class StepRoutes:
     """One rank's routes of a step, for the layers of its pipeline stage.
 
-    A *phase* is the forward, or the backward, that all stages run at the same time. In a phase each stage has one
-    micro-batch or none. All stages run their i-th layers together, so one plan covers the i-th layers of all stages.
+    A *phase* is the forward, or the backward, that all stages run at the same time. In a phase, a stage has one
+    micro-batch or none. Without a micro-batch, its ranks compute attention for other stages.
 
     Attributes:
-        own: for each micro-batch of this stage and each layer, the routes of its forward and backward.
-        served_forward: for each forward phase and layer, the routes if this stage has no micro-batch in the phase and
-            only computes attention for other stages; None for a phase in which this stage has a micro-batch.
-        served_backward: for each backward phase, what ``served_forward`` has for a forward phase.
+        own: [micro-batches][layers] routes of this stage's micro-batches, forward and backward.
+        served_forward: for each forward phase, [layers] routes if this stage has no micro-batch; else None.
+        served_backward: for each backward phase, [layers] routes if this stage has no micro-batch; else None.
     """
 
     own: tuple[tuple[LayerRoutes, ...], ...]
@@ -217,10 +215,10 @@ class StepRoutes:
 
     @staticmethod
     def of_server(plan: StepPlan, place: int, device: Destination) -> StepRoutes:
-        """Returns the routes of a server without a model, which is a process that only computes attention.
+        """Returns the routes of a server without a model, a process that only computes attention.
 
-        Without pipeline stages ``own`` has the routes; with stages ``served_forward`` and ``served_backward`` have
-        them. ``place`` is the server's number among all ranks that exchange rows."""
+        Without pipeline stages the routes are in ``own``, otherwise in ``served_forward`` and ``served_backward``.
+        ``place`` is the server's number in the plan."""
         return StepRoutes._of(plan, place, None, device)
 
     @staticmethod

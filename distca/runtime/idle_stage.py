@@ -1,12 +1,12 @@
-"""Attention for the other pipeline stages, in a phase in which this rank's stage has no micro-batch.
+"""Attention for other pipeline stages, while this rank's stage has no micro-batch.
 
-A *phase* is the forward, or the backward, that all stages run at the same time. Ranks of all stages exchange attention
-rows in a phase, and every exchange needs all ranks. So a rank without a micro-batch runs stand-ins for its layers, with
-tensors of 0 rows. The pipeline schedule (``megatron_patches/training/pipeline_schedule.py``), for example, calls
-:func:`serve_forward` and :func:`serve_backward`.
+- phase: the forward, or the backward, that all stages run at the same time. A stage has one micro-batch or none.
+- nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
 
-A micro-batch runs in two parts, the *nano-batches* ping and pong. Shape suffixes: N rows, always 0 here; H heads, D
-elements of a head, V elements of a head of v; C channels of a recurrent layer's convolution.
+Ranks of all stages exchange attention rows in a phase, and each exchange needs all ranks. So a rank without a
+micro-batch runs stand-ins for its layers, with tensors of 0 rows.
+
+Shape suffixes: N rows, always 0 here; H heads, D elements of a head, V elements of a head of v.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class EmptyLayer:
     Attributes:
         heads: query heads of this tensor-parallel rank.
         kv_heads: key/value heads of this tensor-parallel rank.
-        head_dim: elements per head of queries and keys.
+        head_dim: elements of a query head and of a key head.
         dtype: dtype of the rows.
         device: the rank's device.
-        value_dim: elements per head of values; 0 stands for ``head_dim``.
+        value_dim: elements of a value head; 0 stands for ``head_dim``.
     """
 
     sink = None
@@ -71,7 +71,7 @@ class EmptyLayer:
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> AttentionCall:
-        """Returns a call that runs only this layer's backward, for one nano-batch; ``before`` is not used."""
+        """Returns a call for this layer's backward of one nano-batch; ``before`` is not used."""
         _, q, kv = self.pre(torch.empty(0), nano)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         return AttentionCall.for_backward(pool, routes, layer, nano, HomeRows(q, kv, None, self.output, lse))
@@ -110,7 +110,7 @@ class EmptyRecurrentLayer:
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> RecurrentCall:
-        """Returns a call that runs only this layer's backward, for one nano-batch.
+        """Returns a call for this layer's backward of one nano-batch.
 
         In pong, ``before`` is the layer's call for ping; in ping it is None."""
         call = RecurrentCall(pool, routes, self.recurrence, self.core_kernel, layer, nano, before)
@@ -131,11 +131,11 @@ AnyEmptyLayer = EmptyLayer | EmptyRecurrentLayer
 
 
 def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
-    """Serves a forward phase in which this rank has no micro-batch.
+    """Computes attention in a forward phase in which this rank has no micro-batch.
 
     Args:
         pool: this rank's transport, attention kernel and timeline.
-        routes: for each layer, the rows that this rank receives and computes in the phase.
+        routes: for each layer, the rows that this rank receives and computes.
         layers: stand-ins for this rank's layers.
     """
     with torch.no_grad():
@@ -143,14 +143,13 @@ def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Se
 
 
 def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
-    """Serves a backward phase in which this rank has no micro-batch.
+    """Computes attention in a backward phase in which this rank has no micro-batch.
 
-    Exchanges come in the order that autograd gives them on the other ranks: from the last layer to the first, and in
-    each layer pong before ping.
+    Exchanges have autograd's order: from the last layer to the first, and in each layer pong before ping.
 
     Args:
         pool: this rank's transport, attention kernel and timeline.
-        routes: for each layer, the rows that this rank receives and computes in the phase.
+        routes: for each layer, the rows that this rank receives and computes.
         layers: stand-ins for this rank's layers.
     """
     above: list[AttentionCall | RecurrentCall] = []
@@ -159,8 +158,8 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
         for nano, each in enumerate(of_layer):
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
-        # On ranks with a micro-batch, autograd waits for dq, dk, dv of the layer above right before it sends dO of this
-        # layer. All ranks must launch and join exchanges in the same order.
+        # All ranks must launch and join exchanges in the same order. On other ranks, autograd joins the gradients of
+        # the layer above right before it launches dO of this layer.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

@@ -1,15 +1,15 @@
 """The rows of one layer's attention that wait for backward.
 
-A *home* is a rank that holds rows of documents; a *server* is a rank that computes attention for rows that homes send.
-Most ranks are both. With :class:`Keep` servers keep q, k and v until backward. With :class:`Resend` homes keep q, k and
-v, and send these rows again in backward, perhaps to other servers. ``AttentionCall`` (attention_call.py) calls the
-methods of both classes.
+- home: a rank that holds rows of documents.
+- server: a rank that computes attention for homes. Most ranks are home and server.
+- :class:`Keep`: servers keep q, k and v until backward.
+- :class:`Resend`: homes keep q, k and v, and send them again in backward, perhaps to other servers.
+- ping, pong: the two parts of a micro-batch. An object holds the rows of one part.
+- sink: a learned score that takes a share of each softmax of a head. Homes apply sinks to o and lse that come back.
 
-A micro-batch runs in two parts, ping and then pong. "Rows" below are those of one part. A *sink* is a learned score of
-a head that takes a share of each softmax; homes apply sinks after o has come back.
-
-Shape suffixes: N rows of a home, T query rows and U key/value rows of a server; H query heads, G key/value heads, D
-head dimension; 2 stands for k and v. lse is the log-sum-exp of attention scores.
+``AttentionCall`` (attention_call.py) calls the methods. Shape suffixes: N rows of a home, T query rows and U key/value
+rows of a server; H query heads, G key/value heads, D head dimension; 2 stands for k and v. lse is the log-sum-exp of
+scores.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class HomeRows:
     Attributes:
         q: q_NHD.
         kv: kv_N2GD.
-        prefix: in pong, ping's keys and values of documents that go on in pong; None if there are no such documents.
-        o: o_NHD after sinks; None before o has come home.
-        lse: lse_NH after sinks; None before lse has come home.
+        prefix: in pong, [rows, 2, G, D] of ping's keys and values whose documents go on in pong; else None.
+        o: o_NHD after sinks; None before it has come home.
+        lse: lse_NH after sinks; None before it has come home.
     """
 
     q: torch.Tensor | Parked
@@ -65,17 +65,17 @@ class HomeRows:
 def moved(
     source: torch.Tensor, moves: RowMoves, rows: int, new: Callable[..., torch.Tensor] = torch.Tensor.new_empty
 ) -> tuple[torch.Tensor, list[Part]]:
-    """Makes the destination of one tensor's exchange; nothing is sent yet.
+    """Makes the destination of a transfer; nothing is sent yet.
 
     Args:
         source: contiguous rows to send.
-        moves: the ranks and places to which the rows of ``source`` go.
+        moves: the ranks and places to which they go.
         rows: number of rows of the destination.
-        new: a method of Tensor that makes the destination, such as ``new_empty``.
+        new: the method of Tensor that makes the destination.
 
     Returns:
-        The destination, and a list with the :class:`Part` that fills the destination. If every row stays at its place
-        on this rank, the destination is a view of ``source``, and the list is empty.
+        The destination, and a list with the :class:`Part` that fills it. If all rows stay where they are, the
+        destination is a view of ``source``, and the list is empty.
     """
     if moves.in_place and rows <= len(source):
         return source[:rows], []
@@ -84,12 +84,10 @@ def moved(
 
 
 class Keep:
-    """Servers keep q, k, v and lse of the rows that they computed.
+    """Servers keep q, k, v and lse of the rows that they computed, and o of other homes' rows.
 
-    A server also keeps o of rows from other homes. In backward homes send dO, and lse if heads have sinks.
-
-    Args:
-        routes: the rows that this rank sends, receives and computes.
+    In backward homes send dO, and lse if heads have sinks. ``routes`` are the rows that this rank sends, receives and
+    computes.
     """
 
     sent_in_backward = "dO"
@@ -98,40 +96,40 @@ class Keep:
     def __init__(self, routes: NanoRoutes) -> None:
         self._route = routes.forward
         self._server: ServerRows | None = None
-        self._sent_o: torch.Tensor | None = None  # o before sinks, of rows that this server computed for other homes
+        self._sent_o: torch.Tensor | None = None  # o before sinks, of other homes' rows
         self._home_o: torch.Tensor | None = None  # o_NHD after sinks
         self._home_lse: torch.Tensor | None = None  # lse_NH after sinks; None without sinks
-        self._lse_with_sinks: torch.Tensor | None = None  # lse_TH after sinks, from homes in backward
+        self._lse_with_sinks: torch.Tensor | None = None  # lse_TH after sinks, sent by homes in backward
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """kv_U2GD of this server. Pong asks ping's object for it."""
+        """kv_U2GD of this server; pong reads ping's."""
         assert self._server is not None
         return self._server.kv
 
     def launched(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
-        """Takes the rows that this home sends; does nothing."""
+        """Does nothing: this home's rows are kept on servers."""
 
     def served(self, rows: ServerRows) -> None:
         """Keeps the rows that this server has computed."""
         self._server = rows
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """Keeps the outputs that came home, after sinks. Callers call it only if a backward will follow."""
+        """Keeps the outputs that came home, after sinks. It is called if backward will follow."""
         rows = self._server
         assert rows is not None and rows.o is not None
         self._sent_o, rows.o = rows.o.index_select(0, self._route.q_to_home.send_index), None
         self._home_o, self._home_lse = o_NHD, lse_NH
 
     def o_and_lse_at_home(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns o_NHD and lse_NH after sinks, which this rank has if heads have sinks."""
+        """Returns o_NHD and lse_NH after sinks; heads must have sinks."""
         assert self._home_o is not None and self._home_lse is not None
         return self._home_o, self._home_lse
 
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """Returns the parts that homes send, None since no q, k, v or o are sent, and do_THD of this server."""
+        """Returns the parts to send; None, since q, k, v and o are not sent; and the destination do_THD."""
         route = self._route
         do, parts = moved(do_NHD, route.q_to_server, route.q_rows)
         if has_sinks:
@@ -142,7 +140,7 @@ class Keep:
 
     def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
         """Returns this server's rows, with o and lse after sinks; ``arrived`` is None."""
-        # Kept o is from before sinks. A sink scales o by exp(lse before sinks − lse after sinks).
+        # A sink scales o by exp(lse before sinks − lse after sinks). self._sent_o is not scaled yet.
         rows, route, sent, after = self._server, self._route, self._sent_o, self._lse_with_sinks
         assert rows is not None and sent is not None and self._home_o is not None and rows.lse is not None
         if route.q_to_server.in_place:
@@ -156,16 +154,16 @@ class Keep:
         return ServerRows(rows.q, rows.kv, o, rows.lse if after is None else after)
 
     def forget(self) -> None:
-        """Drops all rows. Callers call it after this server has computed its gradients."""
+        """Drops all rows, after backward has used them."""
         self._server = self._sent_o = self._home_o = self._home_lse = self._lse_with_sinks = None
 
 
 class Resend:
-    """Homes keep q, k, v, o and lse of their rows and send them with dO to the servers of the backward plan.
+    """Homes keep q, k, v, o and lse of their rows, and send them with dO to the servers of the backward plan.
 
     Args:
         routes: the rows that this rank sends, receives and computes.
-        offload: host memory in which the rows wait; None leaves them on the device.
+        offload: host memory for kept rows; None leaves them on the device.
     """
 
     sent_in_backward = "q,k,v,o,dO"
@@ -177,7 +175,7 @@ class Resend:
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """Raises AssertionError, since servers keep no rows with resend."""
+        """Raises AssertionError: servers keep no rows."""
         raise AssertionError("with resend, servers keep no rows of ping for pong")
 
     def launched(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
@@ -185,12 +183,12 @@ class Resend:
         self.home = HomeRows(q_NHD, kv_N2GD, prefix_N2GD)
 
     def served(self, rows: ServerRows) -> None:
-        """Takes the rows that this server has computed; does nothing."""
+        """Does nothing: servers keep no rows."""
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """Keeps the outputs that came home, after sinks. Callers call it only if a backward will follow.
+        """Keeps the outputs that came home, after sinks. It is called if backward will follow.
 
-        With ``offload``, starts copying all kept rows to host memory."""
+        With ``offload``, all kept rows are then copied to host memory."""
         assert self.home is not None and lse_NH is not None
         self.home.o, self.home.lse = o_NHD, lse_NH
         if self._offload is not None:
@@ -208,7 +206,7 @@ class Resend:
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """Returns the parts that homes send, then what they fill on this server: the server's rows and do_THD."""
+        """Returns the parts to send, and their destinations: this server's rows, and do_THD."""
         home, route = self.home, self._route
         assert home is not None and home.o is not None and home.lse is not None
         q, kv, o, lse = (taken(each) for each in (home.q, home.kv, home.o, home.lse))
@@ -233,9 +231,9 @@ class Resend:
         return arrived
 
     def forget(self) -> None:
-        """Does nothing: :meth:`parts_of_backward` has dropped this home's rows."""
+        """Does nothing: :meth:`parts_of_backward` has dropped the rows."""
 
 
 def behind(prefix_N2GD: torch.Tensor | None, kv_N2GD: torch.Tensor) -> torch.Tensor:
-    """Returns kv_N2GD behind ``prefix_N2GD``; kv_N2GD itself if the prefix is None."""
+    """Returns the prefix, if there is one, followed by ``kv_N2GD``."""
     return kv_N2GD if prefix_N2GD is None else torch.cat((prefix_N2GD, kv_N2GD))

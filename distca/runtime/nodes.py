@@ -1,7 +1,7 @@
-"""The base class of ``AttentionCall`` and ``RecurrentCall``, with their autograd nodes and transfers.
+"""The base class of ``AttentionCall`` and ``RecurrentCall``: transfers and autograd nodes.
 
-A *nano-batch* is one of the two parts of a micro-batch, ping and pong. A call is the core of one layer, attention or a
-recurrence, for one nano-batch. It runs as a chain of autograd nodes, and rows travel between two nodes.
+The *core* of a layer is its attention or recurrence. A *nano-batch* is one of the two parts of a micro-batch, ping and
+pong. The core runs as a chain of autograd nodes, and rows travel between two nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from distca.transport.interface import sent_by
 
 
 class LayerCall:
-    """The core of one layer for one nano-batch. A call has at most one transfer under way at a time.
+    """The core of one layer for one nano-batch, with at most one transfer at a time.
 
     Args:
         pool: this rank's transport and timeline.
@@ -45,17 +45,16 @@ class LayerCall:
 
 
 def graph_token(device: torch.device) -> torch.Tensor:
-    """Returns a scalar that nodes pass on, so that autograd has an edge between them; its value is not read.
+    """Returns a scalar without a value, which gives autograd an edge from one node to the next.
 
-    ``device`` must be the rows' device: autograd has one thread for each device, and keeps the reverse order of
+    ``device`` must be the rows' device. Autograd has a thread for each device, and runs nodes in reverse order of
     creation only within a thread."""
     return torch.empty((), device=device)
 
 
 class Node(torch.autograd.Function):
-    """An autograd node: ``apply(graph_token, forward, backward)`` calls ``forward``.
-
-    Autograd later calls ``backward`` in the backward pass."""
+    """An autograd node. ``apply(graph_token, forward, backward)`` calls ``forward``; the backward pass calls
+    ``backward``."""
 
     @staticmethod
     def forward(

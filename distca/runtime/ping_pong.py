@@ -1,9 +1,7 @@
-"""The order in which a stack of layers runs two nano-batches, so that one computes while the other's rows travel.
+"""The order in which layers run two nano-batches, so that one computes while the other's rows travel.
 
-A micro-batch is cut into two *nano-batches*, ping (0) and pong (1). A layer is cut, too: ``pre`` is its part before
-core attention, ``post`` its part after core attention. The rank that holds a row runs pre and post. Core attention
-(*serve*) may run on any rank: q, k and v travel to that rank, and o comes back. The model's block
-(``megatron_patches/layers/block.py``), for example, calls :func:`run_layers`.
+A micro-batch is cut into two *nano-batches*, ping (0) and pong (1). A layer is cut at its core attention: ``pre`` runs
+before, ``post`` after. Core attention (*serve*) may run on any rank: q, k and v travel there, and o comes back.
 
 For layer i, autograd nodes of nano-batches 0 and 1 are created in this order. A *join* waits for a launched transfer:
 
@@ -13,11 +11,10 @@ For layer i, autograd nodes of nano-batches 0 and 1 are created in this order. A
 The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror image.
 
 If nothing is recomputed, a ``post`` that sends rows to experts on other ranks runs as a generator. It pauses while rows
-travel to the experts, and while the experts' outputs travel back. During a pause the other nano-batch computes.
+travel, and the other nano-batch computes meanwhile.
 
-A recurrent layer (linear attention, SSM) has the same order with other transfers. In place of q,k,v it sends *halo*
-rows: inputs of its convolution that another rank needs. In place of o it sends what ranks with later rows of a document
-need to compute their first recurrent state.
+A recurrent layer (linear attention, SSM) has the same order with other transfers. In place of q, k and v it sends
+*halo* rows: inputs of its convolution that another rank needs. In place of o it sends summaries of recurrent states.
 """
 
 from __future__ import annotations
@@ -40,21 +37,21 @@ class SplitLayer(Protocol):
     """A transformer layer cut at its core attention.
 
     ``nano`` is 0 for ping, 1 for pong. Shape suffixes: N rows of this rank, H query heads, G key/value heads, D head
-    dimension. ``hidden`` may have any shape."""
+    dimension; 2 stands for k and v. ``hidden`` may have any shape."""
 
     @property
     def sink(self) -> torch.Tensor | None:
-        """[heads] sinks of this rank's heads: learned scores in the softmax that have no value; None without sinks."""
+        """[H] sinks: learned scores that take a share of each head's softmax; None without sinks."""
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Computes everything before core attention.
+        """Computes the part before core attention.
 
-        Returns any number of residual tensors, which :meth:`post` gets back, then q_NHD and kv_N2GD."""
+        Returns any number of tensors for the ``residual`` of :meth:`post`, then q_NHD and kv_N2GD."""
         ...
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """Computes everything after core attention."""
+        """Computes the part after core attention."""
         ...
 
 
@@ -63,25 +60,25 @@ class ExchangingLayer(SplitLayer, Protocol):
 
     @property
     def has_exchanges(self) -> bool:
-        """Whether ``post`` of this layer sends rows to experts on other ranks."""
+        """Whether this layer sends rows to experts on other ranks."""
         ...
 
     def post_parts(
         self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int
     ) -> Generator[None, None, torch.Tensor]:
-        """Computes what :meth:`post` computes; a generator that pauses while rows travel to experts or back."""
+        """Computes :meth:`post` as a generator, which pauses while rows travel to experts or back."""
         ...
 
 
 class RecurrentLayer(Protocol):
-    """A layer cut at its recurrent core, which is a short convolution and a recurrence.
+    """A layer cut at its recurrent core: a short convolution and a recurrence.
 
-    Shape suffixes: N rows of this rank, C channels of the convolution, H heads, K elements per head of k, V elements
-    per head of v."""
+    Shape suffixes: N rows of this rank, C channels of the convolution, H heads, K elements of a key, V elements of a
+    value."""
 
     @property
     def recurrence(self) -> Recurrence:
-        """The formula that the core computes."""
+        """The core's formula and shapes."""
         ...
 
     @property
@@ -95,15 +92,15 @@ class RecurrentLayer(Protocol):
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        """Computes everything before the core.
+        """Computes the part before the core.
 
-        Returns any number of residual tensors, which :meth:`post` gets back, then three inputs of the core: mixed_NC,
-        the input of the convolution; g_NH or g_NHK, logarithms of the state's decay; and beta_NH, factors on what each
-        row adds to the state."""
+        Returns any number of tensors for the ``residual`` of :meth:`post`, then the core's inputs: mixed_NC, the input
+        of the convolution; g_NH or g_NHK, logarithms of the state's decay; and beta_NH, factors on what each row adds
+        to the state."""
         ...
 
     def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """Computes everything after the core."""
+        """Computes the part after the core."""
         ...
 
 
@@ -123,11 +120,11 @@ def run_layers(
 
     Args:
         layers: the split layers.
-        hidden: the first layer's input, one tensor for each nano-batch. With one tensor there is only ping.
+        hidden: for each nano-batch, the first layer's input. With one tensor there is only ping.
         routes: for each layer and nano-batch, the rows that this rank sends, receives and computes.
         pool: this rank's transport, attention kernel and timeline.
-        checkpoint: ``checkpoint(function, *tensors)`` recomputes ``function`` in backward. Functions are the first
-            pre, each post with the next layer's pre, and the last post. Core attention is not recomputed.
+        checkpoint: ``checkpoint(function, *tensors)`` recomputes ``function`` in backward. It gets the first pre, each
+            post with the next layer's pre, and the last post, but not core attention.
 
     Returns:
         The output of each nano-batch.
@@ -153,14 +150,14 @@ class _Run:
         self._recomputes = checkpoint is not None
         self._checkpoint = checkpoint or (lambda function, *tensors: function(*tensors))
         self._calls: list[AnyCall] = []
-        self._residuals: list[tuple[torch.Tensor, ...]] = []  # for each nano-batch, for the next post
+        self._residuals: list[tuple[torch.Tensor, ...]] = []  # for each nano-batch, residual of the next post
         self._previous_kv: torch.Tensor | None = None  # k and v of the newest attention call
         self.outputs: list[torch.Tensor] = []
 
     def first(self, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs pre of the first layer and launches that layer's q, k and v.
+        """Runs the first layer's pre, and launches the first transfer of each nano-batch.
 
-        Returns for each nano-batch a graph token, a dummy scalar that links autograd's nodes."""
+        Returns for each nano-batch a *graph token*, a dummy scalar that links autograd's nodes."""
         graph_tokens = []
         for nano, each in enumerate(hidden):
             with self._pool.timeline.compute("pre", 0, nano, "forward"):
@@ -173,7 +170,7 @@ class _Run:
             graph_tokens[nano] = _through_core(call, self._layers[layer], graph_tokens[nano])
 
     def between(self, layer: int, graph_tokens: list[torch.Tensor]) -> None:
-        """Runs post of a layer and pre of the next layer, and launches the next layer's q, k and v."""
+        """Runs post of a layer and pre of the next, and launches the next layer's first transfer."""
         last = layer + 1 == len(self._layers)
         calls, self._calls = self._calls, []
         residuals, self._residuals = self._residuals, []
@@ -184,8 +181,8 @@ class _Run:
         for nano, call in enumerate(calls):
             o = _out_of_core(call, self._layers[layer], graph_tokens[nano])
             with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
-                # Autograd's graph keeps the recomputed function, and self._previous_kv keeps the graph. So the function
-                # must not refer to self: Python's garbage collector does not find such a cycle.
+                # The function must not refer to self. Autograd's graph holds the function, and self._previous_kv holds
+                # the graph. Python's garbage collector would not find this cycle.
                 if last:
                     post = partial(self._layers[layer].post, nano=nano)
                     self.outputs.append(self._checkpoint(post, o, *residuals[nano]))
@@ -222,7 +219,7 @@ class _Run:
                     self.outputs.append(hidden)
 
     def _launch(self, layer: int, nano: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Launches q, k and v, or halo rows; ``made`` are the tensors that pre returned. Returns the graph token."""
+        """Launches a layer's first transfer; ``made`` is what pre returned. Returns the graph token."""
         routes, before = self._routes[layer][nano], self._calls[-1] if self._calls else None
         if isinstance(routes, RecurrentRoutes):
             *residual, mixed, g, beta = made
@@ -245,7 +242,7 @@ class _Run:
         return call
 
     def _prefix(self, routes: NanoRoutes) -> torch.Tensor | None:
-        """Returns keys and values of ping's rows whose documents go on in pong; None if there are no such rows."""
+        """Returns keys and values of ping's rows whose documents go on in pong, or None."""
         if not routes.prefix:
             return None
         assert self._previous_kv is not None
@@ -264,7 +261,7 @@ def _out_of_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor
 
 
 def _gone_on(post: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:
-    """Runs the generator to its next pause and returns None; if the generator ends, returns its output."""
+    """Runs a generator to its next pause and returns None, or to its end and returns its output."""
     try:
         next(post)
     except StopIteration as end:

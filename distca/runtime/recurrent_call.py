@@ -1,18 +1,16 @@
-"""The core of a recurrent layer (linear attention, SSM) for one nano-batch as a chain of five autograd nodes.
+"""The core of a recurrent layer (linear attention, SSM) as a chain of five autograd nodes.
 
     enter: launch halo → join → summarise → launch states → leave: join states, finish
 
-The core is a short causal convolution, then a recurrence that updates a state S row by row. A micro-batch runs in two
-*nano-batches*, ping and then pong. A document may be cut over ranks, and over ping and pong. A *piece* is a run of a
-document's rows on one rank in one nano-batch. Two things travel between ranks:
+- core: a short causal convolution, then a recurrence that updates a state S row by row.
+- nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
+- piece: a run of a document's rows on one rank in one nano-batch. A document may have many pieces.
+- halo: the few rows of a document before a piece. The convolution of the piece's first rows reads them.
+- transition A and own state B: a piece turns the state S before it into A·S + B.
+- summary: A and B of a piece. Ranks send summaries, so that each rank can compute the states before its pieces.
 
-- *halo* rows: the convolution of a piece's first rows reads a few rows of the document before the piece.
-- *summaries*: a piece turns the state S before the piece into A·S + B, where A is the *transition* and B the *own
-  state*. A summary is A and B. Each rank gets the summaries of earlier pieces and computes the states before its own
-  pieces.
-
-``ping_pong.py`` calls the five nodes. ``distca/plan/recurrent`` plans the transfers. This table says in which node a
-piece is computed:
+``ping_pong.py`` calls the five nodes, and ``distca/plan/recurrent`` plans the transfers. A piece is computed in these
+nodes:
 
 | piece of its document | summarise | leave | leave, in backward | summarise, in backward |
 |---|---|---|---|---|
@@ -21,8 +19,7 @@ piece is computed:
 | the last | | forward | backward | |
 | an inner piece (any other) | only A and B | forward | only the gradient of the state before it | backward |
 
-Until backward a nano-batch keeps the convolution's inputs and the states before its pieces. Backward computes the
-convolution once more. Pieces of pong also read halo rows and states that arrived in ping.
+Backward computes the convolution once more. Pieces of pong also read halo rows and states that arrived in ping.
 
 Shape suffixes: N rows of this rank (padding included), C channels of the convolution, U halo rows that arrived; H
 heads, K elements of a head of k, V elements of a head of v.
@@ -44,15 +41,15 @@ from distca.runtime.recurrent_routes import RecurrentRoutes, StateRoutes
 from distca.runtime.server import AttentionPool
 
 States = Mapping[int, torch.Tensor]
-"""States or their gradients. A key is a piece's number on this rank; in ``passed`` a key is a document's number."""
+"""States or their gradients, by the number of a piece on this rank; in ``passed``, by the number of a document."""
 
 
 class RecurrentCall(LayerCall):
-    """State of one recurrent layer for one nano-batch, from the launch of its halo to the end of its backward.
+    """One recurrent layer's core for one nano-batch, forward and backward.
 
     Args:
         pool: this rank's transport and timeline.
-        routes: this rank's pieces, and the halo rows and summaries that this rank sends and receives.
+        routes: this rank's pieces, and the rows and summaries to send and receive.
         what: the recurrence's formula and shapes.
         kernel: the kernel that computes the recurrence.
         layer: layer number, for the timeline.
@@ -76,25 +73,25 @@ class RecurrentCall(LayerCall):
         self._parameters: CoreParameters | None = None
         self._halo: torch.Tensor | None = None  # halo_UC that arrived in this nano-batch
         self._core: tuple[CoreRows, torch.Tensor] | None = None  # q, k, v, g, beta, and o or dO, between two nodes
-        self._arriving: list[torch.Tensor] = []  # own states and transitions that other ranks sent
-        self._own: dict[int, torch.Tensor] = {}  # for each piece, the own state to send, or a gradient in its place
-        self._transitions: dict[int, torch.Tensor] = {}  # for each inner piece; forward and backward send them
-        self._states: dict[int, torch.Tensor] = {}  # for each inner or last piece, the state before the piece
-        # For each document that goes on in pong: ping's last state, and in backward pong's gradient of this state.
+        self._arriving: list[torch.Tensor] = []  # own states and transitions from other ranks
+        self._own: dict[int, torch.Tensor] = {}  # by piece, own states to send; in backward, gradients to send
+        self._transitions: dict[int, torch.Tensor] = {}  # by inner piece; sent in forward and in backward
+        self._states: dict[int, torch.Tensor] = {}  # by inner or last piece, the state before the piece
+        # By document that goes on in pong: ping's last state, and pong's gradient of this state.
         self._passed: dict[int, torch.Tensor] = {}
         self._passed_back: dict[int, torch.Tensor] = {}
         self._of_halo: torch.Tensor | None = None  # in ping, pong's gradient of ping's halo rows
         self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and halo rows, between two nodes
         self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta, between two nodes
-        # Numbers of this rank's pieces that are the only, the first, an inner or the last piece of their document.
+        # Numbers of this rank's pieces, by the piece's place in its document.
         pairs = list(zip(routes.opens, routes.closes, strict=True))
         self._only = [n for n, each in enumerate(pairs) if each == (True, True)]
         self._first = [n for n, each in enumerate(pairs) if each == (True, False)]
         self._inner = [n for n, each in enumerate(pairs) if each == (False, False)]
         self._last = [n for n, each in enumerate(pairs) if each == (False, True)]
 
-    # In a pipeline, a rank takes part in the exchanges of backward even while its own stage has no micro-batch.
-    # Autograd then has no nodes on this rank, so ``idle_stage.py`` calls these methods directly.
+    # A pipeline stage without a micro-batch takes part in backward's exchanges. It has no autograd nodes, so
+    # ``idle_stage.py`` calls the next four methods.
 
     def begin_backward(self, rows: tuple[torch.Tensor, ...], parameters: CoreParameters) -> None:
         """Sets the fields that forward would have set.
@@ -119,15 +116,14 @@ class RecurrentCall(LayerCall):
         """Waits for the gradients of halo rows."""
         self._join_halo_gradients()
 
-    # Public: the five nodes, called in this order.
+    # The five nodes, in the order in which callers call them. All but the last return a *graph token* for the next: a
+    # dummy scalar that gives autograd an edge between the two.
 
     def launch_halo(self, mixed_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor) -> torch.Tensor:
-        """Starts sending halo rows to the pieces that read them; returns the graph token for :meth:`join_halo`.
-
-        A graph token is a dummy scalar that links autograd's nodes.
+        """Starts sending halo rows.
 
         Args:
-            mixed_NC: the convolution's input, with q, k and v side by side.
+            mixed_NC: the convolution's input: q, k and v side by side.
             g: g_NH or g_NHK, logarithms of the state's decay, 0 or less.
             beta_NH: factors on what each row adds to the state.
         """
@@ -150,7 +146,7 @@ class RecurrentCall(LayerCall):
         return launched
 
     def join_states(self, token: torch.Tensor) -> torch.Tensor:
-        """Waits for summaries and computes the inner and last pieces; returns o_NHV, zero in padding rows."""
+        """Waits for summaries and computes inner and last pieces; returns o_NHV, zero in padding rows."""
         o: torch.Tensor = _Leave.apply(token, self)
         return o
 
@@ -195,7 +191,7 @@ class RecurrentCall(LayerCall):
                 o_NHV += (self._parameters.skip[:, None] * rows.v).to(o_NHV.dtype)
         if not has_backward:
             self._rows, self._states, self._transitions = (), {}, {}
-        # Autograd sets grad_fn on the returned tensor. A view leaves o_NHV outside the graph.
+        # Autograd sets grad_fn on the returned tensor, and must not set it on o_NHV.
         return o_NHV.detach()
 
     # Backward.
@@ -216,9 +212,9 @@ class RecurrentCall(LayerCall):
         self._join("dstates", "backward")
 
     def _summarise_backward(self) -> tuple[torch.Tensor | None, ...]:
-        """Computes backward of first and inner pieces, then backward of the convolution.
+        """Runs backward of first and inner pieces, and of the convolution.
 
-        Returns the gradients of the convolution's kernel and bias and of skip; bias and skip may be None."""
+        Returns gradients of the convolution's kernel, its bias or None, and skip or None."""
         assert self._core is not None and self._core_gradients is not None and self._parameters is not None
         (rows, do_NHV), gradients = self._core, self._core_gradients
         with self._pool.timeline.compute("finish", *self._where, "backward"):
@@ -248,7 +244,7 @@ class RecurrentCall(LayerCall):
             rows = core_rows(leaves[0], g, beta, leaves[1], parameters, self._routes.pieces, self._what)
         wanted = gradients.q, gradients.k, gradients.v
         found = torch.autograd.grad((rows.q, rows.k, rows.v), leaves, wanted, materialize_grads=True)
-        # In pong: the first rows of of_halo are gradients of ping's halo rows, and go to ping's call.
+        # In pong, the first rows of of_halo belong to halo rows that arrived in ping.
         of_halo = found[1]
         if self._before is not None:
             at = len(of_halo) - self._routes.halo_to_pieces.destination_rows
@@ -271,7 +267,7 @@ class RecurrentCall(LayerCall):
         self._join("dhalo", "backward")
         (of_mixed, of_g, of_beta, of_given), self._gradients = self._gradients, ()
         of_mixed.index_add_(0, self._routes.given, of_given)
-        # Autograd now runs the backward of the layers' other parts, which the timeline shows as "post+pre".
+        # Next, autograd runs backward of the layers' other parts: "post+pre" in the timeline.
         self._pool.timeline.open("post+pre", *self._where, "backward")
         return of_mixed, of_g, of_beta
 
@@ -304,7 +300,7 @@ class RecurrentCall(LayerCall):
         o_NHV: torch.Tensor,
         wanted: bool = True,
     ) -> torch.Tensor:
-        """Computes o of these pieces into ``o_NHV``; returns the states after the pieces if ``wanted``."""
+        """Writes o of these pieces into ``o_NHV``; returns the states after the pieces if ``wanted``."""
         return self._kernel.forward(rows, self._spans(numbers), states, o_NHV, wanted)
 
     def _backward(
@@ -317,15 +313,22 @@ class RecurrentCall(LayerCall):
         gradients: CoreRows,
         wanted: bool = True,
     ) -> torch.Tensor:
-        """Computes gradients of these pieces' rows into ``gradients``.
+        """Writes gradients of these pieces' rows into ``gradients``.
 
-        ``states`` are the states before the pieces, ``behind`` the gradients of the states after the pieces. Returns
-        the gradients of the states before the pieces if ``wanted``."""
+        Args:
+            rows: the core's inputs.
+            numbers: numbers of the pieces.
+            states: the states before the pieces.
+            do_NHV: gradient of the core's output.
+            behind: gradients of the states after the pieces.
+            gradients: the core's gradients, to be filled.
+            wanted: whether to return the gradients of the states before the pieces.
+        """
         both = self._stacked(states, numbers), self._stacked(behind, numbers)
         return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
 
     def _send_states(self, routes: StateRoutes, what: str, direction: str) -> None:
-        """Launches the exchange of own states (in backward, of gradients) and of transitions, one in each row."""
+        """Launches the exchange of own states (in backward: gradients) and transitions. Each one is a row."""
         mixed_NC = self._rows[0]
         self._arriving, parts = [], []
         for by_piece, numbers, shape, moves in (
@@ -345,16 +348,16 @@ class RecurrentCall(LayerCall):
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Computes states from the summaries that arrived: S ← A·S + B, piece after piece of each document.
 
-        In backward S is the gradient of a state, and pieces are taken from a document's last one to its first.
+        In backward, S is the gradient of a state, and the pieces come in reverse order.
 
         Args:
-            routes: for each document, the pieces whose summaries this rank reads, and the rows where they arrived.
-            passed: for each document, S at the end of the nano-batch that was computed before this one.
+            routes: for each document, a chain of pieces and the rows where their summaries arrived.
+            passed: by document, S at the end of the other nano-batch, if the document has pieces there.
             backward: whether S are gradients.
 
         Returns:
-            S for each of this rank's pieces, before the piece's own summary is applied; and S at the end of this
-            nano-batch for each document that goes on in the other nano-batch.
+            S before each of this rank's pieces, by piece; and S at the end of this nano-batch, by document that goes on
+            in the other nano-batch.
         """
         (states, transitions), self._arriving = self._arriving, []
         found: dict[int, torch.Tensor] = {}
@@ -371,7 +374,7 @@ class RecurrentCall(LayerCall):
                         assert reached is not None
                         reached = own + carried(transitions[link.transition], reached, backward)
                     else:
-                        reached = own.clone()  # A view would keep the whole receive tensor alive until backward.
+                        reached = own.clone()  # a view would keep the whole receive tensor alive
             if reached is not None and links[-1].state >= 0:  # the document goes on in the other nano-batch
                 goes_on[document] = reached
         return found, goes_on
@@ -388,9 +391,7 @@ def recurrent_core(
     g: torch.Tensor,
     beta_NH: torch.Tensor,
 ) -> torch.Tensor:
-    """Runs the five nodes of a :class:`RecurrentCall` one after the other, without ping-pong; returns o_NHV.
-
-    ``g`` is g_NH or g_NHK."""
+    """Runs the five nodes of a :class:`RecurrentCall` one after the other; returns o_NHV. ``g`` is g_NH or g_NHK."""
     call = RecurrentCall(pool, routes, what, kernel, layer, 0)
     token = call.summarise(call.join_halo(call.launch_halo(mixed_NC, g, beta_NH)), parameters)
     return call.join_states(call.launch_states(token))

@@ -1,14 +1,13 @@
-"""The rows and states that a rank exchanges for recurrent layers (linear attention, SSM), as tensors on its device.
+"""The transfers of recurrent layers (linear attention, SSM), as index tensors on the rank's device.
 
-A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
-nano-batch. Two things travel between ranks:
+- nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
+- piece: a run of a document's rows on one rank in one nano-batch. A document may have many pieces.
+- halo: the few rows of a document before a piece. The convolution of the piece's first rows reads them.
+- transition A and own state B: a piece turns the state S before it into A·S + B.
+- summary: A and B of a piece.
 
-- *halo* rows: the convolution of a piece's first rows reads a few rows of the document before the piece.
-- *summaries*: a piece turns the state S before the piece into A·S + B, where A is the *transition* and B the *own
-  state*. A summary is A and B.
-
-``distca/plan/recurrent`` plans these transfers in numpy, and this file copies the plan to the device. ``RecurrentCall``
-(recurrent_call.py) runs the transfers.
+Halo rows and summaries travel between ranks. ``distca/plan/recurrent`` plans the transfers in numpy, this file copies
+the plan to the device, and ``recurrent_call.py`` runs the transfers.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from distca.transport import RowMoves
 
 @dataclass(frozen=True)
 class StateRoutes:
-    """The exchanges of summaries in one nano-batch, forward or backward.
+    """One nano-batch's transfers of summaries, forward or backward.
 
     In backward, gradients of states travel in place of own states.
 
     Attributes:
-        sends_state: numbers of this rank's pieces whose own state is sent, in the order in which they are sent.
-        sends_transition: numbers of this rank's pieces whose transition is sent, in the order in which they are sent.
+        sends_state: this rank's pieces whose own state is sent, by number, in sending order.
+        sends_transition: this rank's pieces whose transition is sent, by number, in sending order.
         states: moves of own states; each is one row.
         transitions: moves of transitions; each is one row.
-        chains: for each document whose summaries this rank reads, the document's number and its links. Each link is a
-            piece: the row where the piece's summary arrives, and the piece's number if the piece is on this rank.
+        chains: for each document whose summaries this rank reads: its number, and a link for each piece. A link has the
+            rows where the summary arrives, and the piece's number if the piece is on this rank.
     """
 
     sends_state: list[int]
@@ -62,17 +61,17 @@ class StateRoutes:
 
 @dataclass(frozen=True)
 class RecurrentRoutes:
-    """Everything a rank needs to run one nano-batch of a recurrent layer.
+    """One rank's pieces and transfers for one nano-batch.
 
     Attributes:
-        pieces: each piece's rows, and the places of the piece's halo rows among all halo rows that arrived.
-        opens: for each piece, whether the piece is the first of its document.
-        closes: for each piece, whether the piece is the last of its document.
+        pieces: each piece's rows, and the places of its halo rows among the halo rows that arrived.
+        opens: for each piece, whether it is the first of its document.
+        closes: for each piece, whether it is the last of its document.
         given: int64 numbers of this rank's rows that are sent as halo rows.
-        halo_to_pieces: moves of halo rows to the ranks whose pieces read the rows.
-        halo_to_home: moves of the gradients of halo rows back. Gradients of one row are added up.
-        forward: exchanges of summaries.
-        backward: exchanges of gradients of states, with transitions.
+        halo_to_pieces: moves of halo rows.
+        halo_to_home: moves of their gradients back. Gradients of one row are added up.
+        forward: transfers of summaries.
+        backward: transfers of gradients of states, and of transitions.
     """
 
     pieces: PieceRows
@@ -89,11 +88,10 @@ class RecurrentRoutes:
         """Returns the routes of a micro-batch, one for each nano-batch.
 
         Args:
-            layouts: for each nano-batch, the ranks and rows on which documents lie.
-            rank: this rank, numbered as in the layouts.
+            layouts: for each nano-batch, where documents lie.
+            rank: this rank's number in the layouts.
             halo_rows: number of rows that the convolution reads before each row.
-            device: a device, or an upload to a device. With an upload, tensors get their values when the upload is
-                sent.
+            device: a device, or an upload; tensors get their values when the upload is sent.
         """
         with uploading(device) as upload:
             arrived, routes = 0, []
@@ -103,18 +101,16 @@ class RecurrentRoutes:
             return tuple(routes)
 
     def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
-        """Returns these routes with the backward exchanges of ``other``.
+        """Returns these routes with the backward transfers of ``other``.
 
-        With pipeline stages, backward of a micro-batch runs beside other micro-batches than forward did, so the ranks
-        exchange other rows."""
+        Pipeline stages need this: backward of a micro-batch runs together with other micro-batches than forward."""
         return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 
 def _of(route: PieceRoute, arrived: int, device: Destination) -> RecurrentRoutes:
-    """Returns the routes of one nano-batch.
+    """Returns the routes of one nano-batch; ``arrived`` is the number of halo rows that have arrived by its end.
 
-    ``arrived`` is the number of halo rows that have arrived by the end of this nano-batch. Where a document has no
-    earlier row, the convolution reads a row of zeros, which has the index ``arrived``."""
+    Before a document's first row, the convolution reads a row of zeros, which has the index ``arrived``."""
     picked = np.where(route.halo.picked < 0, arrived, route.halo.picked)
     opens = route.opens.tolist()
     return RecurrentRoutes(

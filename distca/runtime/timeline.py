@@ -1,8 +1,8 @@
 """The times of one rank's compute and transfers, for timelines in Perfetto and the step log.
 
-A *span* is a name with a start and an end; a *track* is a row of the timeline. A micro-batch runs in two parts, the
-*nano-batches* ping and pong, and each has its own tracks. :class:`Timeline` measures even while nothing is recorded:
-always the seconds in which this rank computes attention, and the waits for transfers if ``times_waits`` is set.
+- span: a name with a start and an end.
+- track: a row of the timeline.
+- nano-batch: one of the two parts of a micro-batch, ping and pong. Each has its own tracks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class _Span:
 
 
 class Timeline:
-    """The spans of one rank.
+    """The spans of one rank. "direction" is "forward" or "backward"; "nano" is 0 for ping, 1 for pong.
 
     Attributes:
         clock: this rank's clock; on GPUs it takes times of the current stream.
         recording: whether spans are recorded.
-        zero: the moment that is time 0 of recorded spans, in seconds since 1970.
-        times_waits: whether :meth:`waiting` measures; callers set the field.
+        zero: time 0 of recorded spans, in seconds since 1970.
+        times_waits: whether :meth:`waiting` measures; callers set it.
         order: the recorded actions in the order in which the host queued them. An entry has action, layer, nano-batch
             and direction: "launch q,k,v 3 ping forward".
     """
@@ -56,11 +56,9 @@ class Timeline:
         self._side_stream: torch.cuda.Stream | None = None
 
     def start_recording(self, zero: float | None = None) -> None:
-        """Starts recording, after a barrier over all ranks.
+        """Starts recording, after a barrier of the default process group.
 
-        Args:
-            zero: the moment that is time 0 of spans, in seconds since 1970; None takes the present.
-        """
+        ``zero`` is time 0 of spans, in seconds since 1970; None takes the present."""
         self.clock.synchronize()
         self._began = time.time()
         self.zero = self._began if zero is None else zero
@@ -69,7 +67,7 @@ class Timeline:
 
     @contextmanager
     def compute(self, name: str, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Records the work queued inside the block as a span; ``kinds`` (of attention layers) is added to its name."""
+        """Records the work queued inside the block as a span; ``kinds`` is added to the span's name."""
         if not self.recording:
             yield
             return
@@ -83,9 +81,9 @@ class Timeline:
 
     @contextmanager
     def serve(self, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Measures the attention that is computed inside the block, and records it as a span.
+        """Measures the attention that is queued inside the block, even while spans are not recorded.
 
-        The seconds are measured even while nothing is recorded; :meth:`take_serves` returns them."""
+        :meth:`take_serves` returns the seconds."""
         with self.compute("serve", layer, nano, direction, kinds):
             start = self.clock.work()
             yield
@@ -103,9 +101,10 @@ class Timeline:
         span.end = self.clock.now()
 
     def open(self, name: str, layer: int, nano: int, direction: str, *, past_launches: bool = False) -> None:
-        """Begins a span of compute. The span ends at the next span of compute, launch, join or :meth:`close`.
+        """Begins a span of compute, which ends at the next :meth:`compute`, :meth:`launched`, :meth:`joined` or
+        :meth:`close`.
 
-        With ``past_launches``, a new span of this name begins after a launch."""
+        With ``past_launches``, a new span of this name begins after :meth:`launched`."""
         if self.recording:
             self.close()
             self.order.append(_entry(name, layer, nano, direction))
@@ -128,7 +127,7 @@ class Timeline:
         direction: str,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Records a transfer that was just launched, as a span that ends when the transfer ends.
+        """Records a transfer that was just launched, as a span until the transfer's end.
 
         ``what`` names the moved tensors, such as "q,k,v". Perfetto shows ``args`` beside the span."""
         if not self.recording:
@@ -149,14 +148,14 @@ class Timeline:
             self.open(*goes_on, past_launches=True)
 
     def joined(self, what: str, layer: int, nano: int, direction: str) -> None:
-        """Records in ``order`` that the caller is about to wait for a transfer."""
+        """Adds to ``order`` the caller's wait for a transfer."""
         if self.recording:
             self.close()
             self.order.append(_entry(f"join {what}", layer, nano, direction))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Measures the block, which waits for a transfer; :meth:`take_waits` returns the seconds."""
+        """Measures the block, a wait for a transfer; :meth:`take_waits` returns the seconds."""
         if not self.times_waits:
             yield
             return
@@ -165,15 +164,14 @@ class Timeline:
         self._waits.setdefault(what, []).append((start, self.clock.now()))
 
     def take_waits(self) -> dict[str, float]:
-        """Returns for each ``what`` the seconds of :meth:`waiting` since the last call; blocks until the last wait
-        ended."""
+        """Returns the seconds of :meth:`waiting` since the last call, by ``what``; blocks until the last wait ends."""
         waits, self._waits = self._waits, {}
         return {what: sum(self.clock.seconds(*each) for each in spans) for what, spans in waits.items()}
 
     def take_serves(self) -> dict[str, list[float]]:
-        """Returns for each direction the seconds of every :meth:`serve` since the last call, in order.
+        """Returns for each direction the seconds of each :meth:`serve` since the last call, in order.
 
-        Blocks until the last block of :meth:`serve` has ended on the device."""
+        Blocks until the device has computed the last of them."""
         seconds = {
             direction: [self.clock.seconds(start, end) for start, end in spans]
             for direction, spans in self._serves.items()
@@ -182,7 +180,7 @@ class Timeline:
         return seconds
 
     def serve_seconds(self) -> dict[str, float]:
-        """Returns for each direction the sum of :meth:`take_serves`."""
+        """Returns :meth:`take_serves`, summed for each direction."""
         return {direction: sum(seconds) for direction, seconds in self.take_serves().items()}
 
     def take(self, rank: int) -> list[dict[str, Any]]:
@@ -208,7 +206,7 @@ class Timeline:
         return events
 
     def _end_on_side_stream(self, span: _Span, works: list[Any]) -> None:
-        """Takes the span's end on a side stream, which waits for the transfer in place of the current stream."""
+        """Takes the span's end on a side stream, so that the current stream does not wait for the transfer."""
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream()
         with torch.cuda.stream(self._side_stream):
