@@ -17,7 +17,6 @@ _WHOLE = "master_param"
 
 
 def inner_adams(optimizer: Any) -> Iterator[Any]:
-    """Yields the Adam optimizers inside Megatron's optimizer."""
     if hasattr(optimizer, "chained_optimizers"):
         for part in optimizer.chained_optimizers:
             yield from inner_adams(part)

@@ -51,7 +51,7 @@ class _Name(NamedTuple):
 
 
 class _Record:
-    """An object that the pickle describes, not built.
+    """A pickle's description of an object.
 
     Attributes:
         name: full name of the class or function that would make the object.
@@ -76,7 +76,7 @@ def read_metadata(file: BinaryIO) -> Metadata:
 
 @lru_cache(maxsize=1)
 def _built(pickled: bytes) -> Metadata:
-    """Returns the description in a pickle. The last one is kept, as loading reads the file several times."""
+    """Returns the description in the pickle. The last result is kept, as loading reads the file several times."""
     try:
         return _Builder().metadata(_Machine().run(pickled))
     except UnpicklingError:
@@ -87,7 +87,7 @@ def _built(pickled: bytes) -> Metadata:
 
 
 def forget_metadata() -> None:
-    """Frees the description that is kept."""
+    """Frees the last description, which is kept."""
     _built.cache_clear()
 
 

@@ -1,8 +1,9 @@
 """Saves and loads each rank's own part of the distributed optimizer's state, without gathering the whole state.
 
-Megatron's distributed optimizer gives each data-parallel rank a range of all weights' elements, which may begin and end
-inside a weight. But checkpoints store rectangular parts of weights. So Megatron 0.16.1 gathers the whole state on every
-rank. Here each rank splits its range into rectangular *boxes* and saves these, under Megatron's own names and shapes.
+Megatron's distributed optimizer lays all weights end to end and gives each data-parallel rank one range, which may
+begin and end inside a weight. But checkpoints store rectangular parts of weights. So Megatron 0.16.1 gathers the whole
+state on every rank. Here each rank splits its range into rectangular *boxes* and saves these, under Megatron's own
+names and shapes.
 
 Example: elements [2, 9) of a 3 x 4 weight are three boxes: the end of row 0, all of row 1, and the beginning of row 2.
 
@@ -59,13 +60,9 @@ def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
 def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     """Returns a model's state for a checkpoint, without FP8 numbers.
 
-    For saving, this rank's boxes of the main weight replace each FP8 weight, in the type that the weight would have
+    For saving, this rank's boxes of the main weight replace each FP8 weight, in the dtype that the weight would have
     without FP8. For loading, FP8 weights are left out, as ``save_load.py`` computes them from loaded main weights.
-
-    Args:
-        optimizer: the model's optimizer.
-        model_state: the result of the model's ``sharded_state_dict``.
-        is_loading: True for loading, False for saving.
+    ``model_state`` is the result of the model's ``sharded_state_dict``.
     """
     quantised = {
         name: each
@@ -210,14 +207,11 @@ def _boxes_of(
 
     Args:
         described: Megatron's description of the weight.
-        weight: the weight.
-        start: first element.
-        stop: one past the last element.
-        prefix: put before the weight's key in the checkpoint.
-        values: values of the elements, flat.
+        prefix: stands before the weight's key in the checkpoint.
+        values: the elements, flat.
     """
-    # Storage offsets say where a piece begins in the weight. An FP8 weight has no such storage, so an empty tensor of
-    # the same shape takes its place.
+    # Storage offsets say where a piece begins in the weight. An FP8 weight has no storage of its own, so an empty
+    # tensor of the same shape takes its place.
     if is_fp8(weight):
         weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         described = replace(described, data=weight)
@@ -239,7 +233,7 @@ def _boxes_of(
                 piece.global_shape,
                 tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(ahead)), *offsets), strict=True))),
                 None,
-                # The last number counts copies on data-parallel ranks, of which this box has none.
+                # The last number is 0 on one data-parallel rank, and other numbers mark copies. No box has a copy.
                 (*piece.replica_id[:-1], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )

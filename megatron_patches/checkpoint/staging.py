@@ -68,7 +68,7 @@ class HostStaging:
         return True
 
     def before_update(self) -> None:
-        """Makes this GPU's current stream wait for the copies."""
+        """Makes the current stream wait for the copies."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
@@ -102,7 +102,7 @@ class HostStaging:
         return True
 
     def _warn(self, need: int, free: int) -> None:
-        """Logs once, on rank 0, that training waits; ``need`` and ``free`` are bytes of a node."""
+        """Logs once, on rank 0; ``need`` and ``free`` are bytes of a node."""
         if dist.get_rank() == 0 and not self._warned:
             logger.warning(
                 "Training waits while checkpoints are written: copies need %.1f GiB of host memory on a node, and "

@@ -222,12 +222,9 @@ class _PartReader(checkpoint.FileSystemReader):
 
 
 class _PartPlanner(checkpoint.DefaultLoadPlanner):
-    """Tells torch's reader to read one part of one tensor.
+    """Tells torch's reader to read one part of the tensor under ``key``.
 
-    Args:
-        key: the tensor's name in the checkpoint.
-        stored: the tensor's description in the checkpoint.
-        begin: the part's first index in each dimension. The tensor to load gives the part's size.
+    ``begin`` is the part's first index in each dimension. The tensor to load gives the part's size.
     """
 
     def __init__(self, key: str, stored: TensorStorageMetadata, begin: Sequence[int]) -> None:

@@ -6,16 +6,15 @@ experts. Megatron's auxiliary loss of a layer is
     coeff x E / (topk x T^2) x sum over experts i of c_i x P_i
 
 T is the number of rows in the micro-batch. c_i is the number of rows with expert i among their ``topk`` highest scores.
-P_i is the sum of all rows' scores for expert i. Here the loss is multiplied by T, because all losses of a step are
-later divided by the step's tokens.
+P_i is the sum of all rows' scores for expert i. With "seq_aux_loss" each document has such a loss of its own.
 
-c_i has no gradient. So the gradient of each row's score for expert i is coeff x E x c_i / (topk x T), as in
-Megatron-Core 0.19.2. Backward therefore needs only the counts c_i of the whole micro-batch. Each rank computes its rows
-in one or two parts, called *nano-batches*, and counts them in forward. At the end of forward, one all-reduce adds up
-the counts of all ranks of the pipeline stage.
+Here the loss is multiplied by T, because a step's gradients are divided by its tokens at the end. c_i has no gradient.
+So the gradient of a row's score for expert i is coeff x E x c_i / (topk x T), as in Megatron-Core 0.19.2. Backward
+needs only the counts c_i. Forward counts rows in one or two parts of the micro-batch, called *nano-batches*. Then one
+all-reduce adds up the counts of all ranks of the pipeline stage.
 
-Shape suffixes: N rows of a nano-batch on this rank, E experts. D documents of the micro-batch if there is a loss for
-each document, else 1.
+Shape suffixes: N rows of a nano-batch on this rank, E experts. D documents of the micro-batch with "seq_aux_loss", else
+1.
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
-    """Returns the coefficient of one of Megatron's balancing losses; 0 if the model does not have this loss.
-
-    Args:
-        config: the model's configuration.
-        kind: "aux_loss", over the micro-batch, or "seq_aux_loss", for each document.
-    """
+    """Returns the coefficient of the loss ``kind``, "aux_loss" or "seq_aux_loss"; 0 if the model does not have it."""
     kinds, values = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, values = [kinds], [values]  # type: ignore[list-item]
@@ -56,12 +50,12 @@ class MicroBatchBalance:
     Args:
         config: the model's configuration.
         layers: numbers of this stage's layers with experts, from 1.
-        documents_N: int64 number of each row's document in the micro-batch; -1 for padding. Here N are this rank's rows
-            of all nano-batches, in order.
+        documents_N: int64 number of each row's document in the micro-batch; -1 for padding. It has the rows of all
+            nano-batches, in order.
         nano_rows: number of this rank's rows in each nano-batch.
         documents: number of documents in the micro-batch, over all ranks.
         training: whether backward follows.
-        peers: a copy to the host of [expert-parallel ranks, nano-batches] numbers of rows. None with one such rank.
+        peers: a copy to the host: [expert-parallel ranks, nano-batches] numbers of rows. None with one such rank.
     """
 
     def __init__(
@@ -81,8 +75,8 @@ class MicroBatchBalance:
         assert experts is not None
         self.per_document = coefficient(config, "seq_aux_loss") > 0
         groups = documents if self.per_document else 1
-        # _best: [layers, D, E] the counts c_i of the module docstring. _load: [layers, E] rows that each expert gets.
-        # _entropy: [layers] the entropies of the rows' scores, added up.
+        # _best: [layers, D, E] the counts c_i. _load: [layers, E] rows that each expert gets. _entropy: [layers] the
+        # sum of the rows' entropies.
         self._best = torch.zeros(len(layers), groups, experts, dtype=torch.float32, device=device)
         self._load = torch.zeros(len(layers), experts, dtype=torch.float32, device=device)
         self._entropy = torch.zeros(len(layers), dtype=torch.float32, device=device)
@@ -98,10 +92,10 @@ class MicroBatchBalance:
         nano_rows: Sequence[int],
         documents: int,
     ) -> MicroBatchBalance:
-        """Returns zero counts for a micro-batch. All expert-parallel ranks call this method before forward.
+        """Returns zero counts; all expert-parallel ranks call this method together.
 
-        The arguments are those of the class. With sequence parallelism ``documents_N`` and ``nano_rows`` are of all
-        tensor-parallel ranks, which have equal parts of each nano-batch.
+        The arguments are those of the class. With sequence parallelism they describe the rows of all tensor-parallel
+        ranks.
         """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
@@ -119,10 +113,7 @@ class MicroBatchBalance:
         return rows
 
     def dispatch(self, layer: int, nano_batch: NanoBatch, make: Callable[[], Dispatch]) -> Dispatch:
-        """Returns the indices by which a layer's rows travel to experts: ``make()`` in forward.
-
-        If backward computes the layer again, it gets the indices of forward.
-        """
+        """Returns ``make()`` in forward. If backward computes the layer again, it gets the result of forward."""
         if not self.training:
             return make()
         if self._counting:
@@ -132,14 +123,14 @@ class MicroBatchBalance:
     def count(
         self, layer: int, nano_batch: NanoBatch, best_NE: torch.Tensor, chosen_NE: torch.Tensor, entropy_N: Any
     ) -> None:
-        """Adds a nano-batch's rows to the counts of a layer, in the forward of training only.
+        """Adds a nano-batch's rows to the counts of a layer; does nothing in backward and in evaluation.
 
         Args:
             layer: the layer's number, from 1.
             nano_batch: the nano-batch.
             best_NE: bool, true for the ``topk`` experts with a row's highest scores.
-            chosen_NE: bool, true for the experts to which a row is sent. A bias or groups of experts can make them
-                differ from ``best_NE``.
+            chosen_NE: bool, true for the experts to which a row is sent. With biases or groups of experts these may be
+                others than ``best_NE``.
             entropy_N: entropy of each row's scores, in nats.
         """
         if not (self._counting and self.training):
@@ -163,7 +154,7 @@ class MicroBatchBalance:
         self._best, self._load, self._entropy = best.view_as(self._best), load.view_as(self._load), entropy
 
     def report(self) -> torch.Tensor:
-        """Returns [layers, E + 1] float32: the rows that each expert got, then the sum of entropies."""
+        """Returns [layers, E + 1] float32: the rows of each expert, then the sum of entropies."""
         return torch.cat((self._load, self._entropy[:, None]), 1)
 
     def gradient(self, layer: int, nano_batch: NanoBatch) -> torch.Tensor:
@@ -196,7 +187,6 @@ class NanoBatch:
     """The rows of one nano-batch on this rank.
 
     Attributes:
-        balance: the micro-batch's counts.
         number: 0 or 1.
         document_N: int64 number of each row's document in the micro-batch; -1 for padding.
     """
@@ -215,7 +205,7 @@ class LayerLoad:
     """How a layer's rows were spread over its experts, for the log.
 
     Attributes:
-        rows_E: float32 number of rows that each expert got, on all ranks of the pipeline stage.
+        rows_E: float32 number of rows of each expert, over all ranks of the pipeline stage.
         entropy: float32 scalar, the mean entropy of a row's scores, in nats.
     """
 
@@ -226,13 +216,10 @@ class LayerLoad:
 class ExpertLoad:
     """The counts of several micro-batches, added up for the log.
 
-    Args:
-        layers: numbers of the stage's layers with experts, from 1.
-        topk: number of experts of each row.
-
     Attributes:
-        total: the sum of :meth:`MicroBatchBalance.report` since the last :meth:`take`; None if no micro-batch was
-            added. The tensor is never changed in place.
+        layers: numbers of the stage's layers with experts, from 1.
+        total: the sum of :meth:`MicroBatchBalance.report` since the last :meth:`take`, or None. It is not changed in
+            place, so ``lost_step.py`` can put it back.
     """
 
     def __init__(self, layers: Sequence[int], topk: int) -> None:
@@ -240,13 +227,13 @@ class ExpertLoad:
         self.total: torch.Tensor | None = None
 
     def add(self, balance: MicroBatchBalance) -> None:
-        """Finishes and adds a micro-batch's counts. All ranks of the stage call it together after forward."""
+        """Finishes and adds a micro-batch's counts; all ranks of the stage call it together after forward."""
         balance.finish()
         report = balance.report()
         self.total = report if self.total is None else self.total + report
 
     def take(self) -> dict[int, LayerLoad]:
-        """Returns the load since the last call by layer number; empty if no micro-batch was added."""
+        """Returns each layer's load since the last call, by the layer's number."""
         total, self.total = self.total, None
         if total is None:
             return {}

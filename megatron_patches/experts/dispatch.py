@@ -1,13 +1,11 @@
 """The indices by which rows travel to the ranks of their experts, are sorted by expert there, and come back as sums.
 
 A layer's experts are divided over the expert-parallel ranks. A layer gets the rows of one *nano-batch* at a time: a
-micro-batch, or a part of one. A router chose K experts for each row. A row travels once to each rank that has any of
-them. For example, a rank with two of them computes two *pairs* of row and expert, and sends back the sum of the two
-outputs. ``exchange.py`` sends rows by the indices in :class:`Dispatch`.
+micro-batch, or a part of one. A router chose K experts for each row. The row travels once to each rank that has any of
+them. Each of a rank's experts makes a *pair* with the row. The rank sends back the sum of the pairs' outputs.
 
-The device counts rows, and the host needs the counts. If nearly every row has an expert on every rank, all rows are
-sent to all ranks (``goes_everywhere``), and the host reads the counts later. Otherwise the host waits for the counts
-before rows are sent.
+The host needs counts of rows, which the device computes. If few rows travel needlessly that way, every row is sent to
+all ranks (``goes_everywhere``), and the host reads the counts later. Otherwise it waits for them before rows are sent.
 
 Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row, H hidden.
 S rows that this rank sends; a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs that
@@ -37,9 +35,9 @@ class _Pairs:
     1, 3, 2, 5. ``pair_RK`` is (4, 0), (2, 1), (4, 3), in which 4 stands for no pair.
 
     Attributes:
-        row_P: int64 number of each pair's row among the R rows.
+        row_P: int64 index of each pair's row among the R rows.
         slot_P: int64 index of each pair in a flattened [R, K] tensor.
-        pair_RK: int64 number of each row's and expert's pair; P stands for an expert of another rank.
+        pair_RK: int64 index of the pair, or P for an expert of another rank.
         groups: number of pairs of each expert.
     """
 
@@ -56,12 +54,12 @@ class Dispatch:
         expert_NK: int32 numbers of each row's experts.
         experts: number of the layer's experts.
         group: the expert-parallel ranks; rank r has the r-th of G equal ranges of experts.
-        question: a copy to the host of [G, E], how many rows each rank has for each expert. With ``goes_NG`` it has G
-            more columns: how many rows each rank sends to each rank.
+        question: a copy to the host: [G, E], how many rows of each rank go to each expert. With ``goes_NG`` it has G
+            more columns: how many rows of each rank go to each rank.
         counts_GE: the first E columns of ``question``, on the device.
         rows_G: number of rows in each rank's nano-batch; read without ``goes_NG``.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
-        last_first: whether this rank computes its experts in reverse order, in which weights may lie in memory.
+        last_first: whether this rank computes its experts in reverse order, as weights may lie so in memory.
     """
 
     def __init__(
@@ -100,11 +98,11 @@ class Dispatch:
         """Returns the indices; all ranks of the group call this method together.
 
         Args:
-            chosen_NE: bool, true for the ``topk`` experts of each row.
+            chosen_NE: bool, true for the K experts of each row.
             topk: K.
-            group: the expert-parallel ranks.
-            rows_G: number of rows in each rank's nano-batch.
-            last_first: whether this rank computes its experts in reverse order.
+            group: see the class.
+            rows_G: see the class.
+            last_first: see the class.
         """
         ranks, (rows, experts) = group.size(), chosen_NE.shape
         assert rows_G[dist.get_rank(group)] == rows
@@ -137,15 +135,11 @@ class Dispatch:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether :meth:`arrive` was called. It was if backward now computes the layer again."""
+        """Whether :meth:`arrive` was called."""
         return self._pairs is not None
 
     def arrive(self, expert_RK: torch.Tensor) -> None:
-        """Sorts the rows that arrived by this rank's experts.
-
-        Args:
-            expert_RK: int32 numbers of the arrived rows' experts, among all E experts.
-        """
+        """Sorts the arrived rows by expert; ``expert_RK`` are int32 numbers among all E experts."""
         own_GE = slice(self._me * self._here, (self._me + 1) * self._here)
         rows, counts_E = self._question.read()[:, own_GE].sum(0).tolist(), self._counts_GE[:, own_GE].sum(0)
         number = expert_RK.flatten() - own_GE.start
@@ -208,11 +202,11 @@ def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _places(goes_NG: torch.Tensor, sent: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [S] the rows to send, sorted by receiving rank, and [N, G] each row's places in the first result.
+    """Returns [S] the rows to send, sorted by receiving rank, and [N, G] the places of each row in the first result.
 
-    Example: row 0 goes to ranks 0 and 1, row 1 to rank 1 and row 2 to rank 0. The first result is 0, 2 (to rank 0) and
-    0, 1 (to rank 1). The places are (0, 2) for row 0, (4, 3) for row 1 and (1, 4) for row 2. Here 4, which is S, stands
-    for a row that is not sent to the rank.
+    Example: row 0 goes to ranks 0 and 1, row 1 to rank 1 and row 2 to rank 0. Rows 0 and 2 are sent to rank 0, rows 0
+    and 1 to rank 1, so the first result is 0, 2, 0, 1. The second is (0, 2), (4, 3), (1, 4). Here 4, which is S, stands
+    for a row that is not sent to a rank.
     """
     rows, ranks = goes_NG.shape
     goes = goes_NG.T.flatten()

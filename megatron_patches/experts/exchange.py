@@ -47,7 +47,7 @@ class Exchange:
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
         """Starts to send rows and probabilities to the ranks of experts; returns the graph token for :meth:`join_rows`.
 
-        The numbers of the rows' experts travel too, but not if backward computes this node again.
+        The numbers of the rows' experts are sent too, unless the receivers have them from an earlier forward.
         """
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token
@@ -60,8 +60,7 @@ class Exchange:
     def launch_outputs(self, output_PH: torch.Tensor) -> torch.Tensor:
         """Starts to send back each arrived row's sum over its pairs; returns the graph token for :meth:`join_outputs`.
 
-        Args:
-            output_PH: each pair's output, scaled by its probability, in the order of :meth:`join_rows`.
+        ``output_PH`` has each pair's output times its probability, in the order of :meth:`join_rows`.
         """
         token: torch.Tensor = _LaunchOutputs.apply(output_PH, self)
         return token
@@ -112,15 +111,14 @@ class Exchange:
             self._freed[0].untyped_storage().resize_(0)
 
     def rows_again(self) -> list[torch.Tensor]:
-        """Returns [S, H] the rows to send again, in a list, which is empty if there are none."""
+        """Returns a list with the [S, H] rows to send again, or an empty list."""
         sent_again_NH, self._sent_again_NH = self._sent_again_NH, None
         return [] if sent_again_NH is None else [self.dispatch.spread(sent_again_NH)]
 
     def restore(self, received: Sequence[torch.Tensor]) -> None:
         """Writes the experts' input into its memory again.
 
-        Args:
-            received: the [R, H] tensor that arrived from all ranks' :meth:`rows_again`, in a list; or an empty list.
+        ``received`` is a list with the [R, H] rows that all ranks' :meth:`rows_again` sent here, or empty.
         """
         for rows_RH in received:
             assert self._freed is not None

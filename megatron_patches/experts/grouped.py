@@ -55,8 +55,8 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
 def lie_last_first(experts: SequentialMLP) -> bool:
     """Whether the experts' weights lie in memory in reverse order, at equal distances.
 
-    With a distributed optimizer, Megatron's DDP puts weights into one buffer in reverse order. A grouped product copies
-    all weights first, unless they lie in the order in which it computes experts.
+    Megatron's DDP puts them there so with a distributed optimizer. A grouped product must copy weights, unless they lie
+    in the order in which it computes the experts.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):

@@ -1,4 +1,4 @@
-"""Counts the weights that a row (a token's hidden vector) is multiplied by in MLPs and experts.
+"""Counts the weights that multiply a row (a token's hidden vector) in MLPs and experts.
 
 Biases and norms are not counted. ``steps/layer_work.py`` predicts the time of linear layers from these counts.
 """
@@ -11,20 +11,19 @@ from megatron_patches.experts.spec import has_experts
 
 
 def mlp_weights(config: TransformerConfig) -> int:
-    """Returns the mean over layers of the weights that a row is multiplied by."""
+    """Returns the number of weights that multiply a row in a layer's MLP or experts, as a mean over layers."""
     mixtures = has_experts(config)
     experts = sum(mixtures) * expert_weights(config)
     return (experts + mixtures.count(False) * weights_of_mlp(config)) // len(mixtures)
 
 
 def weights_of_mlp(config: TransformerConfig) -> int:
-    """Returns the number of weights of a layer's MLP."""
     assert config.ffn_hidden_size is not None
     return _products(config) * config.ffn_hidden_size
 
 
 def expert_weights(config: TransformerConfig) -> int:
-    """Returns the number of weights that a row is multiplied by in a layer with experts; 0 without experts.
+    """Returns the number of weights that multiply a row in a layer with experts; 0 for a model without experts.
 
     These are the weights of the router, of the row's ``topk`` experts, and of the shared expert with its gate.
     """

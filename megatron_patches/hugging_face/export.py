@@ -121,9 +121,9 @@ def _write_stage(
 
 
 def _has_shares(by_expert: bool) -> bool:
-    """Whether this rank's shares are needed: of experts' weights with ``by_expert``, else of all other weights.
+    """Whether the export needs this rank's shares: of experts' weights if ``by_expert``, else of all other weights.
 
-    The shares of further data-parallel ranks are copies.
+    Data-parallel ranks beyond the first have copies.
     """
     if by_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
@@ -131,7 +131,7 @@ def _has_shares(by_expert: bool) -> bool:
 
 
 def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.Tensor, Slot]]:
-    """Returns this stage's parameters with their slots, without a last stage's copy of the embedding."""
+    """Returns this stage's parameters with their slots, but no output layer that is a copy of the embedding."""
     copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
     copy = gpt.output_layer.weight if copied and gpt.post_process else None
     return [(parameter, slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
@@ -140,7 +140,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """Gathers one parameter after the other; yields its slot, and on the rank that writes the folder's tensors."""
+    """Gathers one parameter after the other; yields its slot and the folder's tensors, or none without ``writes``."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]
@@ -155,5 +155,5 @@ def _whole_tensors(
 
 
 def _as_is(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns the buffer itself. Buffers are never in FP8, so they need no conversion."""
+    """Returns ``buffer``, which is never in FP8."""
     return buffer

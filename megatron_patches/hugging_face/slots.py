@@ -77,7 +77,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Rows:
-    """A parameter whose rows form parts, such as gate and up projection. Each rank has rows of every part.
+    """A parameter whose rows form one or more parts, such as gate and up projection. Each rank has rows of every part.
 
     Example: gate and up projection have 4 rows each. The share of the first of two ranks is rows 0, 1, 4 and 5.
     ``parts`` is ((4, 4),) if the folder has one tensor with both, and ((4,), (4,)) if it has two tensors.
@@ -106,7 +106,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """A parameter whose rows form parts and heads. The folder sorts rows by head, and Megatron by part.
+    """A parameter with several heads, each with rows of every part. The folder sorts rows by head, Megatron by part.
 
     Example: with parts a and b and two heads, the folder's rows are a0 b0 a1 b1 and Megatron's are a0 a1 b0 b1.
 
@@ -155,14 +155,10 @@ class Columns:
 
 
 def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: int, rows: slice) -> torch.Tensor:
-    """Returns some rows of a part.
+    """Returns rows of a part, counted from the part's first row.
 
-    Args:
-        files: the folder's tensors.
-        names: the name of each part's tensor, or of a single tensor with all parts in order.
-        sizes: number of rows of each part.
-        part: number of the part.
-        rows: the rows, counted from the first row of the part.
+    ``names`` has each part's tensor, or a single tensor with all parts in order. ``sizes`` are the parts' numbers of
+    rows.
     """
     if len(names) == len(sizes):
         return files.read(names[part], rows)

@@ -58,7 +58,8 @@ class DisaggregatedForward(MegatronModule):
         pre_process: whether this is the first pipeline stage.
         input_tensor: the input of any other stage.
         recompute_segments: whether backward computes everything but cores again.
-        in_phases: whether this project's pipeline schedule runs, in which all stages run forward, then all backward.
+        in_phases: whether this project's pipeline schedule runs. There a phase is a forward on all stages together, or
+            a backward.
     """
 
     pool: AttentionPool
@@ -80,15 +81,12 @@ class DisaggregatedForward(MegatronModule):
         rotary_pos_emb: RowRotations | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Runs all layers of this pipeline stage.
+        """Runs all layers of this pipeline stage; returns [rows, 1, hidden], on the last stage after its norm.
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of every nano-batch.
             attention_mask: the micro-batch in place of a mask. It says which rows each layer sends and receives.
-            rotary_pos_emb: RoPE's rotations of all rows, in the order of the micro-batch.
-
-        Returns:
-            [rows, 1, hidden], on the last stage after the last norm.
+            rotary_pos_emb: RoPE's rotations of all rows.
         """
         micro_batch = attention_mask
         if self.config.pipeline_model_parallel_size > 1 and not self.in_phases:
@@ -128,7 +126,8 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
 def refuse_other_schedule() -> NoReturn:
     """Raises SupportError: in Megatron's own pipeline schedules stages would wait for each other's attention forever.
 
-    Those schedules call a model's ``no_sync_func`` before any stage waits, so this function is set there.
+    Those schedules call ``no_sync_func`` of a model's configuration before any stage waits. ``distca.CAD`` sets it to
+    this function.
     """
     raise SupportError(
         "With pipeline stages a disaggregated model was run by another schedule than its own, in which stages would "
@@ -173,7 +172,7 @@ def block_spec(
         layer: Megatron's spec of a layer with an MLP, local or with Transformer Engine. None takes the local spec.
         options: what the model has beyond ``config``.
         disaggregate: whether layers are cut at their cores. False leaves Megatron's own layers, unless ``options`` or
-            experts need others.
+            experts need this project's.
         te: whether linear layers are Transformer Engine's.
 
     Raises:

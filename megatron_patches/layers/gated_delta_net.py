@@ -30,7 +30,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         self.gated_delta_rule = _never_called
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Raises SupportError: this method is never called."""
+        """Raises SupportError: the layer calls projections and norm instead."""
         _never_called()
 
 

@@ -31,7 +31,7 @@ class RowAngles:
         return self.angles
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
-        """Returns the angles of each *nano-batch*: of the whole micro-batch, or of its two parts.
+        """Returns the angles of each *nano-batch*. A micro-batch is one nano-batch, or is split into two.
 
         Args:
             nano_rows: number of rows of each nano-batch.

@@ -4,8 +4,8 @@ A down-projection makes a token's narrow *latent row*. Up-projections make the k
 down-projection also makes the part of a key to which RoPE applies, which all heads share.
 
 Megatron's local spec splits down-projections over tensor-parallel ranks. Each rank then computes the gradient of the
-shared part from its own heads alone, which is wrong (by 8 % with two ranks). So here each rank has the whole weight, as
-in Megatron's spec with Transformer Engine.
+shared part from its own heads alone, which is wrong. So here each rank has the whole weight, as in Megatron's spec with
+Transformer Engine.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class SplitLayerParts:
     """Methods that all cut layers share, with attention or with a recurrence.
 
     Attributes:
-        keeps_outputs: whether outputs of norms stay in memory until backward. If not, backward computes them again.
+        keeps_outputs: whether outputs of norms stay in memory until backward. If not, backward computes again those
+            that it reads.
     """
 
     options = MEGATRONS
@@ -120,7 +121,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
             rotation: RoPE's rotations of all rows.
 
         Returns:
-            ``hidden``, then q_NHD and kv_N2GD of all rows.
+            ``hidden`` as given, then q_NHD and kv_N2GD of all tensor-parallel ranks' rows.
         """
         hidden, mixed_NF = self._projected(hidden, self.self_attention.linear_qkv)
         return hidden, *self._heads(mixed_NF, rotation)
@@ -166,7 +167,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         Args:
             branch: this layer's mixer's output, or the output of the layer before. None if nothing is left to add.
             hidden: [rows, 1, hidden].
-            nano_batch: object in which routers count rows; None in models without experts.
+            nano_batch: as in :meth:`post`.
 
         Returns:
             The output of the MLP or experts, and the residual for :meth:`added`.
@@ -248,7 +249,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
 
         Args:
             hidden_states: [rows, 1, hidden], with sequence parallelism this rank's part of the rows.
-            attention_mask: the micro-batch, whose ``attend`` computes core attention of its documents.
+            attention_mask: the micro-batch in place of a mask.
             rotary_pos_emb: RoPE's rotations of all rows in each layer.
 
         Returns:
@@ -272,7 +273,7 @@ def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
     """Sets whether norms and MLPs' activations keep their outputs for backward.
 
-    With Megatron's ``recompute_granularity`` activations always keep them.
+    With Megatron's ``recompute_granularity`` set, activations always do.
     """
     for module in model.modules():
         if isinstance(module, SplitLayerParts):

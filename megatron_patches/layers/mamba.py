@@ -73,7 +73,7 @@ class OwnMambaMixer(MambaMixer):
             super().__init__(*arguments, **named)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises SupportError: this method is never called."""
+        """Raises SupportError: the layer calls projections and norm instead."""
         raise SupportError("A Mamba mixer was called by itself: run its layer in a model that CAD attached.")
 
 
@@ -140,5 +140,5 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         return self._add(branch, residual, self.mamba_bda, None)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Raises SupportError: this method is never called, as :meth:`pre` and :meth:`mixed` take its place."""
+        """Raises SupportError: callers use :meth:`pre` and :meth:`mixed` instead."""
         raise SupportError("A Mamba layer was called by itself: run it in a model that CAD attached.")

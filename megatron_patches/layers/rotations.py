@@ -31,7 +31,7 @@ class RowRotations:
 
     Attributes:
         rotations: the distinct rotations.
-        of_layer: a layer's number (from 1), and the index of its rotation in ``rotations``.
+        of_layer: maps a layer's number (from 1) to the index of its rotation in ``rotations``.
     """
 
     rotations: tuple[Rotation, ...]
@@ -41,7 +41,7 @@ class RowRotations:
         return self.rotations[self.of_layer[layer_number]]
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowRotations]:
-        """Returns the rotations of each *nano-batch*: of the whole micro-batch, or of its two parts.
+        """Returns the rotations of each *nano-batch*. A micro-batch is one nano-batch, or is split into two.
 
         Args:
             nano_rows: number of rows of each nano-batch.

@@ -30,7 +30,7 @@ class Unit:
 
     Attributes:
         mixer: the layer with attention or a recurrence.
-        before: the layers ahead of a stage's first mixer, which have an MLP alone; empty in all units but the first.
+        before: in a stage's first unit the layers ahead of the mixer, which have an MLP alone; else empty.
         behind: the layers with the MLPs behind the mixer. In a GPTModel this is ``mixer`` itself.
     """
 
@@ -136,13 +136,11 @@ class BoundRecurrentUnit(_Bound):
 
     @property
     def recurrence(self) -> Recurrence:
-        """The formula and the sizes of the core."""
         what: Recurrence = self.unit.mixer.recurrence
         return what
 
     @property
     def core_kernel(self) -> RecurrentKernel:
-        """The kernel that computes the core."""
         kernel: RecurrentKernel = self.unit.mixer.core_kernel
         return kernel
 
@@ -165,7 +163,7 @@ class BoundRecurrentUnit(_Bound):
 def bound_units(
     layers: Iterable[Any], rotations: Sequence[RowRotations], balance: MicroBatchBalance | None
 ) -> list[BoundUnit | BoundRecurrentUnit]:
-    """Returns the units of a pipeline stage's layers; the other arguments are attributes of ``_Bound``."""
+    """Returns the units of a pipeline stage's layers for one micro-batch."""
     return [
         (BoundRecurrentUnit if hasattr(unit.mixer, "recurrence") else BoundUnit)(unit, rotations, balance)
         for unit in units_in(layers)
