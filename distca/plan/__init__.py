@@ -1,7 +1,10 @@
-"""The planner: from document lengths to the rank that holds each row, and the rank that computes its attention.
+"""The planner decides, from document lengths, which rank holds each row and which rank computes each row's attention.
 
-A layout says which rank holds each row. A plan says which rank computes each query range, and a route which rows one
-rank sends and receives. The planner needs numpy but no torch.
+- A layout says which rank holds each row.
+- A plan says which rank computes each query range.
+- A route says which rows one rank sends and receives.
+
+The planner needs numpy but no torch.
 """
 
 from distca.errors import PlanError

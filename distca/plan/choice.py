@@ -1,10 +1,11 @@
-"""Chooses the cheaper of two placements of a micro-batch's documents, in a small pool of ranks.
+"""Chooses the cheaper of two placements of a micro-batch's documents on ranks.
 
-A micro-batch is computed as two *nano-batches*: the transfers of one run beside the computation of the other. Each rank
-holds rows, as their *home*, and computes attention, as a *server*. If both nano-batches are placed together
-(``place/shares.py``), ranks send about equally many rows. But documents then have rows in both nano-batches, so keys
-are read twice. If transfers are fast, placing each nano-batch by itself takes less time (``place/by_nano_batch.py``).
-``step.py`` compares the two here.
+A micro-batch is computed in two parts, the *nano-batches*. The transfers of one nano-batch run beside the computation
+of the other. The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention.
+
+- Placed *together* (``place/shares.py``), ranks send about equally many rows. But more documents have rows in both
+  nano-batches, and the keys of such documents are read twice.
+- Placed *apart*, each nano-batch by itself (``place/by_nano_batch.py``), keys are read less often.
 
 Array legend: R ranks.
 """
@@ -24,8 +25,9 @@ from distca.plan.network import Links
 from distca.plan.plan import Plan
 
 _WORTH = 0.01
-"""The least part of the time that placing both together must save. It has a price in precision: the gradient of a k,v
-row that both nano-batches read is rounded twice."""
+"""The least fraction of the time that placing together must save; with less, nano-batches are placed apart. Otherwise a
+tiny gain would cost precision: the gradient of a k,v row that both nano-batches read is rounded twice. Values from 0 to
+0.05 give about equal plans (benchmarks/results/planner.md)."""
 
 
 class Scheduler(Protocol):
@@ -36,7 +38,7 @@ class Scheduler(Protocol):
 
         Args:
             layout: the homes of the nano-batch's rows.
-            direction: forward, backward or both, whichever the plan should level.
+            direction: the direction whose attention seconds are balanced over servers, or both.
             beside: [R] seconds of other work that servers do at the same time.
         """
         ...
@@ -44,11 +46,12 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class Price:
-    """The price of a layer's plans.
+    """The price of one layer's plans, in forward and backward together.
 
     Attributes:
-        attention: seconds of the slowest server, added over nano-batches and directions.
-        exposed: seconds that the busiest rank's transfers take longer than the other nano-batch's attention.
+        attention: seconds of the slowest server, summed over nano-batches.
+        exposed: seconds that ranks wait for transfers. A nano-batch's transfers take longer than the other
+            nano-batch's attention by this time.
         bytes: bytes that travel between ranks.
     """
 
@@ -57,11 +60,10 @@ class Price:
     bytes: int
 
     def beats(self, other: Price) -> bool:
-        """Compares this price of placing both nano-batches together with the ``other``, of placing each by itself.
+        """Returns whether this price of placing together beats the ``other`` price, of placing apart.
 
-        Returns True in two cases. In the first, placing together lets no row travel, and attention takes no longer. In
-        the second, ranks would wait for transfers with the other placement, and placing together saves time without
-        more bytes."""
+        There are two cases. Placed together, no row travels, and attention takes no longer. Or ranks wait for transfers
+        if placed apart, and placing together saves time without more bytes."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
@@ -73,8 +75,7 @@ NanoPlans = Sequence[tuple[Plan, Plan]]
 
 
 def once(scheduler: Scheduler) -> Scheduler:
-    """Returns a scheduler that remembers its plan of each layout and direction; with ``beside`` it always plans
-    anew."""
+    """Returns a scheduler that plans each layout and direction once. With ``beside`` it always plans anew."""
     found: dict[tuple[Layout, Direction], Plan] = {}
 
     def planned(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
@@ -98,12 +99,11 @@ def cheaper(
     """Returns the layouts of the cheaper placement.
 
     Args:
-        by_nano_batch: places each nano-batch by itself.
-        together: places both nano-batches together.
+        by_nano_batch: places nano-batches apart.
+        together: places nano-batches together.
         planned: returns the forward and the backward plan of a layout.
         price: returns the price of all nano-batches' plans.
-        whole: whether no document has clearly more work than a rank should. Placing both together may then let no row
-            travel.
+        whole: whether each document fits on one rank. If so, ``together`` is tried even if ranks wait for no transfer.
     """
     apart = by_nano_batch()
     before = price([planned(layout) for layout in apart])
@@ -124,10 +124,10 @@ def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> P
         resend: whether homes send rows again for backward.
     """
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
-    # Forward and backward often share a plan, whose traffic is counted once.
+    # Forward and backward often have the same plan, so each plan's traffic is remembered.
     rows_of: dict[Plan, Traffic] = {}
     q, o = shape.q_bytes, shape.o_bytes
-    # For each direction: bytes of a query row to the server ("out"), and back home ("back").
+    # For each direction: the bytes of a query row to the server, and the bytes that return home.
     directions: tuple[tuple[Direction, int, int], ...] = (
         ("forward", q, o),
         ("backward", q + 2 * o if resend else o, q),

@@ -1,8 +1,7 @@
 """Kinds of attention layers: which keys a query sees, and how scores become weights.
 
-Layers of one kind share a plan, because a plan depends on the keys that a query sees. The rank that computes attention
-also needs to know how scores become weights. Layers that differ only in other things, such as rotary angles or norms of
-queries, are of one kind.
+All layers of one kind have the same plan: the ranks that compute attention for each row. Layers with different rotary
+angles, for example, may be of one kind.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ class AttentionKind:
 
     Attributes:
         scale: factor on the products of queries and keys.
-        window: most keys that a query sees, with its own key; 0 for all keys up to its own position.
+        window: the most keys that a query sees, with its own key; 0 for all keys up to its own position.
         softcap: limit of the scores; 0 for none.
-        sink: whether each head has a learned extra score in the softmax, which has no value and so adds nothing to o.
+        sink: whether each head has a *sink*: a learned score in the softmax that belongs to no key.
 
     Raises:
         PlanError: the window or the softcap is negative.
@@ -44,14 +43,14 @@ class AttentionKind:
 
     @property
     def name(self) -> str:
-        """Returns the name in tables and pictures: "full" or its window, then its softcap and sinks."""
+        """Returns the name in tables and pictures, for example "window 1,024, softcap 50, sinks" or "full"."""
         parts = [f"window {self.window:,}" if self.window else "full"]
         parts += [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sink
         return ", ".join(parts)
 
 
 def usual_scale(head_dim: int) -> float:
-    """Returns the usual factor on the products of queries and keys: one over the root of the head's width."""
+    """Returns the usual factor on the products of queries and keys: 1 / sqrt(``head_dim``)."""
     return float(head_dim**-0.5)
 
 
@@ -67,15 +66,14 @@ def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[in
 
 
 def numbered(of_layers: Sequence[AttentionKind]) -> tuple[tuple[AttentionKind, ...], tuple[int, ...]]:
-    """Returns the different kinds of a model's layers, and for each layer the number of its kind.
+    """Returns the different kinds of a model's layers, and for each layer the index of its kind.
 
-    Kinds are numbered from 0: first kinds without a window, then kinds with a window, from the longest to the
-    shortest."""
+    Kinds without a window come first, then kinds with a window, longest window first."""
     kinds = tuple(sorted(dict.fromkeys(of_layers), key=lambda kind: (kind.window > 0, -kind.window)))
     return kinds, tuple(kinds.index(kind) for kind in of_layers)
 
 
 def by_stage(of_layer: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Splits the values of all layers into one tuple for each pipeline stage; stages have equally many layers."""
+    """Returns the values of each pipeline stage's layers; ``stages`` must divide the number of layers."""
     each = len(of_layer) // stages
     return tuple(tuple(of_layer[stage * each : (stage + 1) * each]) for stage in range(stages))

@@ -1,9 +1,8 @@
 """The plan of one micro-batch without pipeline stages, with figures about it.
 
-Each rank holds rows, as their *home*, and computes attention, as a *server*. A *task* is a range of query rows of one
-document on one server. A micro-batch is computed as one or two *nano-batches*: the transfers of one run beside the
-computation of the other. Training plans whole steps (``step.py``). For example ``distca plan`` uses this simpler form,
-a step of one micro-batch.
+The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A *task* is a range of
+query rows of one document on one server. A micro-batch is computed in one or two parts, the *nano-batches*. Training
+plans whole steps (``step.py``); ``distca plan``, for example, plans a micro-batch.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class NanoPlan:
 
     Attributes:
         layout: the home and row of every token; the same for all kinds.
-        forward: the server of every task in forward.
-        backward: the server of every task in backward; the plan ``forward`` itself if servers keep rows for backward.
+        forward: the tasks and their servers in forward.
+        backward: the tasks and their servers in backward; the same object as ``forward`` if servers keep rows.
         cost: seconds per task in these layers.
         share: the fraction of the model's layers that are of this kind.
     """
@@ -53,10 +52,10 @@ class Bytes:
     """Bytes that travel for one layer of one micro-batch, all ranks together.
 
     Attributes:
-        q: query rows to servers, in forward.
-        o: output rows back home, in forward; also the log-sum-exp of each row's scores, if homes need it.
-        kv: key and value rows to servers, in forward.
-        backward: all rows and gradients of backward.
+        q: query rows to servers in forward.
+        o: output rows to homes in forward, with the log-sum-exp of each row's scores if homes need it.
+        kv: key and value rows to servers in forward.
+        backward: all rows and gradients in backward.
     """
 
     q: int
@@ -71,9 +70,9 @@ class Bytes:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Layouts and plans of one micro-batch's nano-batches, and figures about them. Array legend: D documents, R ranks.
+    """Layouts and plans of one micro-batch's nano-batches, and figures about them.
 
-    Figures of one layer are the mean over all layers, which may be of several kinds.
+    Seconds and bytes are those of one layer, as the mean over all layers. Array legend: D documents, R ranks.
 
     Attributes:
         step: the plan of a step that has only this micro-batch.
@@ -90,22 +89,22 @@ class MicroBatchPlan:
 
     @property
     def cost(self) -> CostModel:
-        """Returns the cost model that the plans were made with."""
+        """Returns the cost model of the plans."""
         return self.step.options.cost
 
     @property
     def resend(self) -> bool:
-        """Returns whether homes send rows again for backward; backward then has a plan of its own."""
+        """Returns whether homes send rows again for backward."""
         return self.step.options.resend
 
     @property
     def nano_batches(self) -> tuple[NanoPlan, ...]:
-        """Returns one NanoPlan for each nano-batch, for layers of the first kind."""
+        """Returns the plan of each nano-batch, for layers of the first kind."""
         return self.by_kind[0]
 
     @property
     def by_kind(self) -> tuple[tuple[NanoPlan, ...], ...]:
-        """Returns one NanoPlan for each nano-batch, for each kind of the model's layers."""
+        """Returns the plan of each nano-batch, for each kind of layer."""
         step, options = self.step, self.step.options
         (layouts,), (forward,), (backward,) = step.layouts, step.forward, step.backward
         costs = [options.cost_of_kind[kind] for (kind,) in options.combinations]
@@ -117,32 +116,30 @@ class MicroBatchPlan:
 
     @property
     def every_nano_batch(self) -> list[NanoPlan]:
-        """Returns one NanoPlan for each kind and nano-batch. Their figures, each times its share, add up to the figures
-        of one layer."""
+        """Returns the plan of every kind and nano-batch."""
         return [nano for nanos in self.by_kind for nano in nanos]
 
     def of_kind(self, number: int) -> MicroBatchPlan:
-        """Returns the same micro-batch for a model whose layers are all of one kind; ``number`` is an index of
+        """Returns the same micro-batch for a model with layers of one kind; ``number`` is an index of
         :attr:`by_kind`."""
         return MicroBatchPlan(self.step.of_combination(number), self.planning_ms)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Returns the plans of every kind and nano-batch, forward and backward."""
+        """Returns the forward and backward plans of every kind and nano-batch."""
         return tuple(plan for nano in self.every_nano_batch for plan in (nano.forward, nano.backward))
 
     @property
     def seconds_before(self) -> np.ndarray:
-        """Returns [R] attention seconds of one layer, forward and backward, without DistCA.
+        """Returns [R] attention seconds, forward and backward, without balancing.
 
-        Documents then lie one after the other, and every row is computed at home."""
+        Rows are then laid out in the given order of documents, and every rank computes its own rows."""
         seconds: np.ndarray = self.step.seconds_before().sum(axis=0)
         return seconds
 
     @property
     def seconds_at_home(self) -> np.ndarray:
-        """Returns [R] attention seconds of one layer, forward and backward, if every row is computed at its home in
-        this plan."""
+        """Returns [R] attention seconds, forward and backward, if each home of this plan computes its own rows."""
         return np.asarray(
             sum(
                 nano.share * server_seconds(plan_at_home(nano.forward.layout), nano.cost, "both")
@@ -152,7 +149,7 @@ class MicroBatchPlan:
 
     @property
     def seconds_after(self) -> np.ndarray:
-        """Returns [R] attention seconds of every server in one layer, forward and backward, as planned."""
+        """Returns [R] attention seconds, forward and backward, as planned."""
         return np.asarray(
             sum(
                 nano.share * server_seconds(plan, nano.cost, way)
@@ -163,7 +160,7 @@ class MicroBatchPlan:
 
     @property
     def imbalance_before(self) -> float:
-        """Returns the slowest rank's seconds over the mean, without DistCA."""
+        """Returns the slowest rank's seconds over the mean, without balancing."""
         return imbalance(self.seconds_before)
 
     @property
@@ -173,7 +170,7 @@ class MicroBatchPlan:
 
     @property
     def bytes_moved(self) -> Bytes:
-        """Returns the bytes that travel for one layer."""
+        """Returns the bytes that travel."""
         options, shape = self.step.options, self.cost.shape
         q_forward, _ = shape.moved_bytes("forward", self.resend, options.sinks)
         q_backward, kv_backward = shape.moved_bytes("backward", self.resend, options.sinks)
@@ -204,14 +201,14 @@ def plan_micro_batch(
 
     Args:
         lengths: [D] tokens per document.
-        ranks: number of ranks, which are both homes and servers.
+        ranks: number of homes, which are servers too.
         cost: seconds per task.
-        rank_of: [D] home rank of every document, if documents must stay whole; None lets documents span ranks.
-        tolerance: how far the slowest server may be above the mean, as a part of the mean.
+        rank_of: [D] home of every document, if documents must stay whole; None lets documents span ranks.
+        tolerance: the most that the slowest server may take above the mean, as a fraction of the mean.
         options: other options of :class:`distca.plan.options.PlanOptions`.
 
     Raises:
-        PlanError: lengths cannot be laid out.
+        PlanError: lengths cannot be laid out, or the options are not valid.
     """
     began = time.perf_counter()
     step = plan_step([lengths], PlanOptions(ranks, cost, tolerance=tolerance, **options), [rank_of])

@@ -1,13 +1,15 @@
-"""The formula of a recurrent layer; known layers are cases of this formula.
+"""The formula of recurrent layers (linear attention, SSM), and the sizes that follow from it.
 
-A recurrent layer takes the place of attention. Each row reads and changes a *state*, instead of looking at all rows
-before. For each head, with the state S of shape [K, V] and for one row after the other:
+Each row reads and changes a *state*, instead of reading all earlier rows. Each head has a state S of shape [K, V], and
+computes one row after the other:
 
     S ← e^g · S;   u = β · (v − Sᵀk) with the delta rule, β · v without it;   S ← S + k uᵀ;   o = scale · Sᵀq
 
-q, k and v come from a short causal convolution over rows. There is one number g for each head, or for each channel of
-k; and one β for each head. Long documents are cut into *pieces*, which ranks compute at the same time. A piece changes
-the state S before it to T·S plus its own rows' part. T, the piece's *transition*, is a matrix or factors.
+q, k and v come from a short causal convolution over rows. Each row has a g and a β for each head. g may also differ by
+channel of k.
+
+Long documents are cut into *pieces*, which ranks compute at the same time. With the state S before a piece, the state
+behind the piece is T·S + B. T is the piece's *transition*.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Column = Literal["q", "k", "v"]
-_WIDE = 4  # bytes of a number in a state, which is float32
+_STATE_NUMBER_BYTES = 4  # float32
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,15 @@ class Recurrence:
     """The shape and the formula of a recurrent layer, for the heads of one tensor-parallel rank.
 
     Attributes:
-        key_heads: heads of q and k; each is shared by heads / key_heads heads of v.
+        key_heads: heads of q and k; ``heads`` / ``key_heads`` heads of v share one.
         heads: heads of v and of the state.
         key_dim: K, channels of a head of q or k.
         value_dim: V, channels of a head of v.
         scale: factor on the outputs.
-        delta: whether a row corrects the value that the state has for its key (the delta rule), or only adds to the
-            state.
+        delta: whether the formula has the delta rule.
         normalise: whether heads of q and k are divided by their norm.
-        decay_by_channel: whether g is a number for each channel of k, or for each head.
-        kernel: rows that the convolution reads for one row: this row and the ``kernel`` - 1 rows before.
+        decay_by_channel: True if g differs by channel of k; False if each head has one g.
+        kernel: rows that the convolution reads for one row: the row itself and ``kernel`` - 1 earlier rows.
         columns: the order of q, k and v among the convolution's channels.
     """
 
@@ -56,15 +57,14 @@ class Recurrence:
 
     @staticmethod
     def kimi_delta(heads: int, key_dim: int, value_dim: int, kernel: int = 4) -> Recurrence:
-        """Returns the formula of Kimi delta attention (arXiv 2510.26692): the delta rule with a decay for each
-        channel."""
+        """Returns the formula of Kimi delta attention (arXiv 2510.26692)."""
         return Recurrence(heads, heads, key_dim, value_dim, key_dim**-0.5, decay_by_channel=True, kernel=kernel)
 
     @staticmethod
     def mamba2(groups: int, heads: int, state_dim: int, head_dim: int, kernel: int = 4) -> Recurrence:
         """Returns the formula of Mamba-2 (arXiv 2405.21060).
 
-        Mamba-2's C, B and x are q, k and v here. Its step size is β, and its step size times A is g."""
+        Mamba-2's C, B and x are q, k and v here. Mamba-2's step size is β, and the step size times A is g."""
         return Recurrence(
             groups, heads, state_dim, head_dim, delta=False, normalise=False, kernel=kernel, columns=("v", "k", "q")
         )
@@ -74,7 +74,7 @@ class Recurrence:
 
     @property
     def halo_rows(self) -> int:
-        """Returns how many rows before a piece the convolution reads."""
+        """Returns how many earlier rows the convolution reads for one row."""
         return self.kernel - 1
 
     @property
@@ -86,7 +86,7 @@ class Recurrence:
 
     @property
     def channels(self) -> int:
-        """Returns the channels of the convolution."""
+        """Returns the number of channels of the convolution."""
         return sum(self.widths)
 
     @property
@@ -96,33 +96,30 @@ class Recurrence:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Returns the shape of a state."""
+        """Returns the shape of the states of all heads."""
         return self.heads, self.key_dim, self.value_dim
 
     @property
     def transition_shape(self) -> tuple[int, int, int]:
-        """Returns the shape of a piece's transition.
+        """Returns the shape of the transitions of all heads.
 
-        The delta rule mixes the channels of k, so the transition is a matrix for each head. Otherwise the transition is
-        the fraction of the state that remains, for each channel of k or for each head."""
+        With the delta rule a transition is a matrix. Without it a transition is one factor for each channel of k, or
+        one for the head."""
         if self.delta:
             return self.heads, self.key_dim, self.key_dim
         return self.heads, self.key_dim if self.decay_by_channel else 1, 1
 
     @property
     def state_bytes(self) -> int:
-        """Returns the bytes of a state in float32."""
-        return _WIDE * math.prod(self.state_shape)
+        """Returns the bytes of the states of all heads in float32."""
+        return _STATE_NUMBER_BYTES * math.prod(self.state_shape)
 
     @property
     def transition_bytes(self) -> int:
-        """Returns the bytes of a transition in float32."""
-        return _WIDE * math.prod(self.transition_shape)
+        """Returns the bytes of the transitions of all heads in float32."""
+        return _STATE_NUMBER_BYTES * math.prod(self.transition_shape)
 
     @property
     def operations(self) -> int:
-        """Returns the floating-point operations for the forward of one row, if rows are computed one after the other.
-
-        The convolution counts, and reading and changing the state; with the delta rule also looking up the value for
-        the row's key."""
+        """Returns the floating-point operations of one row in forward: the convolution and the products with S."""
         return (6 if self.delta else 4) * math.prod(self.state_shape) + 2 * self.kernel * self.channels

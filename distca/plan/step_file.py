@@ -1,8 +1,7 @@
-"""A file with the inputs of a step's plan: document lengths and all options.
+"""A JSON file with the inputs of a step's plan: document lengths and options, but no tokens.
 
-If planning fails in a training, the step's inputs are written to such a file, and ``distca plan`` can plan the step
-again elsewhere. Servers without a model plan steps from the same inputs, :class:`StepInputs`. The file is JSON with
-plain numbers, and has no token ids. A scheduler in place of the default one is not written.
+If planning fails in a training, the step's inputs are written to such a file. ``distca plan`` can then plan the step on
+another machine.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _FORMAT = 4
 _NOT_WRITTEN = {"scheduler"}
 """Options that are left out of the file."""
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
-"""Options that are objects or lists, which are written by code below."""
+"""Options that are objects or lists; they are written one by one in :func:`write_step`."""
 _FACTORS = ("forward_factor", "backward_factor")
 _PLAIN = [option.name for option in fields(PlanOptions) if option.name not in _OF_THEIR_OWN | _NOT_WRITTEN]
 """Options that are a number, a switch or None; they are written as they are."""
@@ -47,9 +46,8 @@ class StepInputs:
     Attributes:
         lengths: for each micro-batch, tokens per document.
         options: how to plan.
-        homes: for each micro-batch, the home rank of every document, or None if documents may span ranks.
-        room: for each micro-batch, most tokens, if documents are dealt over micro-batches anew; None leaves documents
-            where they are.
+        homes: for each micro-batch, the rank that holds every document; None lets documents span ranks.
+        room: for each micro-batch, the most tokens, if documents may change their micro-batch; else None.
     """
 
     lengths: Sequence[Sequence[int] | np.ndarray]
@@ -67,9 +65,7 @@ class StepInputs:
 
 
 def write_step(path: Path, inputs: StepInputs) -> None:
-    """Writes a step's inputs to ``path``.
-
-    Several ranks may write the same file at once: each writes a file of its own and renames it.
+    """Writes a step's inputs to ``path``. Several processes may write the same file at once.
 
     Raises:
         OSError: the file cannot be written.
@@ -94,17 +90,17 @@ def write_step(path: Path, inputs: StepInputs) -> None:
 
 
 def read_step(path: str | Path) -> StepInputs | None:
-    """Returns the step's inputs in a file; None if the file is of another kind, or cannot be read.
+    """Returns the step's inputs in a file; None if the file cannot be read or is another file.
 
     Raises:
-        PlanError: the file has a step, but of another format, or damaged.
+        PlanError: the file is a step of another format, or was damaged.
     """
     try:
         with open(path, encoding="utf-8") as file:
             if file.read(1) != "{":
                 return None
             content = json.loads("{" + file.read())
-    except (OSError, ValueError, RecursionError):  # the caller tries it as a list of lengths then
+    except (OSError, ValueError, RecursionError):
         return None
     if _NAME not in content:
         return None
@@ -143,7 +139,7 @@ def _between(factors: Sequence[float], **seconds: float) -> NonAttention:
 
 
 def _cost_content(cost: CostModel) -> dict[str, Any]:
-    """Returns a cost model as JSON's dictionaries, lists and numbers."""
+    """Returns a cost model as plain values for JSON."""
     if isinstance(cost, AnalyticCost):
         return {"model": "analytic", **asdict(cost)}
     if isinstance(cost, PoolCost):
@@ -189,7 +185,7 @@ def _cost(content: Mapping[str, Any]) -> CostModel:
 
 
 def _numbers(column: Any) -> Any:
-    """Returns an array as nested lists of numbers; nan becomes None, because JSON has no nan."""
+    """Returns an array as nested lists, with None for nan."""
     array = np.asarray(column, np.float64)
     if array.ndim > 1:
         return [_numbers(row) for row in array]

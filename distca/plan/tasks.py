@@ -1,10 +1,8 @@
 """Tasks: the units of core attention, each computed by one server.
 
-A *task* is a range [start, stop) of query rows of one document, with all keys and values that these rows read. These
-are the keys and values [0, stop) of the document; with a sliding window, only the last of them. A *server* is a rank
-that computes tasks. A task is never split along the keys, so softmax results are never merged. Tasks are the CA-tasks
-of arXiv 2510.18121, section 4.1. The scheduler makes tasks, for example (``scheduler/``). ``routes.py`` finds the rows
-that travel for tasks.
+A *task* is a range [start, stop) of query rows of one document, with all keys and values that these rows read. Without
+a window these are the keys and values [0, stop) of the document. A task is not split along the keys, so softmax results
+need no merging. A *server* is a rank that computes tasks. Tasks are called CA-tasks in arXiv 2510.18121, section 4.1.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ class Tasks:
     """Tasks, sorted by (server, document, start). Array legend: T tasks; all arrays are int64.
 
     Attributes:
-        document: [T] index of the document in the layout.
-        start: [T] first query position.
-        stop: [T] one past the last query position. The last key and value that the task reads are at stop - 1.
+        document: [T] index of the document in the plan's layout.
+        start: [T] first query position in the document.
+        stop: [T] one past the last query position.
         server: [T] rank that computes the task.
     """
 
@@ -45,8 +43,9 @@ class Tasks:
 
     @property
     def last_on_server(self) -> np.ndarray:
-        """Returns [T] bool: whether a task is the last task of its document on its server. Without a window, such a
-        task reads all k,v rows that the document's other tasks on this server read."""
+        """Returns [T] bool, whether the task is the last one of its document on its server.
+
+        Without a window, it reads all k,v rows that the document's other tasks on this server read."""
         differs = (self.document[1:] != self.document[:-1]) | (self.server[1:] != self.server[:-1])
         return np.append(differs, True)[: len(self)]
 
@@ -59,7 +58,7 @@ class Tasks:
         document, start, stop, server = (np.asarray(x, np.int64)[order] for x in (document, start, stop, server))
         if len(document) == 0:
             return Tasks(document, start, stop, server)
-        # "firsts" and "lasts" are the first and the last range of each task.
+        # firsts, lasts: the first and the last range of each task.
         joins = (document[1:] == document[:-1]) & (server[1:] == server[:-1]) & (start[1:] == stop[:-1])
         firsts = np.flatnonzero(np.append(True, ~joins))
         lasts = np.append(firsts[1:], len(document)) - 1

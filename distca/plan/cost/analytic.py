@@ -1,11 +1,8 @@
-"""Cost models by formula: a fit to measured rates, and a model that counts FLOPs only.
+"""Cost models by formula: a fit to measured rates, and a model that counts query-key pairs only.
 
 A cost model tells the planner the seconds of attention tasks. A *task* is the query range [kv_rows - q_rows, kv_rows)
-of a document. Each query sees all keys up to itself, or with a *window* only the last keys. A *pair* is a query and a
-key that the query sees. A kernel computes *tiles* of ``block`` query rows.
-
-The planner uses a formula, for example, if no measured table fits the GPU and heads. Measured tables (table.py)
-interpolate with a formula.
+of a document. Each query sees all keys up to its own position, or with a *window* the last of these keys. A *pair* is a
+query and a key that the query sees. The planner uses a formula, for example, if no measured table fits.
 
 Array legend: K directions (forward, backward), N tasks.
 """
@@ -25,8 +22,8 @@ from distca.plan.geometry import causal_pairs, keys_seen, pairs
 from distca.plan.kinds import AttentionKind
 
 _LONG = 32768
-"""The length in tokens of the document for which a formula is scaled to a measured table's seconds. A document of this
-length fills a GPU."""
+"""The tokens of the document for which a formula is made equal to a measured table. The document is long enough to fill
+a GPU."""
 
 _WAYS = ("forward", "backward")
 
@@ -35,8 +32,7 @@ _WAYS = ("forward", "backward")
 class AnalyticCost(CostModel):
     """Seconds of a task are pairs x a + query rows x b + k,v rows x c.
 
-    The term of query rows is the overhead of tiles: start, end, and empty parts at the diagonal. The term of k,v rows
-    is the time of loading keys and values, and in backward also of storing dK and dV.
+    b is the overhead of kernel tiles. c is the time of reading k and v, and in backward also of writing dK and dV.
 
     Attributes:
         shape: heads of the attention layer.
@@ -44,8 +40,8 @@ class AnalyticCost(CostModel):
         forward_terms: a, b and c in forward, in seconds.
         backward_terms: a, b and c in backward, in seconds.
         linear: seconds of matrix products on this GPU; None if unknown.
-        window: the number of keys that a query sees; 0 without a limit. The model counts ``block`` - 1 more keys,
-            because kernels compute whole tiles at both ends of a window.
+        window: the number of keys that a query sees; 0 without a limit. A kernel computes whole tiles, so the formula
+            counts ``block`` - 1 more keys.
     """
 
     shape: AttentionShape
@@ -78,7 +74,7 @@ class AnalyticCost(CostModel):
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         terms, q = self._terms[direction], np.asarray(q_rows, np.float64)
-        # A task without queries takes 0 seconds, so its keys are not counted.
+        # A task without queries takes 0 seconds.
         kv = kv_rows * (q > 0)
         if self.window:
             seen = self.window + self.block - 1
@@ -99,8 +95,8 @@ def analytic_cost(
 ) -> AnalyticCost:
     """Returns a least-squares fit to flash-attn-4's times on an H200, for GPUs without a measured table.
 
-    The fit is to 32 query heads and 8 k,v heads of size 128; other heads scale all terms with heads x head_dim. It is
-    within 9 % of ten measured rates in forward, and within 6.5 % in backward (benchmarks/results/planner.md).
+    The fit is for 32 query heads and 8 k,v heads of size 128; terms are scaled to other heads. It is within 9 % of ten
+    measured rates in forward, and within 6.5 % in backward (benchmarks/results/planner.md).
 
     Args:
         heads: query heads.
@@ -114,9 +110,9 @@ def analytic_cost(
     values = value_dim or head_dim
     width, width_backward = heads * (head_dim + values) / 2, heads * (3 * head_dim + 2 * values) / 5
     share, share_backward = width / 4096, width_backward / 4096
-    # One of forward's two matrix products per pair, and two of backward's five, have the width of values. The figures
-    # are the fit: a pair has 4 FLOPs per column of all heads in forward and 10 in backward, at 677 and 594 TFLOP/s.
-    # Rows take 0.2 to 18.6 ns at 4,096 columns. A weight has 2 FLOPs in forward and 4 in backward.
+    # A "width" is the mean number of columns of a pair's matrix products. In forward one product has the columns of k
+    # and one those of v; in backward three and two. A pair has 4 FLOPs per column in forward and 10 in backward. The
+    # fit is 677 and 594 TFLOP/s. For 4,096 columns, a query row takes 13.9 and 17.9 ns, and a k,v row 0.2 and 18.6 ns.
     return AnalyticCost(
         shape,
         block,
@@ -144,10 +140,10 @@ def area_cost(
 
 
 def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
-    """Returns the cost model for a kind of attention layer, made from the ``cost`` of layers without a window.
+    """Returns the cost model for a ``kind`` of attention layer, from the ``cost`` of layers without a window.
 
-    For a kind with a window the result is a formula. If ``cost`` is a measured table, the formula is scaled: for a
-    document of 32,768 tokens without a window, formula and table have equal seconds."""
+    For a kind with a window it is a formula. If ``cost`` is a measured table, the formula is scaled, so that both give
+    equal seconds for a document of 32,768 tokens without a window."""
     if not kind.window:
         return cost
     if isinstance(cost, PoolCost):

@@ -1,7 +1,7 @@
-"""Seconds of linear layers, which the planner may count beside attention to keep all ranks busy for equal times.
+"""Seconds of linear layers, which the planner may balance over ranks together with attention.
 
 The time of a matrix product is proportional to its weights and rows. So one :class:`LinearRate` is enough for all
-layers. The function :func:`between_attentions` adds up the layers between two attention layers.
+layers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class LinearRate:
     """Seconds of matrix products per token and weight on one GPU.
 
     Attributes:
-        forward: seconds in forward, which has one product with each weight.
-        backward: seconds in backward, which has two products with each weight: for the gradients of input and weight.
-        fp8: for each scaling to FP8 ("current", "delayed", "blockwise") that was measured, the seconds of a product in
-            FP8, with quantising, over the seconds in bfloat16.
+        forward: seconds in forward.
+        backward: seconds in backward, for the gradients of input and weight together.
+        fp8: for each measured scaling to FP8 ("current", "delayed" or "blockwise"), the seconds in FP8 over the seconds
+            in bfloat16.
     """
 
     forward: float
@@ -31,7 +31,7 @@ class LinearRate:
     fp8: Mapping[str, float] = field(default_factory=dict)
 
     def in_fp8(self, scaling: str) -> LinearRate | None:
-        """Returns the rate with a ``scaling`` to FP8, or in bfloat16 with "none"; None if it was not measured."""
+        """Returns the rate in FP8, or in bfloat16 if ``scaling`` is "none"; None if it was not measured."""
         factor = 1.0 if scaling == "none" else self.fp8.get(scaling)
         return None if factor is None else LinearRate(factor * self.forward, factor * self.backward)
 
@@ -64,18 +64,19 @@ class LinearRate:
 
 
 def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, gated: bool = True) -> int:
-    """Returns the number of weights in q, k, v and output projection, up and down projection, and gate if ``gated``."""
+    """Returns the number of weights in a layer's projections of q, k, v and o, and in its MLP, with gate if
+    ``gated``."""
     return hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 + gated) * hidden * ffn
 
 
 @dataclass(frozen=True)
 class NonAttention:
-    """Seconds per row that a rank computes between two attention layers of its pipeline stage.
+    """Seconds per row that a rank computes between two attention layers.
 
     Attributes:
         forward: seconds in forward.
         backward: seconds in backward.
-        factors: for each rank that holds rows, a factor on these seconds for the rank's GPU; empty for equal GPUs.
+        factors: for each rank that holds rows, a factor on these seconds; empty if all GPUs are equal.
     """
 
     forward: float
@@ -85,13 +86,13 @@ class NonAttention:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of a layer without core attention, as a number of weights that each row is multiplied with.
+    """The matrix products of a layer, without core attention.
 
     Attributes:
         attends: whether the layer has core attention.
-        weights: weights of the layer's matrix products.
-        recomputed: weights of the products that backward computes once more.
-        core: the work of a recurrent layer's core, as weights; zero for attention layers.
+        weights: number of weights in the products.
+        recomputed: number of weights in the forward products that backward computes again.
+        core: the number of weights that take as long as a recurrent layer's core; zero for attention layers.
     """
 
     attends: bool
@@ -101,18 +102,18 @@ class LayerWork:
 
 
 def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
-    """Returns a rank's seconds per row between two attention layers, in the mean over the stage's attention layers.
+    """Returns a rank's seconds per row between two attention layers.
 
-    A pipeline stage with n attention layers has n − 1 stretches between them, of linear layers and recurrent layers.
-    The result is the sum over stretches, divided by n. Norms, rotation and activations do not count.
+    It is the time from the first attention layer of a pipeline stage to the last, divided by the number of attention
+    layers. Norms, rotation and activations do not count.
 
     Args:
         rate: seconds of matrix products.
         layers: the stage's layers, in order; at least one has attention.
         tp: number of tensor-parallel ranks, which share the weights.
     """
-    # A stretch begins with the products behind one attention and ends with the products before the next attention:
-    # together as many as in one layer. So the sum runs from the first attention layer to the last, without the last.
+    # Between two neighbouring attention layers lie the first one's products behind attention and the second one's
+    # products before attention: together one layer. So the last attention layer is left out.
     attending = [number for number, layer in enumerate(layers) if layer.attends]
     between = layers[attending[0] : attending[-1]]
     forward = sum(rate.forward * (each.weights + each.core.forward) for each in between)

@@ -1,10 +1,8 @@
 """The interface of cost models, which tell the planner how long core attention takes, and the shape of heads.
 
-A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A kernel runs many
-tasks as one fused batch. A task's seconds are the time that the task adds to a batch which fills the GPU. So a batch
-takes the sum over its tasks.
-
-``analytic.py`` computes seconds by a formula, and ``table.py`` from measurements.
+A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A kernel computes
+many tasks in one batch. A task's seconds are the time that the task adds to a large batch. ``analytic.py`` computes
+seconds by a formula, and ``table.py`` from measurements.
 
 Array legend: N tasks, K directions (forward, backward). Rows may be integers or floats; seconds are float64.
 """
@@ -29,11 +27,14 @@ class AttentionShape:
     """Heads of one attention layer on one tensor-parallel rank, and the bytes of one number.
 
     Attributes:
-        heads: query heads.
+        heads: query heads, a multiple of ``kv_heads``.
         kv_heads: key/value heads.
         head_dim: size of a query or key head.
-        value_bytes: bytes of one number.
-        value_dim: size of a value head; 0 stands for ``head_dim``.
+        value_bytes: bytes of one number of q, k, v or o.
+        value_dim: size of a value head, at most ``head_dim``; 0 stands for ``head_dim``.
+
+    Raises:
+        PlanError: a number is out of its range.
     """
 
     heads: int
@@ -53,24 +54,23 @@ class AttentionShape:
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of one row of q or dQ."""
+        """Returns the bytes of one row of q or dQ."""
         return self.heads * self.head_dim * self.value_bytes
 
     @property
     def o_bytes(self) -> int:
-        """Bytes of one row of o or dO."""
+        """Returns the bytes of one row of o or dO."""
         return self.heads * (self.value_dim or self.head_dim) * self.value_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one row of k and v together, or of dK and dV."""
+        """Returns the bytes of one row of k and v together, or of dK and dV together."""
         return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim)) * self.value_bytes
 
     def moved_bytes(self, direction: Direction, resend: bool = False, sinks: bool = False) -> tuple[int, int]:
         """Returns the bytes that travel for one query row, and for one key/value row.
 
-        A *home* is a rank that holds rows; a *server* is a rank that computes attention for the home. These tensors
-        travel:
+        A *home* is a rank that holds rows; a *server* is a rank that computes attention. These tensors travel:
 
         | | home to server | server to home |
         |---|---|---|
@@ -78,11 +78,12 @@ class AttentionShape:
         | backward | dO; with sinks also lse | dQ, dK, dV |
         | backward with resend | q, k, v, o, dO, lse | dQ, dK, dV |
 
+        lse is the log-sum-exp of a row's scores, a float32 number for each query head.
+
         Args:
             direction: the direction to count; "both" is the sum.
-            resend: True if homes send q, k and v again in backward; False if servers have kept q, k and v.
-            sinks: whether heads have sinks, learned scores in the softmax. Homes apply sinks with lse, the log-sum-exp
-                of a row's scores.
+            resend: whether homes send q, k and v again in backward.
+            sinks: whether heads have *sinks*: learned scores in the softmax that belong to no key.
         """
         lse = 4 * self.heads if resend or sinks else 0
         both = self.q_bytes + self.o_bytes
@@ -94,7 +95,7 @@ class AttentionShape:
 
 
 class CostModel(ABC):
-    """Seconds of tasks in a batch that fills the GPU.
+    """Seconds of tasks on one GPU and kernel.
 
     Attributes:
         shape: heads of the attention layer.
@@ -115,9 +116,9 @@ class CostModel(ABC):
         """Returns [N] seconds of the backward kernel for [N] ``q_rows`` and [N] ``kv_rows``; 0 for 0 query rows."""
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """Returns [K, N] seconds that each task takes at least, whether the task is cut into smaller tasks or not.
+        """Returns [K, N] a lower bound on the seconds of each task, uncut or cut into smaller tasks.
 
-        By default these are the seconds of the uncut task."""
+        By default the bound is the seconds of the uncut task."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -133,9 +134,7 @@ class CostModel(ABC):
         return self.per_direction(direction, q_rows, kv_rows)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
-        """Returns [K][N] seconds of a few tasks, as lists.
-
-        Models may compute in plain Python, which is faster than numpy for a few numbers."""
+        """Returns [K][N] seconds as lists. For a few tasks, models may compute faster without numpy."""
         q, kv = np.array(q_rows, np.float64), np.array(kv_rows, np.float64)
         seconds: list[list[float]] = self.per_direction(direction, q, kv).tolist()
         return seconds

@@ -1,9 +1,8 @@
-"""The time of a recurrent layer's core (linear attention, SSM), counted in weights of matrix products.
+"""The time of a recurrent layer's core (linear attention, SSM), expressed as weights of a matrix product.
 
-The *core* is the layer without its projections. The time of a matrix product is proportional to its rows and weights.
-The time of a core is proportional to its rows and the numbers in its state. So
-:class:`CoreWeights` says with how many weights a matrix product would take as long as the core. The planner adds these
-weights to the weights of a layer's real products (linear.py).
+The *core* is the layer without its projections. A matrix product's time is proportional to its rows and its weights. A
+core's time is proportional to its rows and to the numbers in its state. So :class:`CoreWeights` has the number of
+weights with which a matrix product takes as long as the core. ``linear.py`` adds it to a layer's real weights.
 """
 
 from __future__ import annotations
@@ -16,22 +15,20 @@ from distca.plan.recurrence import Recurrence
 _FORWARD, _BACKWARD = 39.5, 56.8
 """The number of weights that take as long as one number of the state, in forward and in backward, on an H200.
 
-Per row, a weight takes 2.79 femtoseconds in forward and 5.84 in backward (distca/plan/cost/tables). Per row, a number
-of the state takes 110 and 332 femtoseconds: the gated delta rule of fla 0.5.1 takes 1.89 ms and 5.70 ms for 32,768 rows
-and 32 states of 128 × 128 numbers. The source is benchmark/benchmark_results_H200.txt of github.com/QwenLM/FlashQLA."""
-_BY_CHANNEL, _ADDING = 1.5, 2 / 3
-"""Factors on the time of the gated delta rule: for a core whose decay differs by channel, and for a core without the
-delta rule. The first is a guess; the second is the ratio of operations. Neither was measured."""
+| femtoseconds per row | forward | backward | source |
+|---|---|---|---|
+| a weight | 2.79 | 5.84 | distca/plan/cost/tables |
+| a number of the state, gated delta rule of fla 0.5.1 | 110 | 332 | github.com/QwenLM/FlashQLA, file below |
+
+The file is benchmark/benchmark_results_H200.txt: 1.89 ms and 5.70 ms for 32,768 rows and 32 states of 128 × 128."""
+_BY_CHANNEL, _WITHOUT_DELTA = 1.5, 2 / 3
+"""Factors on the time of the gated delta rule: if the decay differs by channel, and without the delta rule. The first
+is a guess, and the second is the ratio of operations. Neither was measured."""
 
 
 @dataclass(frozen=True)
 class CoreWeights:
-    """The time of a core per row, as a number of weights whose matrix product takes the same time.
-
-    Attributes:
-        forward: weights for the core's forward.
-        backward: weights for the core's backward.
-    """
+    """The number of weights with which a matrix product takes as long as a core, in forward and in backward."""
 
     forward: float
     backward: float
@@ -42,7 +39,7 @@ NO_CORE = CoreWeights(0.0, 0.0)
 
 
 def core_weights(what: Recurrence) -> CoreWeights:
-    """Returns the time of the core of recurrence ``what``, from the size of its state and its formula."""
-    factor = (1.0 if what.delta else _ADDING) * (_BY_CHANNEL if what.decay_by_channel else 1.0)
+    """Returns the time of the core of recurrence ``what``."""
+    factor = (1.0 if what.delta else _WITHOUT_DELTA) * (_BY_CHANNEL if what.decay_by_channel else 1.0)
     size = factor * math.prod(what.state_shape)
     return CoreWeights(_FORWARD * size, _BACKWARD * size)

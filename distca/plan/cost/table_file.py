@@ -1,8 +1,8 @@
-"""Cost tables as JSON files: written, found by GPU, kernel and heads, and read.
+"""Reads and writes cost tables, which are JSON files, and finds the table for a GPU, kernel and heads.
 
-A *cost table* has measured seconds of attention tasks, from which the planner interpolates (table.py). The package has
-tables in the folder ``tables`` beside this file, where :func:`find_table` looks. `distca profile` measures other
-tables. Users can add such a file to the folder, or name the file in the settings (:func:`open_table`).
+A *cost table* has measured seconds of attention tasks (table.py). :func:`find_table` looks in the folder ``tables``
+beside this file. `distca profile` measures more tables. A user can put them into this folder, or name one in the
+settings (:func:`open_table`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
 """Keys that every file must have."""
 _SIZES = ("heads", "kv_heads", "head_dim", "value_dim", "value_bytes", "block", "window")
-"""Keys whose value must be a whole number of 1 to ``_LARGEST``; the last four keys may be missing."""
+"""Keys whose value must be a whole number from 1 to ``_LARGEST``; the last four keys may be missing."""
 _LARGEST = 1 << 20
-"""The largest value of a key in ``_SIZES``. Larger values are refused as mistakes."""
+"""The largest value of a key in ``_SIZES``; a larger value is refused."""
 _SIDES = ("forward", "backward")
 
 
@@ -40,15 +40,14 @@ def table_name(
 ) -> str:
     """Returns the file name of a table, such as ``h200_flash4_32x8x128.json``.
 
-    With a window of 1,024 keys the name ends with ``_w1024.json``. Heads of 192 for keys and 128 for values become
-    ``192-128``."""
+    With ``value_dim`` 64 and ``window`` 1,024 it is ``h200_flash4_32x8x128-64_w1024.json``."""
     short = re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia")).strip("-")
     dims = f"{head_dim}-{value_dim}" if value_dim else head_dim
     return f"{short}_{kernel}_{heads}x{kv_heads}x{dims}{f'_w{window}' if window else ''}.json"
 
 
 def write_table(path: Path, content: dict[str, Any]) -> None:
-    """Writes a table as JSON. A nan becomes null, and each list of numbers is one line."""
+    """Writes a table as JSON, with null for nan, and each list of numbers on one line."""
     text = json.dumps(_plain(content), indent=1, allow_nan=False)
     flat = re.sub(r"\[\s+[^\[\]{}]*?\s+\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,9 +67,8 @@ def find_table(
 ) -> TableCost | None:
     """Returns the measured costs of a device and kernel, or None if no table fits.
 
-    A table fits if its device, kernel, window, head sizes and number of query heads per key/value head are equal to the
-    arguments. Its number of heads may differ: seconds are scaled. Of several fitting tables, the table with the nearest
-    number of heads is taken.
+    A fitting table has the same device, kernel, window, head sizes and query heads per key/value head. Of several
+    fitting tables, the one with the nearest number of heads is taken, and its seconds are scaled to ``heads``.
 
     Args:
         device: the device's name from torch.cuda.get_device_name(), such as "NVIDIA H200".
@@ -102,10 +100,10 @@ def find_table(
 
 
 def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value_dim: int = 0) -> TableCost:
-    """Returns the measured costs in a file that the user names, scaled to the given number of heads.
+    """Returns the measured costs in a file that the user names, with seconds scaled to ``heads``.
 
     Raises:
-        PlanError: the file is not a usable table, has a window, or differs in head sizes or in the number of query
+        PlanError: the file is not a usable table, has a window, or has other head sizes or another number of query
             heads per key/value head.
     """
     content = _read(Path(path))
@@ -129,17 +127,16 @@ def _size(head_dim: int, value_dim: int) -> str:
 
 
 def load_table(path: str | Path) -> TableCost:
-    """Reads a cost table, a JSON file that `distca profile` writes, without scaling it to other heads.
+    """Returns the measured costs in a file, for the heads that were measured. Keys of the file:
 
-    - heads, kv_heads, head_dim, q_rows [Q] and kv_rows [V] are required; block is 128 by default.
-    - forward_seconds and backward_seconds [Q][V] are required: the seconds that a task adds to a batch which fills the
-      GPU. An entry is null if q_rows > kv_rows.
-    - load_factors is optional: [L] kv_rows and [L] factors forward and backward for batches of mixed tasks.
-    - linear is optional: hidden, ffn, forward_s_per_token and backward_s_per_token of a layer's matrix products, and
-      under fp8 a factor for each scaling to FP8.
+    - Required are heads, kv_heads, head_dim, q_rows [Q], kv_rows [V], forward_seconds and backward_seconds [Q][V].
+      Seconds are what a task adds to a large batch, or null if they were not measured.
+    - Optional are block, value_dim, value_bytes and window.
+    - load_factors is optional: kv_rows, forward and backward, [L] each (:class:`LoadFactors`).
+    - linear is optional: hidden, ffn, forward_s_per_token, backward_s_per_token and fp8 (:class:`LinearRate`).
 
     Raises:
-        PlanError: there is no such file, it lacks a key, or its table is not usable.
+        PlanError: there is no such file, it lacks a key, or a value is not usable.
     """
     content = _read(Path(path))
     return _table(Path(path), content, content["heads"], content["kv_heads"])
@@ -170,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> TableCost:
-    """Returns the table, with attention seconds scaled in proportion to the number of heads."""
+    """Returns the table, with attention seconds scaled from the measured number of heads to ``heads``."""
     try:
         q_rows, kv_rows = (np.asarray(content[key], np.float64) for key in ("q_rows", "kv_rows"))
         scale = heads / content["heads"]
@@ -178,7 +175,7 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
         sizes = content["head_dim"], content.get("value_bytes", 2), content.get("value_dim", 0)
         shape = AttentionShape(heads, kv_heads, *sizes)
         block, load = content.get("block", 128), LoadFactors.of(content)
-        # The rate of matrix products does not depend on the number of heads.
+        # LinearRate is per weight, so it is not scaled.
         return TableCost(
             shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content), content.get("window", 0)
         )

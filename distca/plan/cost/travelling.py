@@ -1,9 +1,8 @@
-"""Cost models that also count the time in which a task's rows travel, for servers without rows of their own.
+"""Cost models that add the time in which a task's rows travel, for servers without rows of their own.
 
-A *task* is a range of a document's queries with all keys that the queries see. A *home* is a rank that holds rows of
-documents; a *server* is a rank that computes tasks on rows that homes send. Most servers are homes, too, and compute
-linear layers while rows travel. A server without rows of its own waits meanwhile. So the planner counts a part of the
-travel time as work of such a server.
+A *task* is a range of a document's queries, with all keys that these see. A *server* is a rank that computes tasks. A
+*home* is a rank that holds rows of documents. A server that is a home too computes linear layers while rows travel. A
+server without rows of its own waits. So a part of the travel time counts as its work.
 
 Array legend: R servers, K directions (forward, backward), N tasks.
 """
@@ -19,8 +18,8 @@ from distca.plan.cost.model import CostModel, Direction
 from distca.plan.cost.pool import PoolCost
 
 WAITED_FOR = 0.4
-"""The part of the rows' travel time, there and back, that counts as work of a server without rows of its own. It was
-chosen by simulated speeds (benchmarks/results/simulated.md)."""
+"""The fraction of the rows' travel time that counts as work of a server without rows of its own. With a larger value
+the server gets fewer tasks. The value was chosen by simulated speeds (benchmarks/results/simulated.md)."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,11 @@ def with_travel(
         cost: the seconds of the servers' kernels.
         has_rows: [R] bool, whether a server has rows of its own.
         bytes_per_s: [R] bytes per second that a server can receive while it sends as many.
-        resend: True if homes send q, k and v again in backward; False if servers have kept q, k and v.
-        sinks: whether heads have sinks, learned scores in the softmax, for which one more number per head travels.
+        resend: whether homes send q, k and v again in backward.
+        sinks: whether heads have *sinks*, learned scores in the softmax. One more number per head then travels.
     """
-    # "ways" has the bytes of a query row and of a key/value row, in forward and in backward. "made" has the index of
-    # the new table for each old table and link speed.
+    # ways: the bytes of a query row and of a key/value row, in forward and in backward. made: the index of the new
+    # table for each old table and speed.
     ways = [cost.shape.moved_bytes(direction, resend, sinks) for direction in ("forward", "backward")]
     tables, of_server = list(cost.tables), list(cost.of_server)
     made: dict[tuple[int, float], int] = {}

@@ -1,15 +1,14 @@
-"""The halo rows of recurrent layers (linear attention, SSM): which rows they are, and how they travel between ranks.
+"""The halo rows of recurrent layers (linear attention, SSM), which travel between ranks.
 
-A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
-nano-batch. The core of a recurrent layer begins with a causal convolution, which reads for each row the ``width`` rows
-before it. So a piece's first rows need up to ``width`` rows of the document before the piece: the piece's *halo* rows.
-Halo rows may lie on several ranks and in both nano-batches.
+A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. A *piece* is a range of a document's
+rows on one rank in one nano-batch. A recurrent layer begins with a causal convolution over ``width`` + 1 rows. So a
+piece needs the ``width`` rows of its document before the piece: its *halo* rows. They may be on several ranks, and in
+both nano-batches.
 
-Each nano-batch has one *exchange*, a transfer between all ranks, which brings rows of this nano-batch to the pieces
-that read them. Ping's rows also go to pieces of pong. A rank gets each row once, even if several pieces read the row.
-Each piece picks its halo rows from all rows that have arrived; ping's rows come before pong's.
+In each nano-batch, ranks send the rows of this nano-batch that other pieces need. Rows of ping also go to ranks with
+pieces in pong. A rank receives a row once, and its pieces pick their halo rows from all rows received so far.
 
-Array legend: P pieces; H pairs of a piece and one of its halo rows. Arrays are int64.
+Array legend: P pieces of all ranks; H pairs of a piece and one of its halo rows; G rows of one rank. Arrays are int64.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from distca.plan.sorting import expand
 
 @dataclass(frozen=True)
 class HaloRoute:
-    """One rank's part of the halo rows of one nano-batch.
+    """The halo rows that one rank sends, receives and reads in one nano-batch.
 
     Attributes:
-        given: [G] rows of this rank and nano-batch that are halo rows of some piece on any rank; ascending.
-        exchange: moves of the given rows to the ranks whose pieces read them.
-        picked: [pieces, width] for this rank's pieces in this nano-batch that are not the first of their document, in
-            the order of rows. An entry is the place of one of the ``width`` rows before the piece, among the rows that
-            arrived on this rank. It is -1 before the document's start.
+        given: [G] rows of this rank and nano-batch that are halo rows of any piece; ascending.
+        exchange: the transfer of given rows between all ranks.
+        picked: [pieces, width] index of each halo row among the rows received so far, ping's rows first; -1 before the
+            document's start. It has this rank's pieces in this nano-batch, in the order of rows, without the first
+            pieces of documents.
     """
 
     given: np.ndarray
@@ -42,16 +41,16 @@ class HaloRoute:
 
 
 def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int) -> tuple[HaloRoute, ...]:
-    """Returns the parts of ``rank``, one for each nano-batch.
+    """Returns the route of ``rank`` for each nano-batch.
 
     Args:
         pieces: the pieces of the micro-batch.
         nano_batches: number of nano-batches.
-        width: number of rows that the convolution reads before each row, which is its kernel's size less one.
-        rank: the rank whose part is returned.
+        width: number of rows that the convolution reads before each row.
+        rank: the rank.
     """
-    # [H] each: "sender" and "row" say where the halo row lies, "nano" in which nano-batch it travels, and "server"
-    # which rank reads it. For np.unique, sender and row become one number: sender · span + row.
+    # [H] arrays: "sender" and "row" are the rank and row of a halo row, "nano" is its nano-batch, and "server" is the
+    # rank that reads it. For np.unique, a sender and a row become one number, sender · span + row.
     reader, source, position, slot = _reads(pieces, width)
     shards, ranks = pieces.shards, pieces.ranks
     sender, nano, server = shards.rank[source], pieces.nano[source], shards.rank[reader]
@@ -61,8 +60,8 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
     picked = [np.full((int((~pieces.opens[pieces.of_rank(rank, n)]).sum()), width), -1) for n in range(nano_batches)]
     for number in range(nano_batches):
         now = np.flatnonzero(nano == number)
-        # "given": the different (sender, row) of this nano-batch; "at": the place of each halo row in "given". Each
-        # pair of a server and a given row travels once ("travels"), and rows arrive on a server in this order.
+        # given: the different rows that any server reads. at [H]: the index of each halo row in "given". travels: the
+        # different pairs of a server and a given row, in the order in which rows arrive.
         given, at = np.unique(sender[now] * span + row[now], return_inverse=True)
         place = numbered(given // span)
         travels, arrives = np.unique(server[now] * len(given) + at, return_inverse=True)
@@ -75,7 +74,7 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
         )
         arriving = int((to == rank).sum())
         routes.append((given[given // span == rank] % span, exchange.of(rank, arriving, *[Segments.none()] * 2)))
-        # Fills in "picked" of the rank's pieces in this nano-batch and the next.
+        # The arrived rows are entered into "picked", for the rank's pieces in this nano-batch and in later ones.
         mine = np.flatnonzero(server[now] == rank)
         for later in range(number, nano_batches):
             some = mine[pieces.nano[reader[now[mine]]] == later]
@@ -86,9 +85,9 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
 
 
 def halo_rows(pieces: DocumentPieces, nano_batches: int, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Returns for each nano-batch the rank that holds and the rank that reads each halo row, [N] each.
+    """Returns, for each nano-batch, two arrays over halo rows: the rank that holds the row, and a rank that reads it.
 
-    A row counts once for each rank that reads it, even if the reader holds the row."""
+    A row is listed once for each rank that reads it, even if this rank holds it."""
     reader, source, position, _ = _reads(pieces, width)
     shards, ranks = pieces.shards, pieces.ranks
     row = shards.row[source] + position - shards.start[source]
@@ -99,13 +98,12 @@ def halo_rows(pieces: DocumentPieces, nano_batches: int, width: int) -> tuple[tu
 
 
 def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns four arrays over the halo rows of all pieces, [H] each.
+    """Returns [H] arrays "reader", "source", "position" and "slot".
 
-    They are the piece that reads the row, the piece that has the row, the row's position in the document, and the row's
-    place among the ``width`` rows before the reading piece. Example: the width is 3 and a piece starts at position 5.
-    The piece reads positions 2, 3 and 4, which have places 0, 1 and 2."""
-    # "readers" are the pieces that are not the first of their document; [first, start) are the positions of their halo
-    # rows. Each overlap of such a range with a piece is then written out row by row.
+    The piece "reader" needs the row at "position" of its document, which is in the piece "source". Example: width is 3
+    and a piece starts at position 5. It needs positions 2, 3 and 4, which have slots 0, 1 and 2."""
+    # [first, start): the positions that each reading piece needs. Each overlap with another piece is then written out
+    # row by row.
     shards = pieces.shards
     readers = np.flatnonzero(~pieces.opens)
     start = shards.start[readers]
@@ -118,6 +116,6 @@ def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _among_continuing(pieces: DocumentPieces, rank: int, nano: int) -> np.ndarray:
-    """Returns for each piece of a rank and nano-batch the number of earlier pieces there that continue a document."""
+    """Returns the row of :attr:`HaloRoute.picked` for each piece of a rank and nano-batch."""
     continues = ~pieces.opens[pieces.of_rank(rank, nano)]
     return np.cumsum(continues) - continues

@@ -1,10 +1,10 @@
-"""The pieces into which ranks and nano-batches cut the documents of a recurrent layer (linear attention, SSM).
+"""The pieces of documents that a recurrent layer (linear attention, SSM) computes.
 
-A micro-batch runs in two *nano-batches*, ping and then pong. A document may be cut over ranks, and over ping and pong;
-all pieces in ping come before all pieces in pong. A *piece* is a run of a document's rows on one rank in one
-nano-batch. ``halo.py`` and ``chains.py`` plan the rows and states that travel between pieces.
+A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. A *piece* is a range of a document's
+rows on one rank in one nano-batch. A document's pieces in ping come before its pieces in pong. ``halo.py`` and
+``chains.py`` plan the rows and states that travel between pieces.
 
-Array legend: P pieces. All arrays are int64 unless they say otherwise.
+Array legend: P pieces. Arrays are int64 unless noted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class DocumentPieces:
     Attributes:
         ranks: number of ranks that hold rows.
         nano: [P] nano-batch of each piece: 0 for ping, 1 for pong.
-        shards: [P] pieces, with their document, first position and one past the last position in the document, rank,
-            and first row in the rank's tensor.
+        shards: for each piece, its document, start and stop in the document, rank, and first row in the rank's tensor.
     """
 
     ranks: int
@@ -36,13 +35,11 @@ class DocumentPieces:
 
     @staticmethod
     def of(layouts: Sequence[Layout]) -> DocumentPieces:
-        """Returns the pieces of a micro-batch.
+        """Returns the pieces of a micro-batch; ``layouts`` has the ranks and rows of documents for each nano-batch.
 
-        ``layouts`` has for each nano-batch the *shards*, which are ranges of documents with their rank and rows. Shards
-        whose rows follow each other in the document and in the rank's tensor become one piece."""
-        # Shards are sorted by document and position. "joins" says for each shard but the first whether it follows the
-        # shard before in the document, and in one nano-batch and tensor. "heads" are the first shards of pieces,
-        # "tails" the last shards.
+        Ranges that follow each other in a document and in a rank's tensor become one piece."""
+        # Ranges are sorted by document and start. "joins": whether a range continues the piece of the range before it.
+        # "heads" and "tails": the first and last range of each piece.
         nano = np.concatenate([np.full(len(each.q), number) for number, each in enumerate(layouts)])
         columns = [np.concatenate(parts) for parts in zip(*(each.q.columns() for each in layouts), strict=True)]
         order = order_by(columns[0], columns[1])
@@ -65,19 +62,19 @@ class DocumentPieces:
 
     @cached_property
     def opens(self) -> np.ndarray:
-        """[P] bool, whether the piece is the first of its document."""
+        """Returns [P] bool, whether the piece is the first of its document."""
         document = self.shards.document
         return np.append(True, document[1:] != document[:-1])[: len(self)]
 
     @cached_property
     def closes(self) -> np.ndarray:
-        """[P] bool, whether the piece is the last of its document."""
+        """Returns [P] bool, whether the piece is the last of its document."""
         document = self.shards.document
         return np.append(document[1:] != document[:-1], True)[: len(self)]
 
     @cached_property
     def number(self) -> np.ndarray:
-        """[P] number of each piece among the pieces of its rank and nano-batch, in the order of rows."""
+        """Returns [P] number of each piece among the pieces of its rank and nano-batch, in the order of rows."""
         return numbered(self.shards.rank * 2 + self.nano, self.shards.row)
 
     def of_rank(self, rank: int, nano: int) -> np.ndarray:
@@ -87,15 +84,15 @@ class DocumentPieces:
 
 
 def numbered(group: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """Returns [N], the number of each element within its group, counted in the order of the keys.
+    """Returns [N] number of each element in its group, counted from 0 in the order of the keys.
 
     Elements with equal keys keep their order. Example: without keys, the groups 7, 4, 7, 4 and 7 give 0, 0, 1, 1 and 2.
 
     Args:
         group: [N] group of each element.
-        keys: sort keys within a group, [N] each.
+        keys: [N] sort keys; the first counts first.
     """
-    # Elements are sorted by group and keys. An element's number is its place there less the place of its group's first.
+    # In the sorted order, an element's number is its index less the index of its group's first element.
     order = order_by(group, *keys)
     ordered = group[order]
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])

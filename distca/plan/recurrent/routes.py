@@ -1,12 +1,10 @@
 """The rows and states that a rank computes, sends and receives in a recurrent layer (linear attention, SSM).
 
-A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
-nano-batch, and is computed on this rank. Two things travel between ranks:
+A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is a range of a document's rows on one rank
+in one nano-batch, and is computed on this rank. Two things travel between ranks:
 
-- *halo* rows: the convolution of a piece's first rows reads a few rows of the document before the piece.
-- *summaries*: a piece turns the state S before the piece into A·S + B. A summary is A and B.
-
-All of this follows from the layouts, which say where documents lie.
+- *halo* rows: a piece's convolution reads a few rows of the document before the piece.
+- *summaries*: with the state S before a piece, the state behind the piece is A·S + B. A piece's summary is A and B.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ class PieceRoute:
         end: [P] int64 one past the last row of each piece.
         opens: [P] bool, whether the piece is the first of its document.
         closes: [P] bool, whether the piece is the last of its document.
-        halo: moves of halo rows in this nano-batch, and the halo rows of its pieces.
-        forward: moves of summaries.
-        backward: moves of gradients of states, and of A.
+        halo: the halo rows that travel, and those that each piece reads.
+        forward: the summaries that travel in forward.
+        backward: the summaries that travel in backward, with gradients of states for B.
     """
 
     ranks: int
@@ -51,17 +49,17 @@ class PieceRoute:
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """The first row of each piece, and one past its last row."""
+        """Returns (begin, end) of each piece."""
         return list(zip(self.begin.tolist(), self.end.tolist(), strict=True))
 
 
 def piece_routes(layouts: Sequence[Layout], rank: int, halo_rows: int) -> tuple[PieceRoute, ...]:
-    """Returns the parts of ``rank`` in a micro-batch, one for each nano-batch.
+    """Returns the route of ``rank`` for each nano-batch.
 
     Args:
-        layouts: for each nano-batch, the ranks and rows on which documents lie.
-        rank: the rank whose part is returned.
-        halo_rows: number of rows that the convolution reads before each row, which is its kernel's size less one.
+        layouts: for each nano-batch, the ranks and rows of documents.
+        rank: the rank.
+        halo_rows: number of rows that the convolution reads before each row.
     """
     pieces = DocumentPieces.of(layouts)
     nano_batches = len(layouts)

@@ -1,13 +1,13 @@
 """Counts of the rows and states that recurrent layers (linear attention, SSM) compute and move, for all ranks.
 
-A micro-batch runs in two *nano-batches*, ping and then pong. A *piece* is a run of a document's rows on one rank in one
-nano-batch. Two things travel between ranks:
+A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is a range of a document's rows on one rank
+in one nano-batch. Two things travel between ranks:
 
-- *halo* rows: the convolution of a piece's first rows reads a few rows of the document before the piece.
-- *summaries*: a piece turns the state S before the piece into A·S + B, where A is the *transition* and B the *own
-  state*. A summary is A and B.
+- *halo* rows: a piece's convolution reads a few rows of the document before the piece.
+- *summaries*: with the state S before a piece, the state behind the piece is A·S + B. A summary is the *transition* A
+  and the *own state* B.
 
-The simulator and the records of steps, for example, use these counts. Array legend: R ranks.
+Array legend: R ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from distca.plan.recurrent.pieces import DocumentPieces
 
 @dataclass(frozen=True)
 class Summaries:
-    """The summaries of one nano-batch in one direction. In backward, gradients of states stand for own states.
+    """The numbers of summaries in one nano-batch and direction. In backward, gradients of states count as own states.
 
     Attributes:
         states: number of own states that travel between each pair of ranks.
         transitions: number of transitions that travel between each pair of ranks.
-        read: [R] int64 number of own states that each rank applies, of its own pieces or of other ranks'.
-        read_transitions: [R] int64 number of transitions that each rank applies.
+        read: [R] int64 number of own states that each rank reads, with those of its own pieces.
+        read_transitions: [R] int64 number of transitions that each rank reads, with those of its own pieces.
     """
 
     states: PairRows
@@ -46,13 +46,13 @@ class Summaries:
         return self.states.total * what.state_bytes + self.transitions.total * what.transition_bytes
 
     def read_bytes(self, what: Recurrence) -> np.ndarray:
-        """Returns [R] bytes of all summaries that each rank applies in one layer with recurrence ``what``."""
+        """Returns [R] bytes of all summaries that each rank reads in one layer with recurrence ``what``."""
         return np.asarray(self.read * what.state_bytes + self.read_transitions * what.transition_bytes)
 
 
 @dataclass(frozen=True)
 class RecurrentNano:
-    """One nano-batch of a micro-batch in a recurrent layer.
+    """The counts of one nano-batch.
 
     Attributes:
         only: [R] int64 rows of documents that are one piece.
@@ -77,18 +77,17 @@ class RecurrentNano:
     backward: Summaries
 
     def travelling_bytes(self, what: Recurrence, value_bytes: int = 2) -> int:
-        """Returns the bytes that travel between ranks in one layer, forward and backward together.
-
-        ``value_bytes`` are the bytes of one number of a halo row."""
+        """Returns the bytes that travel in one layer, forward and backward; a number of a halo row has ``value_bytes``
+        bytes."""
         states = self.forward.travelling_bytes(what) + self.backward.travelling_bytes(what)
         return states + 2 * self.halo.total * what.channels * value_bytes
 
 
 def recurrent_nanos(layouts: Sequence[Layout], width: int) -> tuple[RecurrentNano, ...]:
-    """Returns the counts of a micro-batch, one entry for each nano-batch.
+    """Returns the counts of each nano-batch.
 
     Args:
-        layouts: for each nano-batch, the ranks and rows on which documents lie.
+        layouts: for each nano-batch, the ranks and rows of documents.
         width: number of rows that the convolution reads before each row.
     """
     pieces, nano_batches = DocumentPieces.of(layouts), len(layouts)
