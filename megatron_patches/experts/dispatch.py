@@ -4,8 +4,8 @@ A layer's experts are divided over the expert-parallel ranks. A layer gets the r
 micro-batch, or a part of one. A router chose K experts for each row. The row travels once to each rank that has any of
 them. Each of a rank's experts makes a *pair* with the row. The rank sends back the sum of the pairs' outputs.
 
-The host needs counts of rows, which the device computes. If few rows travel needlessly that way, every row is sent to
-all ranks (``goes_everywhere``), and the host reads the counts later. Otherwise it waits for them before rows are sent.
+The device counts rows, and the host needs the counts. If few rows lack an expert on a given rank, every row is sent to
+all ranks (``goes_everywhere``). Then the host reads the counts when rows have arrived, else before rows are sent.
 
 Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row, H hidden.
 S rows that this rank sends; a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs that
@@ -76,7 +76,7 @@ class Dispatch:
         self._last_first = last_first
         self.group, self.expert_NK, self._question, self._counts_GE = group, expert_NK, question, counts_GE
         self._ranks, self._me = group.size(), dist.get_rank(group)
-        self._here = experts // self._ranks
+        self._experts_here = experts // self._ranks
         self._pairs: _Pairs | None = None
         self._sent_row_S = self._place_NG = None
         if goes_NG is None:
@@ -140,15 +140,16 @@ class Dispatch:
 
     def arrive(self, expert_RK: torch.Tensor) -> None:
         """Sorts the arrived rows by expert; ``expert_RK`` are int32 numbers among all E experts."""
-        own_GE = slice(self._me * self._here, (self._me + 1) * self._here)
-        rows, counts_E = self._question.read()[:, own_GE].sum(0).tolist(), self._counts_GE[:, own_GE].sum(0)
-        number = expert_RK.flatten() - own_GE.start
-        is_own = (number >= 0) & (number < self._here)
+        here = self._experts_here
+        own = slice(self._me * here, (self._me + 1) * here)
+        rows, counts_E = self._question.read()[:, own].sum(0).tolist(), self._counts_GE[:, own].sum(0)
+        number = expert_RK.flatten() - own.start  # among this rank's experts
+        is_own = (number >= 0) & (number < here)
         if self._last_first:
-            rows, counts_E, number = rows[::-1], counts_E.flip(0), self._here - 1 - number
+            rows, counts_E, number = rows[::-1], counts_E.flip(0), here - 1 - number
         groups = Groups(rows, counts_E.cumsum(0).int(), self._last_first)
         # The R x K elements are sorted by expert. Elements with other ranks' experts come last and are cut off.
-        number = torch.where(is_own, number, self._here)
+        number = torch.where(is_own, number, here)
         slot_P = number.sort(stable=True).indices[: sum(rows)]
         pair = torch.full_like(number, len(slot_P), dtype=torch.int64)
         pair.scatter_(0, slot_P, torch.arange(len(slot_P), device=pair.device))
