@@ -184,7 +184,7 @@ class CAD:
     def _terms(self) -> PoolTerms:
         """Returns the facts about this model that servers without a model need."""
         spec = attention_spec(self.config, self._kinds, self.device, self._given)
-        return PoolTerms(self.options, spec, self._given.kernel, self._how)
+        return PoolTerms(self.options, spec, self._how)
 
     def _terms_of_change(self) -> PoolTerms:
         """Sets the planner's options for the servers without a model that are present now; returns the new terms."""

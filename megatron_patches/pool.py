@@ -42,12 +42,17 @@ def join_pool(
         remote: processes without a model that compute attention too; None without such processes.
 
     Raises:
-        KernelError, TransportError: the kernel or transport cannot run here, or gives wrong results.
+        KernelError, TransportError: the kernel or transport cannot run on a rank or server, or gives wrong results
+            there.
         SupportError: there are recurrent layers, and no kernel computes them right here.
     """
     spec = attention_spec(config, layer_kinds, device, given)
+    if remote is not None:
+        remote.ask_for_kernels(spec, given.kernel)
     # The choice compiles the kernel. In a step other ranks would wait for that.
     kernel = choose_kernel(given.kernel, spec)
+    if remote is not None:
+        remote.hear_kernels()
     for recurrence in dict.fromkeys(filter(None, layer_kinds.recurrences)):
         choose_recurrent_kernel(recurrence, device, config.params_dtype, given.deterministic)
     sinks = any(kind.sink for kind in layer_kinds.kinds)

@@ -1,14 +1,16 @@
 """The choice of a core-attention kernel: the named one, or the fastest that can run and computes right results.
 
-All ranks choose together and take the same kernel, once, before training. A candidate is first checked on this machine
-(self_check.py). The log says which kernel was taken, and why faster ones were not.
+With "auto" each rank takes the fastest kernel that is right on it, so ranks on unlike GPUs may have unlike kernels. The
+kernel may be a pair, which computes forward by one kernel and backward by another. A named kernel is for all ranks: if
+one cannot run it, all refuse it. A candidate is first checked on this machine (self_check.py). The log says which rank
+took which kernel, and why faster ones were not taken.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,25 +18,28 @@ import torch
 
 from distca.attention.flash4 import Flash4Kernel
 from distca.attention.kernel import Kernel
+from distca.attention.pair import BETWEEN, PairKernel
 from distca.attention.reference import ReferenceKernel
 from distca.attention.self_check import AttentionSpec, Verdict, check
 from distca.attention.torch_flash import TorchFlashKernel
-from distca.cluster.agreement import first_objection
+from distca.cluster.agreement import first_objection, of_ranks, who
 from distca.errors import KernelError
 from distca.sizes.head_dims import unserved_by
 
 logger = logging.getLogger(__name__)
 
 KernelName = Literal["auto", "flash4", "torch", "reference"]
-"""The names of kernels from the fastest to the slowest, after "auto" for the fastest that can be used."""
+"""The names that a user can give: "auto" for the fastest kernel that can be used, then kernels, fastest first."""
 NAMES: tuple[str, ...] = get_args(KernelName)
+BY_SPEED = ("flash4", "flash4+torch", "torch", "flash4+reference", "torch+reference", "reference")
+"""All that "auto" may take, from the fastest to the slowest; pairs name the kernel of forward first."""
 _WRONG = "its self-check refuses it, as "
 """The begin of the reason against a kernel that computes wrong results."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that all ranks take.
+    """The kernel that a rank takes.
 
     Attributes:
         kernel: the kernel, which has passed its self-check.
@@ -48,12 +53,17 @@ class Choice:
 
     def __str__(self) -> str:
         """The kernel's name, and the reasons against faster ones."""
+        return self.kernel.name + self.reasons
+
+    @property
+    def reasons(self) -> str:
+        """The reasons against faster kernels, in parentheses; empty without any."""
         skipped = "; ".join(f"not {name}: {why}" for name, why in self.against.items())
-        return self.kernel.name + (f" ({skipped})" if skipped else "")
+        return f" ({skipped})" if skipped else ""
 
 
 def choose_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") -> Kernel:
-    """Returns the named kernel, or with "auto" the fastest that can run and computes right results on every rank.
+    """Returns the named kernel, or with "auto" the fastest that can run and computes right results on this rank.
 
     All ranks call it at the same time, since they exchange their reasons against a kernel.
 
@@ -63,45 +73,73 @@ def choose_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") 
         setting: the setting that has the name, for the message.
 
     Raises:
-        KernelError: the name is unknown, or that kernel cannot run here or computes wrong results; the message says
-            why.
+        KernelError: the name is unknown, or that kernel cannot run on a rank or computes wrong results there; the
+            message says why. All ranks raise it.
     """
     choice = find_kernel(name, spec, setting=setting)
-    slow = choice.kernel.name == "reference" and name == "auto" and spec.device.type == "cuda"
+    slow = name == "auto" and spec.device.type == "cuda" and "reference" in choice.kernel.name
     wrong = any(_WRONG in why for why in choice.against.values())
+    said = choice.kernel.name + (", which is slow" if slow else "") + choice.reasons
+    everyone = of_ranks((choice.kernel.name, said, slow or wrong))
     logger.log(
-        logging.WARNING if slow or wrong else logging.INFO,
-        "Core attention kernel: %s%s%s",
-        choice.kernel.name,
-        ", which is slow" if slow else "",
-        str(choice).removeprefix(choice.kernel.name),
+        logging.WARNING if any(warns for *_, warns in everyone) else logging.INFO,
+        "Core attention kernel: %s",
+        _by_kernel([of_rank[:2] for of_rank in everyone]),
     )
     return choice.kernel
+
+
+def _by_kernel(said: Sequence[tuple[str, str]]) -> str:
+    """Returns in words which ranks take which kernel; of ranks with the same kernel the first one's words count.
+
+    Args:
+        said: by rank, the name of its kernel, and the name with reasons against faster kernels.
+    """
+    names = [name for name, _ in said]
+    first = dict(reversed(said))
+    if len(first) == 1:
+        return said[0][1]
+    return "; ".join(f"on {who(names, name)} {first[name]}" for name in dict.fromkeys(names))
 
 
 def find_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") -> Choice:
     """Does the same as :func:`choose_kernel`, with the reasons in the result and not in the log."""
     if name not in NAMES:
         raise KernelError(f"{setting} is '{name}'; it can be {', '.join(NAMES)}.")
-    against: dict[str, str] = {}
-    for candidate in NAMES[1:] if name == "auto" else (name,):
-        objection = first_objection(why_not(candidate, spec))
+    if name == "auto":
+        return _fastest(spec)
+    objection = first_objection(why_not(name, spec))
+    if objection is None:
+        kernel, verdict = _proved(name, spec)
+        objection = first_objection(verdict.objection and f"{_WRONG}{verdict.objection}")
         if objection is None:
-            kernel, verdict = _proved(candidate, spec)
-            objection = first_objection(verdict.objection and f"{_WRONG}{verdict.objection}")
-            if objection is None:
-                assert kernel is not None
+            assert kernel is not None
+            return Choice(kernel, verdict, {})
+    raise KernelError(f"{setting} {name} cannot run here: {objection}. Set {setting} to auto to choose another.")
+
+
+def _fastest(spec: AttentionSpec) -> Choice:
+    """Returns the first of :data:`BY_SPEED` that is right on this rank; it asks no other rank."""
+    against: dict[str, str] = {}
+    for name in BY_SPEED:
+        objection = why_not(name, spec)
+        if objection is None:
+            kernel, verdict = _proved(name, spec)
+            if kernel is not None and verdict.objection is None:
                 return Choice(kernel, verdict, against)
-        against[candidate] = objection
-    raise KernelError(f"{setting} {name} cannot run here: {against[name]}. Set {setting} to auto to choose another.")
+            against[name] = f"{_WRONG}{verdict.objection}"
+        elif BETWEEN not in name:  # what speaks against a pair is said of its kernels
+            against[name] = objection
+    raise AssertionError("the reference kernel is never refused")
 
 
 def _proved(name: str, spec: AttentionSpec) -> tuple[Kernel | None, Verdict]:
-    """Makes a kernel and checks it; None for a kernel that does not load."""
+    """Makes a kernel or a pair and checks it; None for one that does not load."""
     try:
-        kernel = _make(name, spec)
+        kernels = [_make(each, spec) for each in name.split(BETWEEN)]
     except Exception as error:  # The libraries that it imports may raise errors of any kind.
         return None, Verdict(f"it cannot be loaded: {error}")
+    kernel = PairKernel(*kernels) if len(kernels) > 1 else kernels[0]
     return kernel, check(kernel, spec)
 
 
@@ -112,7 +150,16 @@ def _make(name: str, spec: AttentionSpec) -> Kernel:
 
 
 def why_not(name: str, spec: AttentionSpec) -> str | None:
-    """Returns the reason why a kernel cannot run here, or None; it does not check the kernel's results."""
+    """Returns the reason why a kernel or a pair cannot run here, or None; it does not check results."""
+    forward, backward = name.split(BETWEEN)[0], name.split(BETWEEN)[-1]
+    objection = _why_neither(forward, spec) or _why_neither(backward, spec)
+    if objection is None and backward == "torch" and spec.deterministic:
+        return "its backward is not deterministic"
+    return objection
+
+
+def _why_neither(name: str, spec: AttentionSpec) -> str | None:
+    """Returns the reason why neither forward nor backward of a kernel can run here, or None."""
     if name == "reference":
         return None
     if spec.device.type != "cuda":
@@ -124,8 +171,6 @@ def why_not(name: str, spec: AttentionSpec) -> str | None:
             return "flash-attn-4 is not installed"
         if torch.cuda.get_device_capability(spec.device)[0] < 9:
             return f"{torch.cuda.get_device_name(spec.device)} is older than Hopper"
-    if name == "torch" and spec.deterministic:
-        return "its backward is not deterministic"
     if name == "torch" and any(kind.softcap for kind in spec.kinds):
         return "it has no softcap of scores"
     return unserved_by(name, spec.head_dim, spec.value_dim)

@@ -159,14 +159,17 @@ def _beside(kind: AttentionKind) -> str:
 
 def furthest(kernel: Kernel, spec: AttentionSpec, kind: AttentionKind, seed: int = 0) -> Distance:
     """Runs the kernel and the reference on the batch; returns the error that is largest beside what rounding
-    explains."""
+    explains. Backward runs twice: from the kernel's own o and lse, and from the reference's."""
     batch, inputs = _batch(spec), _inputs(spec, seed)
     actual = _run(kernel, batch, inputs, kind)
     expected = _run(ReferenceKernel(), batch, [x.double() for x in inputs], kind)
+    # A task's backward may run on another server than its forward, by another kernel.
+    others = [expected[name].to(actual[name].dtype) for name in ("o", "lse")]
     found: list[Distance] = []
-    for name, values in actual.items():
-        borders = batch.borders_kv if name in ("dk", "dv") else batch.borders_q
-        found += _distances(name, values, expected[name], borders, spec.dtype)
+    for tensors in (actual, _run_backward(kernel, batch, inputs, others, kind)):
+        for name, values in tensors.items():
+            borders = batch.borders_kv if name in ("dk", "dv") else batch.borders_q
+            found += _distances(name, values, expected[name], borders, spec.dtype)
     return max(found, key=lambda each: each.excess)
 
 
@@ -195,13 +198,21 @@ def _inputs(spec: AttentionSpec, seed: int) -> list[torch.Tensor]:
 
 
 def _run(kernel: Kernel, batch: TaskBatch, inputs: list[torch.Tensor], kind: AttentionKind) -> dict[str, torch.Tensor]:
-    q, k, v, do = inputs
+    q, k, v, _ = inputs
     # Outputs will get this freed memory, so elements that a kernel does not write are nan.
     freed = [torch.full_like(x, float("nan")) for x in (q, q, k, v)]
     del freed
     o, lse = kernel.forward(q, k, v, batch, kind)
+    return {"o": o, "lse": lse, **_run_backward(kernel, batch, inputs, [o, lse], kind)}
+
+
+def _run_backward(
+    kernel: Kernel, batch: TaskBatch, inputs: list[torch.Tensor], outputs: list[torch.Tensor], kind: AttentionKind
+) -> dict[str, torch.Tensor]:
+    q, k, v, do = inputs
+    o, lse = outputs
     dq, dk, dv = kernel.backward(do, q, k, v, o, lse, batch, kind)
-    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    return {"dq": dq, "dk": dk, "dv": dv}
 
 
 def _distances(

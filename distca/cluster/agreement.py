@@ -109,7 +109,7 @@ class Agreement:
                 "rank plan the same."
             )
         elif len(set(states)) > 1:
-            raise PlanError(f"{_who(states, _ENDED)} ended before step {number}, which the others planned.")
+            raise PlanError(f"{who(states, _ENDED)} ended before step {number}, which the others planned.")
         elif (others := _unlike_first(plans)) is not None:
             raise PlanError(
                 f"{others} planned step {number} differently from rank 0, so nothing of it was sent. They have "
@@ -139,10 +139,10 @@ def _unlike_first(values: Sequence[Any]) -> str | None:
     """Returns in words which ranks have another value than rank 0; None if all values are equal."""
     if len(set(values)) == 1:
         return None
-    return _who([each != values[0] for each in values], True)
+    return who([each != values[0] for each in values], True)
 
 
-def _who(values: list[int] | list[bool], which: int) -> str:
+def who(values: Sequence[Any], which: Any) -> str:
     """Returns in words which ranks have the value ``which``: "2 of 8 ranks (1, 5)"."""
     ranks = np.flatnonzero([value == which for value in values])
     some = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
@@ -157,11 +157,18 @@ def first_objection(mine: str | None) -> str | None:
     Args:
         mine: this rank's objection as part of a sentence, such as "the kernel is wrong"; None without one.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, objection in enumerate(everyone):
+    for rank, objection in enumerate(of_ranks(mine)):
         if objection is not None:
             return f"on rank {rank}, {objection}" if rank else objection
     return None
+
+
+def of_ranks(mine: T) -> list[T]:
+    """Returns every rank's ``mine``, by rank; all ranks call it together.
+
+    Without torch.distributed it returns this process's alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found

@@ -65,13 +65,11 @@ class PoolTerms:
     Attributes:
         options: the planner's options.
         spec: heads, dtype, kinds and device of core attention on a home.
-        kernel: the user's setting of the attention kernel, such as "auto".
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send them again.
     """
 
     options: PlanOptions
     spec: AttentionSpec
-    kernel: str
     backward: Any
 
 
@@ -85,6 +83,7 @@ class Comer:
         device: "cuda" or "cpu".
         gpu: the name of the server's GPU, with which homes look up a cost table; "cpu" without a GPU.
         process: identity of the process. A server that is started again has its old number and a new identity.
+        kernel: the name of the attention kernel that the server takes; empty until it has chosen.
     """
 
     number: int
@@ -92,6 +91,35 @@ class Comer:
     device: str
     gpu: str
     process: Process
+    kernel: str = ""
+
+
+@dataclass(frozen=True)
+class KernelTerms:
+    """What a server needs to choose its kernel, which homes must know before they plan.
+
+    Attributes:
+        servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.
+        spec: heads, dtype, kinds and device of core attention on a home.
+        kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest that is right.
+    """
+
+    servers: tuple[Comer, ...]
+    spec: AttentionSpec
+    kernel: str
+
+
+@dataclass(frozen=True)
+class KernelAnswer:
+    """A server's answer to :class:`KernelTerms`.
+
+    Attributes:
+        kernel: the name of the kernel that the server takes; empty if it takes none.
+        objection: the reason why it takes none, as a sentence; else empty.
+    """
+
+    kernel: str
+    objection: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,7 +159,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         RefusedServerError: this server comes while homes train, and homes have a server with this number, or one of
             the reasons below applies.
         SupportError: homes compute on GPUs and this process on a CPU, or the other way round.
-        KernelError: the homes' kernel cannot run in this process, or computes wrong results.
+        KernelError: homes name a kernel which cannot run in this process, or computes wrong results.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -143,17 +171,20 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
     me = Comer(number, machine_name(), device.type, torch.cuda.get_device_name() if gpu else "cpu", Process.here())
     if not meeting.has("generation/0"):
         meeting.put(f"server/{number}", me)
-    first: Generation = meeting.take(
-        "generation/0", patience, "No homes have come that ask for servers without a model."
-    )
-    joins_later = me not in first.servers
+    asked: KernelTerms = meeting.take("kernel", patience, "No homes have come that ask for servers without a model.")
+    joins_later = me not in asked.servers
     try:
-        check_device(first.terms.spec.device.type, device.type, number)
-        kernel = choose_kernel(first.terms.kernel, replace(first.terms.spec, device=device))
+        check_device(asked.spec.device.type, device.type, number)
+        kernel = choose_kernel(asked.kernel, replace(asked.spec, device=device))
     except (SupportError, KernelError) as error:
         if joins_later:
             raise RefusedServerError(str(error)) from error
+        meeting.put(f"kernel/{me.process}", KernelAnswer("", str(error)))
         raise
+    me = replace(me, kernel=kernel.name)
+    if not joins_later:
+        meeting.put(f"kernel/{me.process}", KernelAnswer(kernel.name))
+    first: Generation = meeting.take("generation/0", patience)
     if joins_later:
         # The homes have begun without this process, so the process asks to join the next generation.
         meeting.put(f"comer/{meeting.count('comers', 1) - 1}", me)

@@ -17,6 +17,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -26,14 +27,26 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import distributed_c10d as c10d
 
+from distca.attention import AttentionSpec
 from distca.cluster.pool_store import MAY_GO, POLL_S, PoolStore
 from distca.cluster.pool_watch import PoolWatch
 from distca.cluster.timeout import TIMEOUT
-from distca.errors import LaunchError, PlanError, SupportError
+from distca.errors import KernelError, LaunchError, PlanError, SupportError
 from distca.plan.step import StepPlan
 from distca.plan.step_file import StepInputs
-from distca.runtime.attention_server import FORMING, Comer, Generation, PoolTerms, Served, check_device, group_name
+from distca.runtime.attention_server import (
+    FORMING,
+    Comer,
+    Generation,
+    KernelAnswer,
+    KernelTerms,
+    PoolTerms,
+    Served,
+    check_device,
+    group_name,
+)
 from distca.transport.breakable import BreakableTransport
+from megatron_patches.steps.unlike_servers import ServerSort
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +148,38 @@ class RemoteServers:
         return [each.machine for each in self._servers[dist.get_rank() % self._tp :: self._tp]]
 
     @property
-    def gpus(self) -> list[str]:
-        """The names of the GPUs of the first tensor-parallel rank's servers, in the servers' order."""
-        return [each.gpu for each in self._servers[:: self._tp]]
+    def sorts(self) -> list[ServerSort]:
+        """The GPUs and kernels of all servers, in the servers' order."""
+        return [ServerSort(each.gpu, each.kernel) for each in self._servers]
+
+    def ask_for_kernels(self, spec: AttentionSpec, kernel: str) -> None:
+        """Makes servers choose their kernels, each by itself, while homes choose theirs.
+
+        Args:
+            spec: core attention on this home.
+            kernel: the user's setting.
+        """
+        if self._leads:
+            self._store.put("kernel", KernelTerms(tuple(self._servers), spec, kernel))
+
+    def hear_kernels(self) -> None:
+        """Waits for the names of all servers' kernels; all homes call it together.
+
+        Raises:
+            KernelError: the kernel that the user named is not right on a server. All homes raise it.
+            LaunchError: a server does not answer.
+        """
+        found: list[Any] = [None]
+        if self._leads:
+            found = [[self._store.take(f"kernel/{each.process}") for each in self._servers]]
+        dist.broadcast_object_list(found)
+        answers: list[KernelAnswer] = found[0]
+        for each, answer in zip(self._servers, answers, strict=True):
+            if answer.objection:
+                raise KernelError(f"On server {each.number} of the pool: {answer.objection}")
+        self._servers = [
+            replace(each, kernel=answer.kernel) for each, answer in zip(self._servers, answers, strict=True)
+        ]
 
     def begin(self, terms: PoolTerms) -> None:
         """Forms the process group of the first generation, together with all homes and servers.

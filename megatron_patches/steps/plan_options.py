@@ -2,7 +2,7 @@
 
 The planner divides attention into tasks, gives each task to a rank, its *server*, and makes the servers' seconds about
 equal. It gets seconds from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a shape of
-heads. Without a table seconds are estimated.
+heads. Without a table seconds are estimated. Servers with unlike GPUs or kernels have unlike tables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_patches.model.latent import is_latent, latent_dims
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.steps.layer_work import layer_works
-from megatron_patches.steps.unlike_gpus import costs_by_gpu, linear_factors, pool_gpus
+from megatron_patches.steps.unlike_servers import ServerSort, costs_by_sort, in_words, linear_factors, pool_sorts
 from megatron_patches.te.quantization import fp8_of
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def plan_options(
     Args:
         config: Megatron's configuration.
         layer_kinds: the kinds of attention of the model's layers.
-        kernel: the attention kernel that runs.
+        kernel: the attention kernel that runs on this rank.
         device: this rank's device.
         given: the user's arguments of ``CAD``.
         how: "keep" if servers keep q, k and v for backward, "resend" if servers get them once more.
@@ -68,13 +68,15 @@ def plan_options(
     shares = tp if config.sequence_parallel else 1  # parts into which sequence parallelism splits the rows
     machines = [] if remote is None else remote.machines
     homes = parallel_state.get_data_parallel_world_size() * stages
-    cost = cost_model(config, kernel, device, given.cost_table)
-    costs = tuple(_cost_of(kind, cost, kernel.name, _name(device)) for kind in layer_kinds.kinds)
+    sorts = pool_sorts(tp, ServerSort(_name(device), kernel.name), [] if remote is None else remote.sorts)
+    if len(set(sorts)) > 1:
+        logger.info("The pool's servers: %s.", in_words(sorts))
+    cost = cost_model(config, sorts[0], given.cost_table)
+    costs = tuple(_cost_of(kind, cost, sorts[0]) for kind in layer_kinds.kinds)
     non_attention = None
     if given.disaggregate:
-        gpus = pool_gpus(tp, _name(device), [] if remote is None else remote.gpus)
-        find = partial(_costs_on, kinds=layer_kinds.kinds, cost=None if given.cost_table else cost, kernel=kernel)
-        costs = costs_by_gpu(costs, gpus, find, warns=dist.get_rank() == 0 and not given.speeds)
+        find = partial(_costs_on, kinds=layer_kinds.kinds, cost=None if given.cost_table else cost)
+        costs = costs_by_sort(costs, sorts, find, warns=dist.get_rank() == 0 and not given.speeds)
         unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
         # CPU ranks may share cores, so no rank is idle. With NVSHMEM an idle server could get more rows at once than
         # its receive memory holds.
@@ -134,13 +136,11 @@ def attention_shape(config: TransformerConfig) -> AttentionShape:
     return AttentionShape(heads, kv_heads, key_dim, dtype.itemsize, value_dim)
 
 
-def cost_model(
-    config: TransformerConfig, kernel: Kernel, device: torch.device, cost_table: str | None = None
-) -> CostModel:
+def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | None = None) -> CostModel:
     """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
 
-    It is the file ``cost_table`` if given, else the package's table for this device, kernel and heads, else an
-    estimate. For the reference kernel the estimate counts pairs of query and key.
+    It is the file ``cost_table`` if given, else the package's table for the GPU and kernel of ``sort`` and these
+    heads, else an estimate. For the reference kernel the estimate counts pairs of query and key.
 
     Raises:
         PlanError: the named file is not usable, or was measured for other heads.
@@ -151,12 +151,12 @@ def cost_model(
     def find() -> TableCost | None:
         if cost_table:
             return open_table(cost_table, *heads, shape.value_dim)
-        return find_table(_name(device), kernel.name, *heads, value_dim=shape.value_dim)
+        return find_table(*sort, *heads, value_dim=shape.value_dim)
 
     table = _first_ranks(find)
     if table is not None:
         return table
-    count = area_cost if kernel.name == "reference" else analytic_cost
+    count = area_cost if sort.kernel == "reference" else analytic_cost
     return count(*heads, value_bytes=shape.value_bytes, value_dim=shape.value_dim)
 
 
@@ -177,7 +177,7 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
     return found[0]
 
 
-def _cost_of(kind: AttentionKind, cost: CostModel, kernel: str, gpu: str) -> CostModel:
+def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
     If ``cost`` is a table and the layers have a window, that is the package's table for the window. If the package has
@@ -185,33 +185,27 @@ def _cost_of(kind: AttentionKind, cost: CostModel, kernel: str, gpu: str) -> Cos
     """
     if kind.window and isinstance(cost, TableCost):
         heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
-        table = _first_ranks(lambda: find_table(gpu, kernel, *heads, window=kind.window))
+        table = _first_ranks(lambda: find_table(*sort, *heads, window=kind.window))
         if table is not None:
             table.linear = cost.linear
             return table
     return cost_of_kind(kind, cost)
 
 
-def _costs_on(
-    gpu: str, kinds: Sequence[AttentionKind], cost: CostModel | None, kernel: Kernel
-) -> tuple[CostModel, ...] | None:
-    """Returns for each kind of layer the cost table of another GPU model; None if there is none.
+def _costs_on(sort: ServerSort, kinds: Sequence[AttentionKind], cost: CostModel | None) -> tuple[CostModel, ...] | None:
+    """Returns for each kind of layer the cost table of another sort of servers; None if there is none.
 
     Args:
-        gpu: the name of the GPU model.
+        sort: the GPU model and kernel.
         kinds: the kinds of attention layers.
-        cost: the costs on rank 0's GPU, with the shape of heads. The result is None if ``cost`` is no table.
-        kernel: this rank's kernel. If ``gpu`` has no table for it, the table for the kernel "torch" is taken.
+        cost: the costs on the first server, with the shape of heads. The result is None if ``cost`` is no table.
     """
     if not isinstance(cost, TableCost):
         return None
     shape = cost.shape
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
-    for name in dict.fromkeys((kernel.name, "torch")):
-        table = _first_ranks(partial(find_table, gpu, name, *heads, value_dim=shape.value_dim))
-        if table is not None:
-            return tuple(_cost_of(kind, table, name, gpu) for kind in kinds)
-    return None
+    table = _first_ranks(partial(find_table, *sort, *heads, value_dim=shape.value_dim))
+    return None if table is None else tuple(_cost_of(kind, table, sort) for kind in kinds)
 
 
 def _non_attention(

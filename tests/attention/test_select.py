@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from distca.attention import AttentionSpec, choose_kernel, select
+from distca.attention.pair import PairKernel
 from distca.attention.reference import ReferenceKernel
+from distca.attention.self_check import Verdict
 from distca.plan.kinds import AttentionKind
 
 
@@ -20,17 +22,18 @@ def test_cpu_ranks_take_the_reference_kernel_without_a_warning(caplog: pytest.Lo
 def test_a_gpu_left_with_the_reference_kernel_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """flash-attn-4 is not there, and torch's kernel is not deterministic."""
+    """flash-attn-4 is not there, and torch's backward is not deterministic, but its forward is."""
     monkeypatch.setattr(select, "_installed", lambda module: False)
+    monkeypatch.setattr(select, "check", lambda kernel, spec: Verdict())
     with caplog.at_level(logging.INFO, "distca.attention.select"):
         spec = AttentionSpec(2, 1, 64, torch.bfloat16, torch.device("cuda"), deterministic=True)
         chosen = choose_kernel("auto", spec)
-    assert isinstance(chosen, ReferenceKernel)
+    assert isinstance(chosen, PairKernel)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
-        "Core attention kernel: reference, which is slow (not flash4: flash-attn-4 is not installed; not torch: its "
-        "backward is not deterministic)"
+        "Core attention kernel: torch+reference, which is slow (not flash4: flash-attn-4 is not installed; not torch: "
+        "its backward is not deterministic)"
     )
 
 

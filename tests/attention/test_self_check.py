@@ -1,4 +1,4 @@
-"""Right kernels are never refused, kernels that are wrong on purpose always, and all ranks get one verdict."""
+"""Right kernels are never refused, kernels that are wrong on purpose always, and no rank takes one wrong on it."""
 
 import logging
 from dataclasses import replace
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distca.attention import AttentionSpec, choose_kernel, select
+from distca.attention.pair import PairKernel
 from distca.attention.reference import ReferenceKernel
 from distca.attention.self_check import check
 from distca.errors import KernelError
@@ -120,15 +121,33 @@ def test_every_kind_of_layer_is_checked(kind) -> None:
         assert objection is not None and kind.name in objection
 
 
-def _chosen(wrong_on: dict[str, int], name: str = "auto") -> tuple[str, str]:
-    """The kernel that a rank takes and what its log says, where kernels are wrong on one rank each."""
+def test_backward_takes_the_outputs_of_other_kernels() -> None:
+    class OwnOutputs(RoundedKernel):
+        """Its lse is another by less than rounding to bfloat16 explains, and its backward expects that."""
+
+        def forward(self, *arguments):
+            o, lse = super().forward(*arguments)
+            return o, lse + 0.03
+
+        def backward(self, do, q, k, v, o, lse, *rest):
+            return super().backward(do, q, k, v, o, lse - 0.03, *rest)
+
+    assert "% off the reference" in str(check(OwnOutputs(), BF16).objection)
+    pair = PairKernel(RoundedKernel(), PlainKernel())
+    assert pair.name == "rounded+plain" and check(pair, BF16).objection is None
+
+
+def _chosen(wrong_on: dict[str, set[int]], name: str = "auto") -> tuple[str, str]:
+    """The kernel that a rank takes and what its log says, where backward of some kernels is wrong on some ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     select.why_not = lambda name, spec: None
 
     def make(name, spec):
         if name == "reference":
             return ReferenceKernel()
-        kernel = RoundedKernel() if wrong_on.get(name) != rank else wrong_kernels(RoundedKernel())["dV x 1.05"]
+        kernel = RoundedKernel()
+        if rank in wrong_on.get(name, ()):
+            kernel = wrong_kernels(kernel)["dV x 1.05"]
         kernel.name = name
         return kernel
 
@@ -145,23 +164,23 @@ def _chosen(wrong_on: dict[str, int], name: str = "auto") -> tuple[str, str]:
 def _cases() -> list[tuple[str, str]]:
     return [
         _chosen({}),
-        _chosen({"flash4": 1}),
-        _chosen({"flash4": 0, "torch": 1}),
-        _chosen({"flash4": 1}, "flash4"),
+        _chosen({"flash4": {1}}),
+        _chosen({"flash4": {0}, "torch": {0, 1}}),
+        _chosen({"flash4": {1}}, "flash4"),
     ]
 
 
-def test_ranks_take_one_verdict() -> None:
-    """A kernel that is wrong on one rank is taken by none; "auto" goes on to the next on all."""
-    first, second = run_ranks(2, _cases)
-    assert first == second
+def test_each_rank_takes_what_is_right_on_it_and_a_named_kernel_is_for_all() -> None:
+    (right, one, both, named), others = run_ranks(2, _cases)
     figure = "for head dimension 32 dv is 5.00% off the reference in the whole, and rounding explains 1.17%"
-    right, one, both, named = first
-    assert right == ("flash4", "INFO Core attention kernel: flash4")
-    refused = f"not flash4: on rank 1, its self-check refuses it, as {figure}"
-    assert one == ("torch", f"WARNING Core attention kernel: torch ({refused})")
-    assert both[0] == "reference" and "not flash4: its self-check" in both[1] and "not torch: on rank 1, its" in both[1]
-    assert named[0] == "" and named[1] == (
+    assert right == others[0] == ("flash4", "INFO Core attention kernel: flash4")
+    refused = f"not flash4: its self-check refuses it, as {figure}"
+    line = f"on 1 of 2 ranks (0) flash4; on 1 of 2 ranks (1) flash4+torch ({refused})"
+    assert (one[0], others[1][0]) == ("flash4", "flash4+torch")
+    assert one[1] == others[1][1] == f"WARNING Core attention kernel: {line}"
+    assert (both[0], others[2][0]) == ("flash4+reference", "flash4")
+    assert named == others[3] and not named[0]
+    assert named[1] == (
         f"`kernel` flash4 cannot run here: on rank 1, its self-check refuses it, as {figure}. Set `kernel` to auto to "
         "choose another."
     )

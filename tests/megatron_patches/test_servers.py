@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -15,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from distca.attention import AttentionSpec
 from distca.cluster.pool_store import PoolStore
-from distca.errors import LaunchError, PlanError, RefusedServerError, SupportError
-from distca.runtime.attention_server import Generation, PoolTerms, check_device
+from distca.errors import KernelError, LaunchError, PlanError, RefusedServerError, SupportError
+from distca.runtime.attention_server import KernelTerms, check_device
 from distca.testing.ranks import run_ranks
 from megatron_patches.arguments import CadArguments
 from megatron_patches.ranks.remote_servers import RemoteServers, check_planned, check_with_servers
@@ -170,20 +173,31 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
             check_with_servers(config, recurrent, offload)
 
 
-def _refused_later() -> str:
+def _refused() -> tuple[str, ...]:
+    """What a late server says that has no GPU; and what homes and a first server say, whose named kernel needs one."""
     from distca import serve
 
-    store = dist.HashStore()
+    late, store = dist.HashStore(), c10d._get_default_store()
     spec: Any = SimpleNamespace(device=torch.device("cuda"))
-    begun = Generation(0, (), PoolTerms(None, spec, "auto", "keep"), 0)  # type: ignore[arg-type]
-    PoolStore(store).put("generation/0", begun)
+    PoolStore(late).put("kernel", KernelTerms((), spec, "auto"))
     with pytest.raises(RefusedServerError) as refused:
-        serve(store, 3)
-    return str(refused.value)
+        serve(late, 3)
+    with ThreadPoolExecutor(1) as thread:
+        server = thread.submit(serve, store, 0)
+        remote = RemoteServers(1, 1, "auto", CPU)
+        remote.ask_for_kernels(AttentionSpec(2, 1, 8, torch.float32, CPU), "flash4")
+        with pytest.raises(KernelError) as at_home:
+            remote.hear_kernels()
+        with pytest.raises(KernelError) as on_server:
+            server.result()
+    return str(refused.value), str(at_home.value), str(on_server.value)
 
 
-def test_a_server_that_comes_to_homes_on_other_devices_is_refused_alone() -> None:
-    assert "Server 3 has device cpu, and the homes compute on cuda" in run_ranks(1, _refused_later)[0]
+def test_a_late_server_is_refused_alone_and_a_first_one_everywhere() -> None:
+    ((alone, at_home, on_server),) = run_ranks(1, _refused)
+    assert "Server 3 has device cpu, and the homes compute on cuda" in alone
+    assert on_server.startswith("`kernel` flash4 cannot run here: the tensors are not on a GPU. Set `kernel` to auto")
+    assert at_home == f"On server 0 of the pool: {on_server}"
 
 
 def test_servers_that_do_not_come_or_plan_otherwise_are_sentences() -> None:

@@ -43,12 +43,12 @@ def _cost(
     heads: tuple[int, int, int], kernel: str, dtype: torch.dtype, device: torch.device, table: Any = None
 ) -> CostModel:
     from megatron_patches.steps.plan_options import cost_model
+    from megatron_patches.steps.unlike_servers import ServerSort
 
     config: Any = SimpleNamespace(
         num_attention_heads=heads[0], num_query_groups=heads[1], kv_channels=heads[2], params_dtype=dtype
     )
-    named: Any = SimpleNamespace(name=kernel)
-    return cost_model(config, named, device, table)
+    return cost_model(config, ServerSort("cpu" if device == CPU else "NVIDIA H200", kernel), table)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,0 +1,107 @@
+"""Makes cost models of unlike servers: the seconds of a server's tasks follow from its own GPU and kernel.
+
+A *server* is a rank, or another process, that computes core attention. The *pool* is all servers of a plan. A *cost
+table* has the measured seconds of attention tasks on one GPU model by one kernel. GPU and kernel are a server's *sort*.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from distca.attention.select import BY_SPEED
+from distca.cluster.agreement import of_ranks
+from distca.plan import CostModel
+from distca.plan.cost.pool import PoolCost
+
+logger = logging.getLogger(__name__)
+
+
+class ServerSort(NamedTuple):
+    """What a server's cost table is measured for, beside heads.
+
+    Attributes:
+        gpu: the name of the GPU model; "cpu" without a GPU.
+        kernel: the name of the kernel, such as "flash4", or "flash4+torch" for one kernel in each direction.
+    """
+
+    gpu: str
+    kernel: str
+
+    def __str__(self) -> str:
+        return f"{self.gpu} with {self.kernel}"
+
+
+def pool_sorts(tp: int, own: ServerSort, others: Sequence[ServerSort]) -> list[ServerSort]:
+    """Returns the sort of every server, the same on every rank; all ranks call it together.
+
+    Args:
+        tp: number of tensor-parallel ranks. These ranks together are one server. Its slowest kernel counts.
+        own: the sort of this rank.
+        others: sorts of processes that are no ranks, ``tp`` for each further server. These servers come last.
+    """
+    everyone = [*of_ranks(own), *others]
+    return [_slowest(everyone[at : at + tp]) for at in range(0, len(everyone), tp)]
+
+
+def _slowest(sorts: Sequence[ServerSort]) -> ServerSort:
+    """Returns the first of the sorts with the slowest kernel."""
+    return sorts[0] if len(set(sorts)) == 1 else max(sorts, key=lambda each: BY_SPEED.index(each.kernel))
+
+
+def costs_by_sort(
+    costs: tuple[CostModel, ...],
+    sorts: Sequence[ServerSort],
+    find: Callable[[ServerSort], tuple[CostModel, ...] | None],
+    warns: bool,
+) -> tuple[CostModel, ...]:
+    """Returns for each kind of layer a cost model in which each server has the table of its own GPU and kernel.
+
+    If a table is missing, all servers get the cost model of the first server.
+
+    Args:
+        costs: for each kind of layer, the cost model of the first server's sort.
+        sorts: [servers] each server's sort.
+        find: a function that returns cost models for each kind of layer on a server of the given sort; None if there is
+            no table.
+        warns: whether to log a warning if a table is missing.
+
+    Raises:
+        PlanError: tables are for different sizes of kernel tiles.
+    """
+    unlike = list(dict.fromkeys(sorts))
+    if len(unlike) == 1:
+        return costs
+    of_sort = [costs, *(found for sort in unlike[1:] if (found := find(sort)) is not None)]
+    if len(of_sort) == len(unlike):
+        of_server = tuple(unlike.index(sort) for sort in sorts)
+        return tuple(PoolCost(tables, of_server) for tables in zip(*of_sort, strict=True))
+    if warns:
+        logger.warning(
+            "The pool has unlike servers (%s), and not each has a cost table for these heads. So plans take all "
+            "servers for as fast as the first: measure tables with `distca profile`, or set `speeds`.",
+            ", ".join(map(str, unlike)),
+        )
+    return costs
+
+
+def in_words(sorts: Sequence[ServerSort]) -> str:
+    """Returns in words which servers are of which sort: "NVIDIA H200 with flash4: 0, 1, 3; ..."."""
+    return "; ".join(
+        f"{sort}: {', '.join(str(server) for server, each in enumerate(sorts) if each == sort)}"
+        for sort in dict.fromkeys(sorts)
+    )
+
+
+def linear_factors(cost: CostModel, homes: int) -> tuple[float, ...]:
+    """Returns for each of the first ``homes`` servers the time of linear layers, relative to the first server's GPU.
+
+    A factor is 1 if a table has no times of linear layers."""
+    if not isinstance(cost, PoolCost):
+        return (1.0,) * homes
+    first, rates = cost.tables[0].linear, [cost.tables[number].linear for number in cost.of_server[:homes]]
+    return tuple(
+        1.0 if first is None or rate is None else (rate.forward + rate.backward) / (first.forward + first.backward)
+        for rate in rates
+    )
