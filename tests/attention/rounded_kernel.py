@@ -30,9 +30,11 @@ class RoundedKernel:
         for rows, keys, first in _blocks(batch, kind.window):
             q_rows, do_rows = (_by_group(x[rows], groups) for x in (q, do))
             k_rows, v_rows = (_heads_first(x[keys]) for x in (k, v))
-            p = torch.exp(_scores(q_rows, k_rows, first, kind) - lse[rows].t().unflatten(0, (groups, -1))[..., None])
+            scores = _scores(q_rows, k_rows, first, kind)
+            p = torch.exp(scores - lse[rows].t().unflatten(0, (groups, -1))[..., None])
             delta = (do_rows * _by_group(o[rows], groups)).sum(-1, keepdim=True)
-            ds = _rounded(p * (_matmul(do_rows, v_rows.transpose(1, 2)) - delta), q.dtype)
+            slope = 1 - (scores.masked_fill(p == 0, 0) / kind.softcap) ** 2 if kind.softcap else 1
+            ds = _rounded(p * slope * (_matmul(do_rows, v_rows.transpose(1, 2)) - delta), q.dtype)
             dq[rows] = _ungroup(_matmul(ds, k_rows) * kind.scale).to(q.dtype)
             dk[keys] += torch.einsum("grbc,grbd->cgd", ds, q_rows) * kind.scale
             dv[keys] += torch.einsum("grbc,grbd->cgd", _rounded(p, q.dtype), do_rows)

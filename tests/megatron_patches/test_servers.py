@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from distca.attention import AttentionSpec
+from distca.attention import AttentionSpec, Kernel, select
+from distca.attention.reference import ReferenceKernel
 from distca.cluster.pool_store import PoolStore
 from distca.errors import KernelError, LaunchError, PlanError, RefusedServerError, SupportError
 from distca.runtime.attention_server import KernelTerms, check_device
 from distca.testing.ranks import run_ranks
 from megatron_patches.arguments import CadArguments
 from megatron_patches.ranks.remote_servers import RemoteServers, check_planned, check_with_servers
+from tests.attention.rounded_kernel import RoundedKernel
 from tests.megatron_patches.small_cases import on_cpu
 
 HOMES, SERVERS, CPU = 4, 2, torch.device("cpu")
@@ -54,6 +56,8 @@ def _in_two_worlds(folder: str) -> list[Any]:
     rank = dist.get_rank()
     dist.barrier()  # all are connected
     dist.destroy_process_group()
+    if rank % 2:  # homes and servers have unlike kernels
+        select.why_not, select._make = _why_not, _make
     if rank >= HOMES:
         from distca import serve
 
@@ -69,6 +73,16 @@ def _in_two_worlds(folder: str) -> list[Any]:
         found.append(_compared(case, weights, number == REPEATED))
         gc.collect()  # servers go when their CAD does
     return found
+
+
+def _why_not(name: str, _: Any) -> str | None:
+    return None if name in ("torch", "reference") else "it is not there"
+
+
+def _make(name: str, _: Any) -> Kernel:
+    kernel = RoundedKernel() if name == "torch" else ReferenceKernel()
+    kernel.name = name
+    return kernel
 
 
 def _case(router: str = "", **settings: Any) -> Any:
@@ -99,7 +113,11 @@ def _ran(
     from distca.parity.cases import case_documents
     from megatron_patches.training.training_step import summed_loss_step
 
-    cad, model = disaggregated.attached(case, torch.float32, CPU, "reference", weights)
+    cad, model = disaggregated.attached(case, torch.float32, CPU, "auto" if case.servers else "reference", weights)
+    if case.servers:
+        assert [cad.pool.kernel.name, *(each.kernel for each in cad._remote.sorts)] == [
+            ("reference", "torch")[dist.get_rank() % 2], "reference", "torch",
+        ]  # fmt: skip
     experts.set_biases(model)
     ddp = cad.data_parallel(model, distributed_optimizer=False)
     # The second step is planned before the first one runs, and both are of the same documents.
