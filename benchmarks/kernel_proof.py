@@ -4,9 +4,10 @@
 
 Every case is a process of its own, as many at a time as there are cores: what hangs or breaks a GPU's context ends
 alone. Of every head dimension it says whether the kernel is right, whether it is taken, and what `auto` takes in its
-place. Right ones are checked with 20 seeds, and around two of them kernels are made wrong on purpose. 20 starts of the
-whole choice follow. At last the seconds of a start are taken, with the check and with what was run before there was
-one: a few rows of zeros. Without a GPU `--kernel reference` rehearses all this with a kernel in plain torch.
+place. Right ones, and what is taken in place of others, are checked with 20 seeds. Around two right ones kernels are
+made wrong on purpose. 20 starts of the whole choice follow. At last the seconds of a start are taken, with the check
+and with what was run before there was one: a few rows of zeros. Without a GPU `--kernel reference` rehearses all this
+with a kernel in plain torch.
 """
 
 from __future__ import annotations
@@ -231,6 +232,9 @@ def _dim(job: dict[str, Any], kernel: str) -> dict[str, Any]:
         if job["dim"] in MADE_WRONG or kernel == "reference":
             out["made_wrong"] = {name: check(wrong, spec).objection for name, wrong in wrong_kernels(right).items()}
     choice = find_kernel("auto", spec)
+    if out["objection"] is not None:
+        found = [check(choice.kernel, spec, seed=seed) for seed in range(1, SEEDS)]
+        out["seeds_refused"] = [verdict.objection for verdict in found if verdict.objection]
     out |= {"auto": choice.kernel.name, "against": dict(choice.against)}
     return out
 

@@ -26,7 +26,7 @@ class CadOptions:
             keep is predicted not to fit.
         transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on GPUs and gloo on CPUs.
             An exchange that does not fit nvshmem_buffer_gb goes by nccl with auto, and is refused with nvshmem.
-        kernel: core-attention kernel; auto takes the fastest that runs here and passes its self-check.
+        kernel: core-attention kernel; auto takes on each server the fastest that passes its self-check.
         tolerance: the planner stops when the busiest server has at most this fraction above the mean; null = 0.005 for
             up to 32 servers, growing to 0.02 from 128 on.
         ranks_per_node: number of consecutive servers (tensor-parallel groups) that plans treat as one node; 0 takes

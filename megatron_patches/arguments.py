@@ -58,8 +58,8 @@ class CadArguments(CadOptions):
             Nothing moves if the script gives documents their ranks, or without ``disaggregate``.
         level: what a plan makes about equal on all ranks: the seconds of "attention", or the "time" of attention and
             linear layers together. "time" needs ``ping_pong``, and one of pipeline stages, ``servers`` and ``speeds``.
-            "auto" is "time" on GPUs with ``ping_pong``, if there are stages, ``servers``, ``speeds`` or unlike GPUs,
-            and the transport is not "nvshmem". Else it is "attention".
+            "auto" is "time" on GPUs with ``ping_pong``, if there are stages, ``servers``, ``speeds`` or unlike
+            servers, and the transport is not "nvshmem". Else it is "attention".
         recompute: what backward recomputes beside the modules that Megatron's configuration names: "none", or "all"
             except core attention. With "all" and without ``disaggregate`` core attention is recomputed too.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It

@@ -151,15 +151,12 @@ def _make(name: str, spec: AttentionSpec) -> Kernel:
 
 def why_not(name: str, spec: AttentionSpec) -> str | None:
     """Returns the reason why a kernel or a pair cannot run here, or None; it does not check results."""
-    forward, backward = name.split(BETWEEN)[0], name.split(BETWEEN)[-1]
-    objection = _why_neither(forward, spec) or _why_neither(backward, spec)
-    if objection is None and backward == "torch" and spec.deterministic:
-        return "its backward is not deterministic"
-    return objection
+    parts = name.split(BETWEEN)
+    return _why_not(parts[0], spec, "forward") or _why_not(parts[-1], spec, "backward")
 
 
-def _why_neither(name: str, spec: AttentionSpec) -> str | None:
-    """Returns the reason why neither forward nor backward of a kernel can run here, or None."""
+def _why_not(name: str, spec: AttentionSpec, direction: Literal["forward", "backward"]) -> str | None:
+    """Returns the reason why one direction of a kernel cannot run here, or None."""
     if name == "reference":
         return None
     if spec.device.type != "cuda":
@@ -171,9 +168,11 @@ def _why_neither(name: str, spec: AttentionSpec) -> str | None:
             return "flash-attn-4 is not installed"
         if torch.cuda.get_device_capability(spec.device)[0] < 9:
             return f"{torch.cuda.get_device_name(spec.device)} is older than Hopper"
+    if name == "torch" and spec.deterministic and direction == "backward":
+        return "its backward is not deterministic"
     if name == "torch" and any(kind.softcap for kind in spec.kinds):
         return "it has no softcap of scores"
-    return unserved_by(name, spec.head_dim, spec.value_dim)
+    return unserved_by(name, spec.head_dim, spec.value_dim, direction)
 
 
 def _installed(module: str) -> bool:

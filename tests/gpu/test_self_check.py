@@ -58,6 +58,15 @@ def test_a_head_dimension_that_is_wrong_is_refused_by_the_check_alone():
     assert "for head dimension 48 d" in str(check(Flash4Kernel(), _spec(48)).objection)
 
 
+@pytest.mark.parametrize("dim", [16, 40, 48, 72, 80, 104, 112])
+def test_head_dimensions_that_are_right_in_forward_alone(dim):
+    _chosen("flash4", _spec(128))
+    kernel, spec = _chosen("auto", _spec(dim)), _spec(dim, kinds=(AttentionKind(0.2), AttentionKind(0.2, window=100)))
+    assert kernel.name == "flash4+torch"
+    assert all(check(kernel, spec, seed=seed).objection is None for seed in range(5))
+    assert _chosen("auto", _spec(dim, deterministic=True)).name == "flash4+reference"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_operations_pass_with_every_seed(dtype):
     from distca.ops import self_check

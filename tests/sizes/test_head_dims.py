@@ -16,6 +16,8 @@ RIGHT = (24, 32, 56, 64, 88, 96, 120, *range(128, 257, 8))
 def test_flash_attn_4_is_taken_where_it_was_proved_only() -> None:
     """Its backward is off by 100 % for 16, 40, 48, 72, 80, 104 and 112, and others were never run."""
     assert tuple(dim for dim in range(1, 513) if unserved_by("flash4", dim) is None) == RIGHT
+    forward = {dim for dim in range(1, 513) if unserved_by("flash4", dim, direction="forward") is None}
+    assert forward - set(RIGHT) == {16, 40, 48, 72, 80, 104, 112} and forward > set(RIGHT)
 
 
 def test_torchs_kernel_and_the_reference() -> None:
@@ -52,8 +54,10 @@ def test_a_kernel_is_not_chosen_for_a_dimension_it_is_wrong_for(monkeypatch: pyt
     monkeypatch.setattr(select, "_installed", lambda module: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
-    def reason(head_dim):
-        return select.why_not("flash4", AttentionSpec(8, 2, head_dim, torch.bfloat16, torch.device("cuda")))
+    def reason(head_dim, kernel="flash4"):
+        return select.why_not(kernel, AttentionSpec(8, 2, head_dim, torch.bfloat16, torch.device("cuda")))
 
     assert reason(128) is None and reason(256) is None
     assert str(reason(48)).startswith("its backward was not proved for head dimension 48, only for 24, 32, 56")
+    assert reason(48, "flash4+torch") is None and reason(8, "flash4+torch") == reason(8)
+    assert reason(260, "flash4+torch") == reason(260) and reason(260, "torch+reference") == reason(260, "torch")
