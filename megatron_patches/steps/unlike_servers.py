@@ -1,7 +1,7 @@
 """Makes cost models of unlike servers: the seconds of a server's tasks follow from its own GPU and kernel.
 
-A *server* is a rank, or another process, that computes core attention. The *pool* is all servers of a plan. A *cost
-table* has the measured seconds of attention tasks on one GPU model by one kernel. GPU and kernel are a server's *sort*.
+A *server* is a rank, or another process, that computes core attention. A *cost table* has the measured seconds of
+attention tasks on one GPU model by one kernel. These two are a server's *sort*.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def pool_sorts(tp: int, own: ServerSort, others: Sequence[ServerSort]) -> list[S
     """Returns the sort of every server, the same on every rank; all ranks call it together.
 
     Args:
-        tp: number of tensor-parallel ranks. These ranks together are one server. Its slowest kernel counts.
+        tp: number of tensor-parallel ranks, which together are one server. The slowest one's kernel counts.
         own: the sort of this rank.
-        others: sorts of processes that are no ranks, ``tp`` for each further server. These servers come last.
+        others: sorts of processes that are not ranks, ``tp`` for each server; they come last.
     """
     everyone = [*of_ranks(own), *others]
     return [_slowest(everyone[at : at + tp]) for at in range(0, len(everyone), tp)]
@@ -58,13 +58,12 @@ def costs_by_sort(
 ) -> tuple[CostModel, ...]:
     """Returns for each kind of layer a cost model in which each server has the table of its own GPU and kernel.
 
-    If a table is missing, all servers get the cost model of the first server.
+    If a table is missing, all servers get the cost model of the first.
 
     Args:
         costs: for each kind of layer, the cost model of the first server's sort.
         sorts: [servers] each server's sort.
-        find: a function that returns cost models for each kind of layer on a server of the given sort; None if there is
-            no table.
+        find: returns for a sort the cost models of all kinds of layers, or None if it has no table.
         warns: whether to log a warning if a table is missing.
 
     Raises:
