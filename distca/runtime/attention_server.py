@@ -96,7 +96,7 @@ class Comer:
 
 @dataclass(frozen=True)
 class KernelTerms:
-    """What a server needs to choose its kernel, which homes must know before they plan.
+    """The facts that a server needs to choose its kernel, which homes must know before they plan.
 
     Attributes:
         servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.

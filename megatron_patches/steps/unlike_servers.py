@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerSort(NamedTuple):
-    """What a server's cost table is measured for, beside heads.
+    """The GPU and kernel of a server, for which its cost table is measured.
 
     Attributes:
         gpu: the name of the GPU model; "cpu" without a GPU.
