@@ -25,7 +25,7 @@ import numpy as np
 
 _DENSE = 0.6
 """An item is *sparse* if its work per token is below this multiple of the mean over all items and filler. Sparse items
-are expected in the tokens that shares may not take."""
+are expected to fill the tokens beside shares."""
 _SAME_SIZE = 1.5
 """Items are dealt in groups of similar length. The longest item of a group has less than this many times the tokens of
 the shortest. Bins are sorted once for each group, which saves time."""
@@ -123,12 +123,12 @@ def deal_to_bins(
 
     Args:
         items: the items, longest first.
-        mean: work that each rank should get.
+        mean: work that each rank should get, about 1.
         room: [B] tokens that each bin has room for.
         ranks: [B] number of ranks in each bin.
         filler: work per token of the filler, and the number of its tokens.
-        most: two limits on all shares of a bin together. The first is the most work, over the work that the bin should
-            get. The second is the most tokens, over the bin's tokens.
+        most: the most work of all shares on a bin, over the work that the bin should get; and the most tokens of all
+            shares, over the bin's tokens.
         few_keys: whether each rank should read the keys of few documents. A long document may then begin on the bin
             where the long document before ended. A very long document (``_FEW_SHARES``) then has no small last share.
 
@@ -142,8 +142,8 @@ def deal_to_bins(
     keys = items.keys.tolist()
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
-    # Items [begin, end) are one group of similar length. All shorter items count as filler.
-    # A share first gets at most the work that its bin lacks. The rest of the item goes wherever there are tokens.
+    # Items [begin, end) are one group of similar length. Of a long item, bins first get at most the work that they
+    # lack. The rest goes wherever there are tokens.
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -151,16 +151,16 @@ def deal_to_bins(
         bins.order_by(rates.of_shorter[end])
         item = begin - 1
         while (item := bins.put_small(rows, work, small, item + 1, end)) < end:
-            own, brings, extra, part = rows[item], work[item], added[item], 1.0
+            part = 1.0
             if long[item]:
                 bins.very_long = few_keys and keys[item] > most_rows
-                part = bins.put_parts(item, part, own, brings, extra, within_need=True)
+                part = bins.put_parts(item, part, rows[item], work[item], added[item], within_need=True)
                 few = item + 1 < end and long[item + 1] and max(keys[item], keys[item + 1]) <= most_rows
                 bins.take_back(first=few and part <= 0)
-            elif bins.put_whole(item, own, brings):
+            elif bins.put_whole(item, rows[item], work[item]):
                 continue
             if part > 0:
-                part = bins.put_parts(item, part, own, brings, extra, within_need=False)
+                part = bins.put_parts(item, part, rows[item], work[item], added[item], within_need=False)
             if part > 0:
                 missed.append((item, part))
         begin = end
@@ -170,8 +170,8 @@ def deal_to_bins(
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     """Returns the dealt parts, after shares of long items were resized so that ranks have more equal work.
 
-    The shares of a rank are scaled by one factor, so that the rank gets the work that it should have. Then the shares
-    of each item are scaled by one factor, so that their sum is what it was before. This is repeated.
+    All shares of a rank are scaled so that the rank gets the work that it should have. Then all shares of an item are
+    scaled so that their sum is what it was. This is repeated.
 
     Args:
         items: the items that were dealt.
@@ -191,12 +191,12 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
-        # Arrays have one element for each share: "size" is its surplus and "own" its tokens. With the surplus "wanted"
-        # its rank would lack no work, and with "most" have no free tokens. "whole" is the sum of its item's shares.
-        size, own = part * surplus, part * rows
+        # With the surplus "wanted" a share's rank would lack no work, and with "most" the rank would have no free
+        # tokens. The share "has" a surplus now. "whole" is the sum of its item's shares.
+        has, tokens = part * surplus, part * rows
         lacks = need - rate * space
-        wanted = size * (1 + (lacks / np.maximum(np.bincount(at, size, len(space)), tiny))[at])
-        most = size * (1 + (np.maximum(space, 0.0) / np.maximum(np.bincount(at, own, len(space)), tiny))[at])
+        wanted = has * (1 + (lacks / np.maximum(np.bincount(at, has, len(space)), tiny))[at])
+        most = has * (1 + (np.maximum(space, 0.0) / np.maximum(np.bincount(at, tokens, len(space)), tiny))[at])
         resized = np.minimum(np.maximum(wanted, 0.0), most) / surplus
         resized *= whole / np.maximum(np.repeat(np.add.reduceat(resized, firsts), count), 1e-300)
         need -= np.bincount(at, (resized - part) * work, len(space))

@@ -80,8 +80,7 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
 def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, np.ndarray, Stream]:
     """Returns parts of long documents with one rank's work each, the rank of each part, and all other ranges.
 
-    Each part reads keys of the parts before again, which adds work. So documents are cut again for the higher mean
-    work."""
+    Each part reads keys of earlier parts again, which adds work. So documents are cut again for the higher mean."""
     mean = 1.0
     for _ in range(_PASSES):
         parts, ranks, rest = _parts_of(stream, budgets, work, mean)
@@ -101,8 +100,8 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     whole = work(start, stop)
     dense = whole >= _DENSE * rows / budgets.mean()
     short_rate = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
-    # ``lay_out.py`` rounds budgets, so the last ranks may have hardly any tokens. Only ranks with at least half of the
-    # largest budget get parts.
+    # Budgets are rounded, so the last ranks may have hardly any tokens. Only ranks with at least half of the largest
+    # budget get parts.
     ranks = np.flatnonzero(2 * budgets >= budgets.max())
     wanted = mean - short_rate * float(budgets[ranks].mean())
     if wanted <= _LEAST_PART * mean:
@@ -116,9 +115,9 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     corrections = _CORRECTIONS
     cut: list[Stream] = []
     parts = 0
-    # In each round all long documents lose one part from their end, until no document is long or every rank has a part.
-    # The part begins at "middle". The first guess takes surplus to grow with query-key pairs; the next guess uses the
-    # surplus per pair of the guess before.
+    # In each round all long documents lose a part [middle, high), until no document is long or every rank has a part.
+    # The first guess of "middle" takes surplus to grow with query-key pairs. The next uses the surplus per pair of the
+    # guess before.
     while parts < len(ranks) and len(long):
         order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
         long, pairs_per_work = long[order], pairs_per_work[order]
@@ -145,15 +144,10 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
 def _left_over(
     work_left: np.ndarray, tokens_left: np.ndarray, work: np.ndarray, placed: Stream, rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the [R] work that ranks lack, and the [R] tokens that they have room for, after they got ``placed``.
+    """Returns the [R] work that ranks still lack, and the [R] tokens that they have room for, after they got
+    ``placed``.
 
-    Args:
-        work_left: [R] work that each rank lacked before.
-        tokens_left: [R] tokens that each rank had room for before.
-        work: [N] work of the placed ranges.
-        placed: [N] ranges.
-        rank: [N] rank of each range.
-    """
+    ``work`` [N] and ``rank`` [N] are those of the placed ranges."""
     ranks = len(tokens_left)
     tokens = np.bincount(rank, weights=placed.stop - placed.start, minlength=ranks).astype(np.int64)
     return work_left - np.bincount(rank, weights=work, minlength=ranks), tokens_left - tokens
@@ -165,8 +159,7 @@ def _deal(
     """Deals ranges, longest first, each to the rank that lacks most surplus among those with enough tokens.
 
     Returns the ranges that were dealt, the rank of each, and the ranges that are left as filler."""
-    # Ranges [begin, end) are one group of similar length; all shorter ranges have "short_rate" work per token. The heap
-    # has the rank on top that lacks most surplus.
+    # Ranges [begin, end) are one group of similar length. All shorter ranges have "short_rate" work per token.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))

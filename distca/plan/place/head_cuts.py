@@ -40,8 +40,8 @@ _LEVELLINGS = 2
 """How often ping's part of the work is set. If some ranks have no room in ping for so much work, the second try gives
 all ranks less."""
 _FEW = 0.1
-"""The part of all ranks that may have less than the wanted work in ping without a second try. The scheduler later moves
-work to these ranks."""
+"""The part of all ranks that may miss the wanted work in ping without a second try. The scheduler later moves work to
+these ranks."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """[N] document, start, stop and rank of query ranges [start, stop), all int64."""
@@ -97,8 +97,8 @@ def cut_whole(
         whole: [S] bool, the shares that are whole documents.
         work: gives the work of query ranges.
     """
-    # For each nano-batch, "room" is the [R] tokens that documents in shares leave. "more" is the [R] work of documents
-    # in shares, and of filler in all of the room.
+    # For each nano-batch: "room" is the [R] tokens that documents in shares leave. "more" is the [R] work of these
+    # documents, and of filler in all of the room.
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
     parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
     room, more = [], []
@@ -206,8 +206,8 @@ class _OnRank(NamedTuple):
                 cuts.append(own)
         if abs(missing) <= _CLOSE:
             return cuts, 0.0
-        # The shortest document with enough surplus is cut. If ping lacks work, ping gets the head of one of pong's
-        # documents. If ping has too much, pong gets the tail of one of ping's documents.
+        # The shortest document with enough surplus is cut. Either ping lacks work and gets a head, or ping gives a tail
+        # to pong.
         giver = 1 if missing > 0 else 0
         for at in range(len(cuts) - 1, -1, -1):
             if (cuts[at] == 0) != (giver == 1) or self.surplus[at] < abs(missing):
@@ -221,13 +221,14 @@ class _OnRank(NamedTuple):
 
 
 class _Documents(NamedTuple):
-    """All documents that lie on one rank, sorted by rank, longest first.
+    """All documents that lie on one rank, sorted by rank, longest first. ``square`` and ``slope`` are as in
+    :class:`_OnRank`.
 
     Attributes:
         rank: [N] home rank.
         rows: [N] tokens.
-        square: [N] as in :class:`_OnRank`.
-        slope: [N] as in :class:`_OnRank`.
+        square: [N] float64.
+        slope: [N] float64.
         dense: [N] ``square`` over the square of ``rows``.
     """
 
@@ -250,8 +251,8 @@ class _Documents(NamedTuple):
         At most ``ping`` and ``pong`` [R] rows fit into the nano-batches. All heads on a rank end at the same row, if
         this gives ping enough work. Otherwise heads are the same part of each document, which gives more work for as
         many rows."""
-        # Bisection on all ranks at once, for the last row at which ping has room. A rank stops earlier if ping then has
-        # the wanted work and pong has room for the rest.
+        # Bisection on all ranks at once, for the last row up to which ping has room. A rank stops earlier if ping then
+        # has the wanted work and pong has room for the rest.
         at, own = self.rank, self.rows
         ranks, total = len(wanted), np.bincount(at, own, len(wanted))
         low, high = np.zeros(ranks), np.zeros(ranks)

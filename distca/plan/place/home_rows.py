@@ -75,7 +75,7 @@ def home_rows(
         if nano == 0:
             if spare < 0 or spare > own.sum():
                 return None
-            # Ping takes the first ``spare`` tokens of the filler; one document may be cut there.
+            # Ping takes the first ``spare`` tokens of the filler.
             stop = np.clip(spare - (np.cumsum(own) - own), 0, own)
             start, in_ping = np.zeros_like(stop), spare
         else:
@@ -91,15 +91,15 @@ def home_rows(
 
 
 def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the arrays of documents, ranks (all 0), lows and highs of ``left``."""
+    """Returns documents, ranks (all 0), lows and highs."""
     document, low, high = zip(*left, strict=True) if left else ((), (), ())
     none = np.zeros(len(document), np.int64)
     return np.array(document, np.int64), none, np.array(low, np.float64), np.array(high, np.float64)
 
 
 def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Returns ranges within the [R] budgets, and the rows that were cut off the ends of a rank's longest ranges for
-    this."""
+    """Returns ranges within the [R] budgets, and the rows that were cut off. They are cut off the ends of a rank's
+    longest ranges."""
     document, start, stop, rank = ranges
     over = np.bincount(rank, stop - start, len(budget)).astype(np.int64) - budget
     if (over <= 0).all():
@@ -121,14 +121,8 @@ def _moved_to_room(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.
     """Moves ranges to other ranks, longest first. Returns the ranges that moved, and the ranges that fit nowhere.
 
     Among the ranks of the same node with enough room, the rank that reads fewest keys gets the range. If there is none,
-    the rank with most room on any node gets it.
-
-    Args:
-        ranges: the rows that were cut off, with the ranks that they were on.
-        room: [R] tokens left; changed here.
-        keys: [R] keys that ranks read; changed here.
-        node: [R] node of every rank.
-    """
+    the rank with most room on any node gets it. ``room`` [R], the tokens left, and ``keys`` [R], the keys that ranks
+    read, are changed."""
     document, start, stop, rank = ranges
     rows, target = stop - start, np.full(len(rank), -1)
     for at in np.argsort(-rows, kind="stable").tolist():

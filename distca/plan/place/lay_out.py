@@ -70,11 +70,12 @@ def lay_out(
             ping. "even": documents are dealt by length, for about equal attention work. "lean": like "even", but with
             the placement "spread" documents on several ranks may be wholly in pong. Unless the placement is "spread",
             ping may get up to 1/32 more tokens, so that a document's short tail is not cut off.
-        placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other; a document
-            goes on at the next rank where a rank is full. "spread": ranks get about equal attention work and equal
-            tokens, ping and pong together. "spread_by_nano_batch": the same for each nano-batch by itself; it also
-            replaces "spread" if long documents do not fit. With ``rank_of`` the placement is always "in_order".
-        cost: seconds of attention, which "spread" balances; None balances query-key pairs.
+        placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other, cut where
+            a rank is full. "spread": ranks get about equal attention work and equal tokens, ping and pong together.
+            "spread_by_nano_batch": the same for each nano-batch by itself; it also replaces "spread" if long documents
+            do not fit. With ``rank_of`` the placement is always "in_order".
+        cost: seconds of attention, for "spread" and "spread_by_nano_batch"; None stands for the number of query-key
+            pairs.
         ranks_per_node: consecutive ranks that share a node; "spread" deals to nodes first. 0 if all ranks share one
             node.
 
@@ -110,7 +111,7 @@ def _check(
     dealing: str,
     placement: str,
 ) -> None:
-    """Raises PlanError for arguments of :func:`lay_out` that cannot be used."""
+    """Raises PlanError for arguments that cannot be used."""
     if ranks < 1:
         raise PlanError(f"A layout needs at least one rank, not {ranks}.")
     if nano_batches not in (1, 2):
@@ -223,8 +224,8 @@ def _in_shares(
 def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
     """Numbers the rows of placed ranges on their ranks; returns the shards, and [R] rows per rank.
 
-    Rows of a rank are in order of document and position. Documents with ``goes_on`` [D] come last. They go on in pong,
-    so the rows that pong needs again are a rank's last rows in ping."""
+    A rank's rows are in order of document and position. Documents with ``goes_on`` [D] come last: pong needs their rows
+    again, as the last rows of ping."""
     order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
     document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
     row = np.cumsum(stop - start) - (stop - start) - bounds[rank]

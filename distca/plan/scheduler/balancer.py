@@ -35,8 +35,8 @@ _LEAST_ROOM = 1e-4
 _TRIES = 3
 """The most pieces of a sender that are tried for a cut, cheapest first."""
 _FAILED = 64
-"""Balancing ends after more than this many cuts that did not pay, if all servers are within the tolerance. Receivers
-have hardly any room by then, and filling this room takes long."""
+"""Balancing ends after more than this many failed cuts, if all servers are within the tolerance. Receivers have hardly
+any room by then, and filling this room takes long."""
 _FAILED_UNLIKE = 2
 """The limit in place of ``_FAILED`` if servers are not equally fast. Balancing then ends even if servers are above the
 tolerance: ``unlike.py`` raises their limits and tries again."""
@@ -66,13 +66,13 @@ class Balancer:
 
     Attributes:
         unit: [K, 1] mean load of a server, in seconds.
-        stuck: [R] bool, servers that can give nothing away.
+        stuck: [R] bool.
         prices: for each node, what :meth:`_prices_from` returned.
         place: [R] position of every rank in ``state.order``.
         lately: [R] all ranks in the order that :meth:`_falling` found last.
-        failed: number of cuts that did not pay.
+        failed: number of failed cuts: no receiver had enough room, or the cut added too much time.
         unlike: whether servers are not equally fast.
-        patience: ``_FAILED`` or ``_FAILED_UNLIKE``.
+        patience: the most failed cuts.
     """
 
     def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
@@ -114,8 +114,8 @@ class Balancer:
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        Homes of the ``document`` that moved last come first, because some receivers now have k,v rows of the document.
-        ``free`` [R] is how far servers are below their limits, in parts of the mean load."""
+        Homes of the ``document`` that moved last come first, because some receivers now have its k,v rows. ``free`` [R]
+        is how far servers are below their limits, in parts of the mean load."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
@@ -223,8 +223,8 @@ class Balancer:
         """Exchanges a piece of the sender for a smaller piece of a receiver; returns whether it did.
 
         Of all pairs of pieces that fit, the pair with fewest rows is taken."""
-        # Arrays over all pairs, [K, given piece, taken piece]: the sender loses the seconds "lost", and the receiver
-        # gains the seconds "gained".
+        # Arrays over all pairs, [K, given piece, taken piece], have the seconds that the sender loses and the receiver
+        # gains.
         given = pieces.shortest(_MOST_EXCHANGED)
         for receiver in self._falling(free)[:_PARTNERS].tolist():
             theirs = self.state.pieces_of(receiver)
@@ -254,8 +254,8 @@ class Balancer:
     def _falling(self, worth: np.ndarray) -> np.ndarray:
         """Returns [N] the ranks whose ``worth`` [R] is above 0, highest first; ``state.order`` decides between equal
         ranks."""
-        # numpy sorts a nearly sorted array faster, and little changes from call to call. So the order of the last call
-        # is sorted. If this leaves equal ranks in the wrong order, ``state.order`` is sorted instead.
+        # numpy sorts a nearly sorted array faster, so the order of the last call is sorted. If this leaves equal ranks
+        # in the wrong order, ``state.order`` is sorted instead.
         found = -worth.take(self.lately)
         at, some = found.argsort(kind="stable"), np.count_nonzero(worth)
         self.lately = self.lately.take(at)
@@ -276,7 +276,7 @@ class Balancer:
         return int(order[at])
 
     def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Cuts ranges out of a piece for the cheapest receivers; returns whether a cut paid.
+        """Cuts ranges out of a piece for the cheapest receivers; returns whether this worked.
 
         Servers that would then read too many k,v rows are receivers only if the other servers do not suffice."""
         state = self.state

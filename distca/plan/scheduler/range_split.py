@@ -6,10 +6,8 @@ with room for more. The sender gives up one *part* of the piece, cut into consec
 Example: the piece [0, 1000) gets the cuts 400, 500 and 700. One receiver gets the rows [400, 500) and another [500,
 700). The sender keeps [0, 400) and [700, 1000).
 
-The place of the part decides how many bytes travel. A range of m query rows that ends at row d has about a = m (d -
-m/2) query-key pairs. Its m query rows travel, with q bytes each, and up to d rows of keys and values, with p bytes
-each. For a given number of pairs, q m + p d is least if the middle of the range is at sqrt(a (q + p/2) / p). So the
-cheapest ranges lie in the middle of a long document.
+The place of the part decides how many bytes travel. Early rows have few query-key pairs each, so many query rows must
+travel. Late rows read many rows of keys and values, which must travel too. So several places are tried.
 
 Array legend: K directions (forward, backward, or both), C receivers, N chosen receivers, G places for the part. [K][N]
 is a list of K lists. Constants were compared with other values: ``benchmarks/planner_constants.py``,
@@ -32,14 +30,14 @@ from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
 """The most time that a cut may add, as a part of the time that it moves. A cut adds time because both of its sides read
-the same keys. Costlier cuts are refused, unless nothing else relieves a server (``scheduler.py``)."""
+the same keys. Costlier cuts are refused, unless the caller allows more."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
 """The places that are tried for the part. At 0 the part begins where the piece begins; at 1 it ends where the piece
 ends."""
 _LEAST_BLOCKS = 8
-"""A sender gives up the work of at least this many kernel tiles of query rows, even if less would do. With 32 instead,
-plans move 1.5 % more bytes."""
+"""The least work that a sender gives up, in kernel tiles of query rows, even if less would do. With 32 instead, plans
+move 1.5 % more bytes."""
 _FEW = 8
 """For up to this many receivers, the sizes of ranges are corrected once. For more receivers they are corrected three
 times, because errors add up from range to range. With 2 instead, the slowest server takes 0.16 % longer."""
@@ -80,7 +78,7 @@ class Timer:
         return self.work.costs[0].block
 
     def block(self, per_row: list[float]) -> int:
-        """Returns the distance between rows at which cuts may fall, a tile or a fraction of a tile (``_FINEST``).
+        """Returns how many rows lie between places where cuts may fall: a tile or a fraction of a tile (``_FINEST``).
 
         ``per_row`` [K] is the seconds of a query row."""
         block = self.tile
@@ -174,7 +172,7 @@ def least_of(directions: np.ndarray) -> np.ndarray:
 
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
     """Returns the cheapest ranges that the receivers have room for and that relieve the sender; None if no cut pays."""
-    # The size of a range is its number of query-key pairs. Sizes are first guessed, then corrected in the loop.
+    # The size of a range is its number of query-key pairs. Sizes are guessed, and corrected in the loop.
     whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
@@ -252,8 +250,8 @@ def _place(
     ends = np.minimum(stop_after(low[:, None], np.array(total)), excess.stop)
     price = receivers.price(low, ends, chosen)
     if excess.stop > _LONG_CONTEXT:
-        # A sender that keeps rows before and behind the part reads some keys twice. The price rises with the seconds
-        # that the sender keeps beyond the fewest.
+        # A sender that keeps rows before and behind the part reads some keys twice. The price rises with the time that
+        # this takes.
         rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
         seconds = timer.work.on(timer.sender, rows, np.append(low, np.full(len(low), float(excess.stop))))
         kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
@@ -264,8 +262,8 @@ def _place(
 
 
 def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> list[int]:
-    """Returns [N + 1] cuts for ranges of ``sizes`` pairs from about row ``low`` on; rows of ranges are multiples of
-    ``block``.
+    """Returns [N + 1] cuts for ranges of ``sizes`` pairs from about row ``low`` on. Ranges have multiples of ``block``
+    rows.
 
     The part's end is rounded up, and all ranges but the first are rounded down. The first range gets the rest. A short
     rest of the piece joins the part (``_SLIVER``)."""
@@ -292,7 +290,7 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
 
 
 def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: list[int], timer: Timer) -> RangeSplit:
-    """Returns the split at ``cuts`` with its seconds, without receivers whose range has no rows."""
+    """Returns the split at ``cuts`` with its seconds, without receivers whose range is empty."""
     some = [start < stop for start, stop in pairwise(cuts)]
     if not all(some):
         chosen, cuts = list(compress(chosen, some)), list(compress(cuts, [*some, True]))
@@ -327,7 +325,7 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
 
 
 def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer, block: int) -> RangeSplit:
-    """Returns the split after every range that is ``over`` its receiver's room was shortened; the gaps are closed."""
+    """Returns the split after every range that is ``over`` its receiver's room was shortened. The gaps are closed."""
     rows = split.rows
     for at, fit in enumerate(split.fit):
         if over[at]:

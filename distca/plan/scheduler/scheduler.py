@@ -49,7 +49,7 @@ _SERVERS_OF_DEFAULT = 128
 is smaller in proportion, down to ``_FINEST_TOLERANCE``."""
 
 _AIM = 0.95
-"""The part of the tolerance that the first try uses. Ranges that meet on a server are joined later, which may add time.
+"""The first limit is this part of the tolerance. Ranges that meet on a server are joined later, which may add time.
 With 0.8 instead, the slowest server is 0.24 % faster, and 0.8 % more bytes travel."""
 _JOININGS = 3
 """The most rounds with one limit. If a server takes longer since its ranges were joined, the next round begins with the
@@ -57,11 +57,11 @@ joined ranges."""
 _USUAL_TRIES = 4
 """The number of limits that are tried before cuts may add more time (``_MORE_OVERHEAD``)."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
-"""Numbers that are added to the tolerance, one after the other, until a plan keeps to the limit. For example, a kernel
-tile of a long document can be a few percent of the mean load."""
+"""Numbers that are added to the tolerance, one after the other, until a plan keeps to the limit. A small limit may be
+out of reach: one kernel tile of a long document can take a few percent of the mean load."""
 _MORE_OVERHEAD = 1.0
-"""The time that a cut may add in the last tries, as a part of the time that it moves. Short ranges are cut then,
-although they add much time."""
+"""The time that a cut may add in the last tries, as a part of the time that it moves. It allows short ranges, which add
+much time."""
 _LEAST_SLACK = 0.0003
 """A limit is tried only if it exceeds the least possible imbalance by at least this part of the mean load. Closer
 limits take very many moves."""
@@ -138,7 +138,7 @@ class _Search:
         links: which ranks share a node, and prices of bytes.
         best: tasks of the best plan so far.
         lowest: the slowest server's seconds in ``best``, over the mean load.
-        before: [K] seconds of the slowest server with everything at home.
+        before: [K] seconds of the slowest server in ``home``.
         grown: [K] mean load after the newest try, with the work that cuts added.
     """
 
@@ -187,15 +187,10 @@ class _Search:
     ) -> float:
         """Balances to one limit; returns how far the slowest server then is above the mean load.
 
-        All but the last two arguments are parts of the mean load.
-
-        Args:
-            aim: how far the limit is above the target.
-            tolerance: how far a server may be above its target in a good plan.
-            at_most: the try ends if a server is stuck further above its target than this.
-            overhead: most time that a cut may add, as a part of the time that it moves.
-            expected: [K] the least mean load to compute the limit from; None for the present mean load.
-        """
+        The limit is ``aim`` above the target. A good plan keeps to ``tolerance`` above it. The try ends if a server is
+        stuck at more than ``at_most`` above it. All three are parts of the mean load. A cut may add the part
+        ``overhead`` of the time that it moves. ``expected`` [K] is the least mean load to compute the limit from; None
+        for the present mean load."""
         start, over = self.home, np.inf
         for _ in range(_JOININGS):
             state = SchedulerState(start, self.work, self.target, tolerance=aim, links=self.links, expected=expected)
@@ -208,8 +203,8 @@ class _Search:
             tasks = state.joined()
             self.grown = state.mean
             slowest = state.figure(unit)
-            # Forward and backward run one after the other. So their slowest servers' times together must not be longer
-            # than with everything at home.
+            # Forward and backward run one after the other. So the times of their slowest servers must not add up to
+            # more than with everything at home.
             if slowest < self.lowest and state.slowest.sum() <= self.before.sum():
                 self.best, self.lowest = tasks, slowest
             over = state.over

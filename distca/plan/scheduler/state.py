@@ -25,7 +25,7 @@ from distca.plan.tasks import Tasks
 
 _MOST_KEPT = 1.5
 """A server that would read more than this many times the mean server's k,v rows gets work only if other servers do not
-suffice. This limits memory. The mean is that before any work moved."""
+suffice. This limits memory. The mean is taken before any work moves."""
 _FEW_KEPT = 6
 """Any server may read this many times the mean server's query rows, even if ``_MOST_KEPT`` allows fewer."""
 
@@ -105,8 +105,8 @@ class HeldRows:
             stops: [G, N] one past the last row that each rank reads; at most the document's rows.
             between_nodes: how much a row from another node counts; a row from the same node counts 1.
         """
-        # "held" [G, N, shards] is the rows of each shard before each stop. All rows first count ``between_nodes``. Then
-        # "saves" [N, shards] is subtracted for each row: own rows count 0, and rows from the same node count 1.
+        # "held" [G, N, shards] is the rows of each shard before each stop. Every row counts ``between_nodes``, minus
+        # "saves" [N, shards]: own rows then count 0, and rows from the same node 1.
         some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
         home = self._shards.rank[some]
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
@@ -125,18 +125,17 @@ class SchedulerState:
         target: how much work each server should get.
         tolerance: how far a server's limit is above its target, as a part of the mean load.
         links: which ranks share a node, and prices of bytes between ranks.
-        expected: [K] the least mean load to compute limits from; None stands for 0.
+        expected: [K] the least mean load to compute limits from, if cuts are expected to add work; None stands for 0.
 
     Attributes:
         load: [K, R] load of every server.
         mean: [K] mean load; it grows when cuts add work.
-        expected: [K] the least mean load to compute limits from; above ``mean`` if cuts are expected to add work.
         order: [R] ranks by the first document that they compute. It decides between equal ranks, so that a plan does
             not depend on how ranks are numbered.
         node: [R] node of every rank.
         kept: [R] k,v rows that every server reads.
         most_kept: k,v rows that a server should read at most.
-        grew_by_joining: whether :meth:`joined` found that a server takes longer since its ranges were joined.
+        grew_by_joining: whether a server takes longer since :meth:`joined` joined its ranges.
     """
 
     def __init__(
@@ -194,7 +193,8 @@ class SchedulerState:
 
     @property
     def _above(self) -> np.ndarray:
-        """Returns [K, R] seconds that each server is above its target, at the server's own speed."""
+        """Returns [K, R] seconds that each server is above its target. They are the server's own seconds, even if
+        servers are not equally fast."""
         return self._target.seconds_of(self.load - self.target)
 
     @property
@@ -235,7 +235,7 @@ class SchedulerState:
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns [N] ranks that read ``document``, and [N] one past the last row that each reads.
 
-        The home of a document that lay on a single rank at first is left out."""
+        If the document lay on a single rank at first, this rank is left out."""
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
@@ -301,8 +301,8 @@ class SchedulerState:
         np.add.at(self.kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
-        """Returns all pieces as tasks on their servers. Pieces that touch are joined, and loads are then computed
-        anew."""
+        """Returns all pieces as tasks on their servers. Pieces that touch are joined; if there are any, loads are
+        computed anew."""
         home = self._home
         if not self._moved[0]:
             return home

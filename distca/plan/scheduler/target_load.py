@@ -126,8 +126,8 @@ class TargetLoad:
 
 
 def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
-    """Returns ``other_seconds`` as [R] for one direction, or [K, R]. Raises PlanError for another shape or a wrong
-    number."""
+    """Returns ``other_seconds`` as [R] for one direction, or [K, R]. Raises PlanError for a wrong shape, or a number
+    that is negative or not finite."""
     shapes = {1: ((servers,), (1, servers)), 2: ((2, servers),)}[directions]
     if seconds.shape not in shapes or not np.isfinite(seconds).all() or (seconds < 0).any():
         each = "" if directions == 1 else " for each direction"
@@ -139,11 +139,7 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
     """Returns the [K] times with the least sum in which servers can do all attention, with equal fractions in all
     directions.
 
-    Args:
-        total: [K] attention of all servers together.
-        other: [K, R] seconds of other work.
-        slowness: [K, R] seconds of a server per second of work.
-    """
+    ``total`` [K] is the attention of all servers together."""
     # A direction takes at least its longest other work, and the time that its attention needs by itself. If these times
     # do not suffice, a longer forward time is searched: at most the time with which backward takes its least time.
     some = np.flatnonzero(total > 0)
@@ -185,11 +181,7 @@ def _share(times: np.ndarray, begin: np.ndarray, speed: np.ndarray) -> np.ndarra
 def _time_for(begin: np.ndarray, speed: np.ndarray, most: np.ndarray | None = None) -> float:
     """Returns the earliest time at which servers have done all attention together, or each has done its ``most``.
 
-    Args:
-        begin: [R] time at which each server begins.
-        speed: [R] fraction of all attention that each server does per second.
-        most: [R] largest fraction for each server; None for no limit.
-    """
+    Server r begins at begin[r], does the fraction speed[r] of all attention per second, and most[r] in all."""
     # The fraction done grows linearly between "edges": times at which a server begins, or has done its most.
     edges, change = begin, speed
     if most is not None:
