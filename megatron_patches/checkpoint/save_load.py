@@ -105,8 +105,8 @@ def _check_readable(path: Path) -> None:
     older = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
     if older and not (path / "common.pt").exists():
         raise VersionError(
-            f"{path} was saved with a newer megatron-core than {installed_version()}, which cannot read it; go on with "
-            "the newer version."
+            f"{path} was saved with a newer megatron-core than {installed_version()}. The installed version cannot "
+            "read it: install the newer one."
         )
 
 

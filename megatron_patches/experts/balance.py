@@ -55,7 +55,8 @@ class MicroBatchBalance:
         nano_rows: number of this rank's rows in each nano-batch.
         documents: number of documents in the micro-batch, over all ranks.
         training: whether backward follows.
-        peers: a copy to the host: [expert-parallel ranks, nano-batches] numbers of rows. None with one such rank.
+        peers: a copy to the host: [expert-parallel ranks, nano-batches] numbers of rows. None if there is one such
+            rank.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class MicroBatchBalance:
         return rows
 
     def dispatch(self, layer: int, nano_batch: NanoBatch, make: Callable[[], Dispatch]) -> Dispatch:
-        """Returns ``make()`` in forward. If backward computes the layer again, it gets the result of forward."""
+        """Returns ``make()`` in forward, and the same result if backward computes the layer again."""
         if not self.training:
             return make()
         if self._counting:

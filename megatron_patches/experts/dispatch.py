@@ -2,7 +2,7 @@
 
 A layer's experts are divided over the expert-parallel ranks. A layer gets the rows of one *nano-batch* at a time: a
 micro-batch, or a part of one. A router chose K experts for each row. The row travels once to each rank that has any of
-them. Each of a rank's experts makes a *pair* with the row. The rank sends back the sum of the pairs' outputs.
+them. There it makes a *pair* with each of its experts, and the sum of these pairs' outputs travels back.
 
 The device counts rows, and the host needs the counts. If few rows lack an expert on a given rank, every row is sent to
 all ranks (``goes_everywhere``). Then the host reads the counts when rows have arrived, else before rows are sent.
@@ -97,12 +97,7 @@ class Dispatch:
     ) -> Dispatch:
         """Returns the indices; all ranks of the group call this method together.
 
-        Args:
-            chosen_NE: bool, true for the K experts of each row.
-            topk: K.
-            group: see the class.
-            rows_G: see the class.
-            last_first: see the class.
+        ``chosen_NE`` is bool, true for the K = ``topk`` experts of each row. Other arguments are those of the class.
         """
         ranks, (rows, experts) = group.size(), chosen_NE.shape
         assert rows_G[dist.get_rank(group)] == rows

@@ -98,7 +98,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
 
 
 def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
-    """Returns the slot of a parameter that only latent attention has; None for other parameters."""
+    """Returns the slot of a parameter that makes latent attention's queries, keys or values; None for others."""
     names, latent = model.weights.latent, model.latent
     of_heads = {
         "linear_q_proj": (names.query, model.head_dim),

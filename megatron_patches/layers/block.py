@@ -130,8 +130,8 @@ def refuse_other_schedule() -> NoReturn:
     this function.
     """
     raise SupportError(
-        "With pipeline stages a disaggregated model was run by another schedule than its own, in which stages would "
-        "wait for each other's attention forever; run it with CAD.forward_backward."
+        "A disaggregated model with pipeline stages was run by another schedule than its own. There stages would wait "
+        "for each other's attention forever: run the model with CAD.forward_backward."
     )
 
 

@@ -1,7 +1,7 @@
 """Compares the GPU operations of a model's layers with float64 on small inputs, before the layers are built.
 
 The operations are this project's fused ones, such as RMSNorm, and the matrix products of Transformer Engine. The
-constructor of ``distca.CAD`` calls :func:`check_layers` in training scripts.
+constructor of ``distca.CAD`` calls :func:`check_layers`.
 """
 
 from __future__ import annotations
