@@ -103,7 +103,8 @@ def cheaper(
         together: places nano-batches together.
         planned: returns the forward and the backward plan of a layout.
         price: returns the price of all nano-batches' plans.
-        whole: whether each document fits on one rank. If so, ``together`` is tried even if ranks wait for no transfer.
+        whole: whether no document has too much work for one rank. If True, ``together`` is tried even if ranks wait for
+            no transfer.
     """
     apart = by_nano_batch()
     before = price([planned(layout) for layout in apart])

@@ -80,8 +80,8 @@ class RowExchange:
         keep: rows from this rank's home tensor to its own server buffer.
         repeat: copies from the server buffer to regions. In backward, the gradients of a row's copies are added. Empty
             if the buffer already consists of the regions.
-        before: copies from the previous nano-batch's server buffer to regions. In backward, their gradients are added
-            to that buffer's gradients.
+        before: copies from the previous nano-batch's server buffer to regions. In backward, gradients of the copies are
+            added to the gradients of that buffer.
         travelling: rows that travel between all ranks together. If the number is 0, all ranks leave the exchange out.
         ahead_at_server: [R] rows that each server receives from ranks below this rank. A server stores received rows in
             the order of senders, so this rank's rows begin there.
@@ -192,7 +192,7 @@ class Exchanges:
 
 
 class _Grouped:
-    """The segments of all ranks, grouped by ``owner`` [N]: the sender if peers receive, else the receiver.
+    """The segments of all ranks, grouped by ``owner`` [N]: the rank at the end that is not the peer.
 
     Segments that continue each other become one segment. Example: rows 0 to 3 go to rows 10 to 13 of a peer, and rows 4
     and 5 go to rows 14 and 15. Together they are one segment of 6 rows."""
@@ -218,7 +218,7 @@ class _Grouped:
         self._bounds = np.searchsorted(owner[heads], np.arange(ranks + 1))
 
     def of(self, rank: int) -> tuple[Segments, Segments]:
-        """Returns the rank's segments with other ranks as peers, and those with itself as peer."""
+        """Returns the rank's segments whose peer is another rank, and those whose peer is the rank itself."""
         mine = self._segments.between(*self._bounds[rank : rank + 2].tolist())
         low, high = np.searchsorted(mine.peer, (rank, rank + 1)).tolist()
         others = np.concatenate((np.arange(low), np.arange(high, len(mine))))

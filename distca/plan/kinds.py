@@ -1,7 +1,7 @@
 """Kinds of attention layers: which keys a query sees, and how scores become weights.
 
-All layers of one kind have the same plan: the ranks that compute attention for each row. Layers with different rotary
-angles, for example, may be of one kind.
+A plan says which rank computes attention of each row. All layers of one kind have the same plan. Layers of one kind may
+differ in other things, for example in rotary angles.
 """
 
 from __future__ import annotations
@@ -74,6 +74,6 @@ def numbered(of_layers: Sequence[AttentionKind]) -> tuple[tuple[AttentionKind, .
 
 
 def by_stage(of_layer: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the values of each pipeline stage's layers; ``stages`` must divide the number of layers."""
+    """Returns ``of_layer``, cut into one tuple for each pipeline stage; ``stages`` must divide its length."""
     each = len(of_layer) // stages
     return tuple(tuple(of_layer[stage * each : (stage + 1) * each]) for stage in range(stages))

@@ -63,7 +63,8 @@ def overlaps(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Finds all pairs of a range and a shard of the same document that have rows in common.
 
-    Example: a document with shards [0, 4) and [4, 6) gives for the range [2, 5) two pairs, with 2 rows and with 1 row.
+    Example: a document has the shards [0, 4) and [4, 6). The range [2, 5) has 2 rows in common with the first shard and
+    1 row with the second.
 
     Args:
         document: [N] document of each range.

@@ -93,7 +93,7 @@ class Traffic:
         return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
     def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
-        """Returns [R] int64 bytes that every rank sends, or receives if these are more.
+        """Returns [R] int64 bytes that each rank sends or receives, whichever are more.
 
         Args:
             q_out: bytes of a query row to the server.
@@ -197,8 +197,8 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:
     """Returns the GiB of memory for the rows that a rank receives.
 
-    The memory holds 4.5 rows of q, k and v per token of the rank, or 5 rows with ``resend``. Two nano-batches may
-    receive rows at a time. Plans without pipeline stages fit, for the documents in tests/plan/test_receive_buffer.py.
+    The memory holds 4.5 rows of q, k and v per token of the rank, or 5 rows with ``resend``. Plans without pipeline
+    stages fit, for the documents in tests/plan/test_receive_buffer.py.
 
     Args:
         shape: heads of one rank.

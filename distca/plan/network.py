@@ -9,7 +9,7 @@ Query rows come straight from home. Keys and values cross the network once to ea
 server 9 gets 6 rows from server 8.
 
 The gateway is the node's server that reads most rows of the shard. All servers read a shard from its first row on, so
-the gateway has the rows of the others. With a window this is not so, and rows come straight from home.
+the gateway has the rows of the others. With a window that is not true, and k,v rows come straight from home.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Reads:
     def in_hops(self, links: Links | None, ranks: int) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
         """Returns which pieces come from home, and which come from a gateway.
 
-        Pieces that are not ``straight`` must begin with the first row of a shard. A server has one such piece of a
+        Pieces that are not ``straight`` must begin with the first row of a shard, and a server may have one of them per
         shard.
 
         Args:

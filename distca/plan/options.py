@@ -47,7 +47,7 @@ class PlanOptions:
         tolerance: the most that the slowest server may take above the mean, as a fraction of the mean. None takes a
             value for the number of servers.
         links: which servers share a node, and prices of bytes between servers.
-        kinds: the kinds of the model's attention layers; documents are placed for the first kind.
+        kinds: the kinds of the model's attention layers, for example with and without a window.
         costs: seconds per task for each kind; empty if all kinds have ``cost``.
         layer_kinds: for each stage and layer, the index of the layer's kind; empty if all layers have the first kind.
         non_attention: seconds of linear layers, to be balanced together with attention; None balances attention alone.
@@ -188,14 +188,14 @@ class PlanOptions:
 
     @property
     def keeps(self) -> bool:
-        """Returns whether servers keep the rows of a forward, and compute the backward of the same tasks."""
+        """Returns whether servers keep the rows of a forward, and compute the same tasks in backward."""
         return self.stages == 1 and not self.resend
 
     @property
     def stage_node(self) -> int:
-        """Returns how many consecutive ranks of a stage share a node; 0 if the nodes do not matter to placement.
+        """Returns how many consecutive ranks of a stage share a node.
 
-        They do not if all ranks or no two ranks share a node, or if a stage's ranks do not fill whole nodes."""
+        It is 0 if all ranks share one node, if no two ranks do, or if a stage's ranks do not fill whole nodes."""
         size = self.links.ranks_per_node
         return size if size > 1 and self.ranks % size == 0 else 0
 

@@ -116,15 +116,16 @@ class Plan:
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
         """Finds the rows of contexts that servers have from the previous nano-batch.
 
-        A server counts as having whole shards only. Example: the shards of a document are [0, 4), [4, 8) and [8, 12).
-        In ping a server read the rows [0, 10). For pong only the rows [0, 8) count.
+        Only whole shards count. Example: the shards of a document are [0, 4), [4, 8) and [8, 12). In ping a server read
+        the rows [0, 10). For pong only the rows [0, 8) count.
 
         Args:
             before: the tasks of the previous nano-batch.
             last: the last task of each context.
 
         Returns:
-            [L] number of first rows of the document that the server has; and [L] row of its buffer where they begin.
+            Two [L] arrays: how many first rows of the context's document the server has; and where these rows begin in
+            the server's buffer of the previous nano-batch.
         """
         assert not any(self.windows), "kinds with a window keep no rows of the nano-batch before"
         # stop [L]: the server read the rows [0, stop) of the context's document in the previous nano-batch; 0 if it
@@ -154,9 +155,8 @@ class Plan:
     def kv_reads(self) -> Reads:
         """Returns the k,v rows that contexts need from homes, as ranges of shards.
 
-        Rows of documents with a window come straight from home. Other rows may come from a *gateway*: a server that
-        sends rows on to other servers of its node. Without a window all servers read a shard from its first row on.
-        So one of them has the rows of all others."""
+        Rows of documents without a window may come from a *gateway*: a server that sends its rows on to other servers
+        of its node. Without a window all servers read a shard from its first row on, so one of them has all rows."""
         reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
         if not any(self.windows):
             return reads

@@ -47,7 +47,7 @@ class Route:
             ``kv``; for gradients it runs before ``kv``. None if no rank of the plan is a gateway.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' k,v regions.
-        kind: [T] int64 number of every task's kind of layer, in any order.
+        kind: [T] int64 index of every task's kind of layer.
     """
 
     rank: int
@@ -158,7 +158,7 @@ class Routes(Sequence[Route]):
 
 
 def _borders(ends: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Returns int32 borders of the tasks from ``low`` up to ``high``, if the first of them begins at 0.
+    """Returns int32 borders of the tasks from ``low`` up to ``high``, where task ``low`` begins at 0.
 
     Example: ends 2, 5, 9 with low 1 and high 3 give 0, 3, 7."""
     before = ends[low - 1] if low else 0
@@ -176,14 +176,9 @@ def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -
 def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
     """Returns copies to regions, from the server's buffer and from its buffer of the previous nano-batch.
 
-    A server without tasks that share rows, and without rows from the previous nano-batch, copies nothing: its buffer
-    already consists of the regions. ``peer`` is the server of each copy.
-
-    Args:
-        plan: over all servers.
-        kv_offset: [L] first row of each context in its server's buffer.
-        bounds: server r has the tasks [bounds[r], bounds[r + 1]).
-    """
+    A server copies nothing if its buffer already consists of the regions: if its tasks share no rows, and need no rows
+    from the previous nano-batch. ``peer`` is the server of each copy. ``kv_offset`` and ``bounds`` are those of
+    :class:`Routes`."""
     # A region consists of "kept" rows from the previous nano-batch, and then of rows from the server's buffer. A task's
     # copy is joined to the copy before it if the task is alone in its context and has no kept rows.
     tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task

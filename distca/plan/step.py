@@ -3,10 +3,9 @@
 The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A step is a list of
 *phases*. In a forward phase, each pipeline stage runs the forward of a micro-batch, or is idle. In a backward phase,
 each stage runs the backward of a micro-batch, or is idle. Any server may compute attention of any stage, so idle stages
-help the others. Without pipeline stages, a phase is the forward or the backward of one micro-batch.
+help other stages. Without pipeline stages, a phase is the forward or the backward of one micro-batch.
 
-Stage s runs the forward of micro-batch m in forward phase m + s. With p stages, stage s runs the backward of m in
-backward phase m + (p − 1) − s. Backward phase k runs right after forward phase k + p − 1.
+With p stages, backward phase k runs right after forward phase k + p − 1.
 
 Ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model come last. The
 same document lengths always give the same plan.
@@ -44,11 +43,10 @@ token count of a given micro-batch. If documents do not fit, the limit is ``room
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All phases of one step. Array legend: D documents of a micro-batch, P phases, R ranks, K kinds of attention
-    layers.
+    """All phases of one step.
 
-    A micro-batch is computed in one or two parts, the *nano-batches*. The transfers of one nano-batch run beside the
-    computation of the other.
+    A micro-batch is computed in one or two parts, the *nano-batches*. Array legend: D documents of a micro-batch, P
+    phases, R ranks, K kinds of attention layers, for example with and without a window.
 
     Attributes:
         options: how the step was planned.
@@ -119,10 +117,10 @@ class StepPlan:
         return replace(self, forward=forward, backward=backward)
 
     def of_combination(self, number: int) -> StepPlan:
-        """Returns the same step for a model in which all layers have one combination of kinds.
+        """Returns the same step for a model in which all layers have the combination ``options.combinations[number]``.
 
-        A *combination* has, for each stage, the kind of the layer that the stage runs at a time. ``number`` is an index
-        of ``options.combinations``."""
+        All stages run their layer i at the same time. The kinds of these layers, one for each stage, are a
+        *combination*."""
         options = self.options
         layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()
         forward, backward = (
@@ -155,7 +153,7 @@ class StepBalance:
     backward), R ranks, K kinds of attention layers.
 
     Attributes:
-        before_by_kind: [K, P, R] attention seconds without balancing.
+        before_by_kind: [K, P, R] attention seconds without balancing (:meth:`StepPlan.seconds_before`).
         after_by_kind: [K, P, R] attention seconds as planned.
         other_seconds: [P, R] seconds of linear layers; 0 if plans balance attention alone.
         bytes_moved: bytes that travel in the whole step for one layer of every stage.

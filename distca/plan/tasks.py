@@ -43,9 +43,7 @@ class Tasks:
 
     @property
     def last_on_server(self) -> np.ndarray:
-        """Returns [T] bool, whether the task is the last one of its document on its server.
-
-        Without a window, it reads all k,v rows that the document's other tasks on this server read."""
+        """Returns [T] bool, whether the task is the last one of its document on its server."""
         differs = (self.document[1:] != self.document[:-1]) | (self.server[1:] != self.server[:-1])
         return np.append(differs, True)[: len(self)]
 

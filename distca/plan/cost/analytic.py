@@ -127,14 +127,7 @@ def area_cost(
 ) -> AnalyticCost:
     """Returns a cost model that counts pairs only: a pair takes 1 second in forward and 2.5 seconds in backward.
 
-    Args:
-        heads: query heads.
-        kv_heads: key/value heads.
-        head_dim: size of a query or key head.
-        value_bytes: bytes of one number.
-        block: query rows of one kernel tile.
-        value_dim: size of a value head; 0 stands for ``head_dim``.
-    """
+    The arguments are those of :func:`analytic_cost`; they do not change the seconds of a pair."""
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     return AnalyticCost(shape, block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))
 

@@ -31,7 +31,7 @@ class LinearRate:
     fp8: Mapping[str, float] = field(default_factory=dict)
 
     def in_fp8(self, scaling: str) -> LinearRate | None:
-        """Returns the rate in FP8, or in bfloat16 if ``scaling`` is "none"; None if it was not measured."""
+        """Returns the rate with a ``scaling`` to FP8, or in bfloat16 with "none"; None if it was not measured."""
         factor = 1.0 if scaling == "none" else self.fp8.get(scaling)
         return None if factor is None else LinearRate(factor * self.forward, factor * self.backward)
 
@@ -64,7 +64,7 @@ class LinearRate:
 
 
 def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, gated: bool = True) -> int:
-    """Returns the number of weights in a layer's projections of q, k, v and o, and in its MLP, with gate if
+    """Returns the number of weights in the projections of q, k, v and o and in the MLP, which has a gate if
     ``gated``."""
     return hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 + gated) * hidden * ffn
 
@@ -110,7 +110,7 @@ def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -
     Args:
         rate: seconds of matrix products.
         layers: the stage's layers, in order; at least one has attention.
-        tp: number of tensor-parallel ranks, which share the weights.
+        tp: number of tensor-parallel ranks, which split the weights.
     """
     # Between two neighbouring attention layers lie the first one's products behind attention and the second one's
     # products before attention: together one layer. So the last attention layer is left out.

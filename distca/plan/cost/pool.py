@@ -1,7 +1,7 @@
 """Cost models for servers of unlike speed: each server has the cost model (the *table*) of its GPU and kernel.
 
-A *task* is a range of ``q_rows`` queries of a document, with all ``kv_rows`` keys up to the last query; a *server* is a
-rank that computes tasks. The planner balances *work* over servers: a task's seconds on a server of mean speed.
+A *task* is a range of ``q_rows`` queries of a document, with all ``kv_rows`` keys up to the last query. A *server* is a
+rank that computes tasks. The *work* of a task is its seconds on a server of mean speed.
 
 Array legend: K directions (forward, backward), N tasks, R servers, C tables.
 """
@@ -21,10 +21,10 @@ from distca.plan.cost.scaled import scaled
 
 @dataclass(frozen=True)
 class PoolCost(CostModel):
-    """Seconds of tasks by server. Methods without a server use the first table.
+    """Seconds of tasks on each server. Methods without a server use the first table.
 
     Attributes:
-        tables: cost models, of which each server has one.
+        tables: cost models.
         of_server: [R] index of each server's table.
         shape, block, linear: fields of the first table.
 
@@ -53,7 +53,7 @@ class PoolCost(CostModel):
 
     @property
     def window(self) -> int:
-        """The number of keys that a query sees; 0 without a limit."""
+        """Returns the number of keys that a query sees; 0 without a limit."""
         return int(getattr(self.tables[0], "window", 0))
 
     def changed(self, change: Callable[[CostModel], CostModel]) -> PoolCost:
@@ -85,17 +85,15 @@ class PoolCost(CostModel):
         return np.array(self.of_server, np.int64)
 
     def work(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """Returns cost models of work. ``q_rows`` and ``kv_rows`` must be all tasks that the servers are to compute.
+        """Returns the work of tasks. ``q_rows`` and ``kv_rows`` must be all tasks that the servers will compute.
 
-        A server's *slowness* is the server's seconds for all tasks, over the seconds of a server of mean speed. The
-        mean speed is such that 1 / slowness is 1 in the mean over servers.
-
-        Example: of two servers, one takes 1 second for all tasks and the other 3 seconds. Their slowness is 2/3 and 2,
-        and the work of all tasks is 1.5 seconds. If the servers share the tasks 3 to 1, each takes 0.75 seconds.
+        A server's *slowness* is the server's seconds for all tasks, over the work of all tasks. The mean of
+        1 / slowness over servers is 1. Example: one server takes 1 second for all tasks, and another takes 3 seconds.
+        Their slowness is 2/3 and 2, and the work of all tasks is 1.5 seconds.
         """
-        # seconds [C, K]: seconds of all tasks by each table. ratio [C, K]: seconds over the first table's seconds.
-        # speeds [R, K]: each server's speed, where the first table has 1. of_table [C, K]: the slowness of each table.
-        # both [C, 2]: the factors that turn a table's seconds into work, for forward and for backward.
+        # seconds [C, K]: all tasks by each table. ratio [C, K]: seconds over the first table's seconds. speeds [R, K]:
+        # each server's speed, where the first table has speed 1. of_table [C, K]: the slowness of each table. both
+        # [C, 2]: the factors from a table's seconds to work, in forward and in backward.
         seconds = np.stack([table.per_direction(direction, q_rows, kv_rows).sum(axis=1) for table in self.tables])
         ratio = np.divide(seconds, seconds[:1], out=np.ones_like(seconds), where=seconds[:1] > 0)
         speeds = 1.0 / ratio[self._table]
@@ -122,7 +120,7 @@ class ServerWork:
 
     Attributes:
         direction: the directions that are counted.
-        costs: for each table, a cost model that gives work in place of seconds.
+        costs: [C] cost models that return work in place of seconds, one for each table.
         of_server: [R] index of each server's table; None if all servers have the same table.
         slowness: [K, R] seconds that a server takes for one second of work; None if all servers have the same table.
     """
@@ -134,17 +132,17 @@ class ServerWork:
 
     @staticmethod
     def of(cost: CostModel, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """Returns the work by ``cost``; the N tasks must be all tasks that the servers are to compute."""
+        """Returns the work by ``cost``; the N tasks must be all tasks that the servers will compute."""
         if isinstance(cost, PoolCost):
             return cost.work(direction, q_rows, kv_rows)
         return ServerWork(direction, (cost,))
 
     def same(self, server: int, other: int) -> bool:
-        """Whether two servers have the same table."""
+        """Returns whether two servers have the same table."""
         return self.of_server is None or bool(self.of_server[server] == self.of_server[other])
 
     def on(self, server: int | np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """Returns [K, N] work of tasks; ``server`` is one server for all tasks, or [N] with a server for each task."""
+        """Returns [K, N] work of tasks; ``server`` is one server for all tasks, or [N] servers."""
         if self.of_server is None:
             return self.costs[0].per_direction(self.direction, q_rows, kv_rows)
         if isinstance(server, np.ndarray):
@@ -154,7 +152,7 @@ class ServerWork:
     def of_few(self, start: Sequence[float], stop: Sequence[float], servers: int | Sequence[int]) -> list[list[float]]:
         """Returns [K][N] work of a few query ranges [start, stop), as lists.
 
-        ``servers`` is one server for all ranges, or [N] with a server for each range."""
+        ``servers`` is one server for all ranges, or [N] servers."""
         rows = [b - a for a, b in zip(start, stop, strict=True)]
         if self.of_server is None:
             return self.costs[0].of_few(self.direction, rows, stop)
@@ -176,7 +174,7 @@ class ServerWork:
 def seconds_on(
     tables: Sequence[CostModel], number: np.ndarray, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray
 ) -> np.ndarray:
-    """Returns [K, N] seconds of tasks; task n takes its seconds from tables[number[n]]."""
+    """Returns [K, N] seconds of tasks; those of task n are by tables[number[n]]."""
     found = np.zeros((2 if direction == "both" else 1, len(q_rows)))
     for each in np.unique(number).tolist():
         some = number == each

@@ -1,8 +1,8 @@
 """The time of a recurrent layer's core (linear attention, SSM), expressed as weights of a matrix product.
 
 The *core* is the layer without its projections. A matrix product's time is proportional to its rows and its weights. A
-core's time is proportional to its rows and to the numbers in its state. So :class:`CoreWeights` has the number of
-weights with which a matrix product takes as long as the core. ``linear.py`` adds it to a layer's real weights.
+core's time is proportional to its rows and to the numbers in its state. So a core takes as long as a matrix product
+with some number of weights (:class:`CoreWeights`). ``linear.py`` adds this number to a layer's real weights.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _FORWARD, _BACKWARD = 39.5, 56.8
 | femtoseconds per row | forward | backward | source |
 |---|---|---|---|
 | a weight | 2.79 | 5.84 | distca/plan/cost/tables |
-| a number of the state, gated delta rule of fla 0.5.1 | 110 | 332 | github.com/QwenLM/FlashQLA, file below |
+| a number of the state, with the gated delta rule | 110 | 332 | fla 0.5.1: 1.89 ms and 5.70 ms |
 
-The file is benchmark/benchmark_results_H200.txt: 1.89 ms and 5.70 ms for 32,768 rows and 32 states of 128 × 128."""
+fla's times are for 32,768 rows and 32 states of 128 × 128 numbers. They are in benchmark/benchmark_results_H200.txt of
+github.com/QwenLM/FlashQLA."""
 _BY_CHANNEL, _WITHOUT_DELTA = 1.5, 2 / 3
 """Factors on the time of the gated delta rule: if the decay differs by channel, and without the delta rule. The first
 is a guess, and the second is the ratio of operations. Neither was measured."""

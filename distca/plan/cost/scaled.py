@@ -1,7 +1,4 @@
-"""A cost model that multiplies another model's seconds by constant factors.
-
-It is, for example, the model of a GPU that is faster or slower than the measured GPU (``at_speeds`` in pool.py).
-"""
+"""A cost model that multiplies another model's seconds by constant factors, for example for a slower GPU."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ class ScaledCost(CostModel):
     Attributes:
         measured: the model to scale.
         forward_factor, backward_factor: the factors, above 0.
-        shape, block, linear: fields of ``measured``. The factors do not apply to ``linear``, the seconds of linear
-            layers.
+        shape, block, linear: fields of ``measured``; the seconds of linear layers (``linear``) are not scaled.
 
     Raises:
         PlanError: a factor is not above 0.
@@ -43,11 +39,11 @@ class ScaledCost(CostModel):
 
     @property
     def window(self) -> int:
-        """The number of keys that a query sees; 0 without a limit."""
+        """Returns the number of keys that a query sees; 0 without a limit."""
         return int(getattr(self.measured, "window", 0))
 
     def factors(self, direction: Direction) -> list[float]:
-        """Returns the factor of ``direction`` in a list; for "both" two factors, forward first."""
+        """Returns the factor of ``direction`` in a list; for "both", forward's and backward's."""
         both = [self.forward_factor, self.backward_factor]
         return {"both": both, "forward": both[:1], "backward": both[1:]}[direction]
 

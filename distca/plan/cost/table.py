@@ -2,8 +2,7 @@
 
 A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A table has the
 seconds of tasks for some values of ``q_rows`` and ``kv_rows``. It is for one GPU, one kernel and one shape of heads.
-:class:`TableCost` interpolates the table once, onto a finer grid. A task's grid cell then needs no search
-(:class:`_Lines`).
+:class:`TableCost` interpolates the table once, onto a finer grid. A task's cell in this grid is found without a search.
 
 Array legend: Q measured values of ``q_rows``, V measured values of ``kv_rows``, K directions (forward, backward), N
 tasks, C grid cells, L lengths.
@@ -31,8 +30,8 @@ _FEW = 8
 """The most tasks that plain Python computes; numpy computes more tasks. Eight tasks take 12 µs in Python and 19 µs in
 numpy, as measured on a CPU."""
 _LINES_PER_BIT = _STEPS / 2.0**52
-"""Turns the bits of a float64, read as an integer, into a number of grid lines. From a power of two to the next power
-the integer grows by 2^52, and the number of lines by ``_STEPS``."""
+"""Grid lines per unit of a float64's bits, read as an integer. From a power of two to the next power, this integer
+grows by 2^52, and the number of lines by ``_STEPS``."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,8 @@ class TableCost(CostModel):
         if q_rows.ndim == 1 and len(q_rows) <= _FEW and not self.window:
             return np.array(self.of_few(direction, q_rows.tolist(), kv_rows.tolist()))
         # at [2, N]: q_rows and kv_rows of each task, counted in grid lines from the first line. The whole part is the
-        # cell's index, and the fraction is dq or dkv. The factor is
-        # constant + by_q · dq + by_kv · dkv + by_both · dq · dkv. In-place operations save time.
+        # cell's index, and the fraction is dq for q_rows and dkv for kv_rows. The factor is
+        # constant + by_q · dq + by_kv · dkv + by_both · dq · dkv.
         seconds = self._base.per_direction(direction, q_rows, kv_rows)
         at = np.array((q_rows, kv_rows), np.float64).reshape(2, -1)
         at = np.multiply(at.view(np.int64), _LINES_PER_BIT)
@@ -234,7 +233,7 @@ class _Lines:
 
     @staticmethod
     def over(axis: np.ndarray) -> _Lines:
-        """Returns the lines that enclose all values of ``axis``, at least two."""
+        """Returns the fewest lines that enclose all values of ``axis``, but at least two."""
         low, high = (_number(axis[[0, -1]])).tolist()
         first = int(np.floor(low))
         return _Lines(first, max(int(np.ceil(high)) - first, 1))
@@ -272,10 +271,9 @@ def _number(rows: np.ndarray) -> np.ndarray:
 def _interpolated(
     factors: np.ndarray, q_axis: np.ndarray, kv_axis: np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray
 ) -> np.ndarray:
-    """Returns the factors at all pairs of ``q_rows`` and ``kv_rows``, with directions first.
+    """Returns [K, len(q_rows), len(kv_rows)] factors, from the ``factors`` [K, Q, V] at ``q_axis`` and ``kv_axis``.
 
-    ``factors`` [K, Q, V] are at the pairs of ``q_axis`` and ``kv_axis``. Interpolation is bilinear in log2 of rows, and
-    constant outside the axes."""
+    Interpolation is bilinear in log2 of rows, and constant outside the axes."""
     q, dq = _cell(np.log2(q_axis), q_rows)
     kv, dkv = _cell(np.log2(kv_axis), kv_rows)
     q1, kv1 = np.minimum(q + 1, len(q_axis) - 1), np.minimum(kv + 1, len(kv_axis) - 1)
@@ -284,9 +282,10 @@ def _interpolated(
 
 
 def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two [N] arrays for [N] ``rows``: the interval of ``axis`` with log2(rows), and the place in it, 0 to 1.
+    """Returns the index of the ``axis`` interval that contains log2(``rows``), and the place in the interval, 0 to 1.
 
-    Rows outside the axis are moved to the nearest end. Example: 6 is in interval 1 of log2 of [2, 4, 8], at 0.58."""
+    Rows outside the axis are moved to the nearest end. Example: for the axis [1, 2, 3], 6 rows have log2 2.58, index 1
+    and place 0.58."""
     at = np.clip(np.log2(rows), axis[0], axis[-1])
     low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, max(len(axis) - 2, 0))
     width = axis[np.minimum(low + 1, len(axis) - 1)] - axis[low]
@@ -294,7 +293,7 @@ def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells(corners: np.ndarray) -> np.ndarray:
-    """Returns [4, K, C] terms of each cell's factor: constant, by_q, by_kv and by_both.
+    """Returns [4, K, C] terms of each cell's factor (:meth:`TableCost.per_direction`).
 
     ``corners`` [K, q lines, kv lines] are the factors at the cells' corners."""
     low, right = corners[:, :-1, :-1], corners[:, :-1, 1:]

@@ -52,7 +52,7 @@ class ChainRoute:
         sends_transition: numbers of this rank's pieces whose transition is sent, in the order in which they are sent.
         states: the transfer of own states between all ranks; each is one row.
         transitions: the transfer of transitions between all ranks; each is one row.
-        chains: pairs of a document's number and its links: the pieces that this rank computes states over.
+        chains: for each document whose states this rank computes, the document's number and its links in order.
     """
 
     sends_state: np.ndarray
@@ -155,19 +155,9 @@ def _readers(first: np.ndarray, home: np.ndarray, ranks: int) -> tuple[np.ndarra
 def _exchange(
     sent: np.ndarray, piece: np.ndarray, reader: np.ndarray, home: np.ndarray, ranks: int, rank: int
 ) -> tuple[RowExchange, dict[int, int]]:
-    """Plans a transfer with one row for each of the ``sent`` pieces.
+    """Plans a transfer in which each piece of ``sent`` sends one row to the ranks that read it.
 
-    Args:
-        sent: indices of pieces that send a row.
-        piece: [Q] index of a piece that is read.
-        reader: [Q] the rank that reads this piece.
-        home: [P] rank of each piece.
-        ranks: number of ranks.
-        rank: the rank whose part is returned.
-
-    Returns:
-        The rank's part of the transfer; and a dict from a piece to its row among the rows that the rank receives.
-    """
+    Returns the part of ``rank``, and a dict from a piece to its row among the rows that ``rank`` receives."""
     # source [P]: the row of each sent piece in the tensor that its rank sends; -1 for other pieces.
     source = np.full(len(home), -1)
     source[sent] = numbered(home[sent])

@@ -30,9 +30,9 @@ class HaloRoute:
     Attributes:
         given: [G] rows of this rank and nano-batch that are halo rows of any piece; ascending.
         exchange: the transfer of given rows between all ranks.
-        picked: [pieces, width] index of each halo row among the rows received so far, ping's rows first; -1 before the
-            document's start. It has this rank's pieces in this nano-batch, in the order of rows, without the first
-            pieces of documents.
+        picked: [pieces, width] for each of this rank's pieces that is not the first of its document: the index of each
+            halo row among the rows received so far. Ping's rows come first. The index is -1 before the document's
+            start. Pieces are in the order of rows.
     """
 
     given: np.ndarray
@@ -100,8 +100,8 @@ def halo_rows(pieces: DocumentPieces, nano_batches: int, width: int) -> tuple[tu
 def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns [H] arrays "reader", "source", "position" and "slot".
 
-    The piece "reader" needs the row at "position" of its document, which is in the piece "source". Example: width is 3
-    and a piece starts at position 5. It needs positions 2, 3 and 4, which have slots 0, 1 and 2."""
+    The piece "reader" needs the row at "position", which the piece "source" of the same document has. Example: width is
+    3 and a piece starts at position 5. The piece needs the positions 2, 3 and 4, in the slots 0, 1 and 2."""
     # [first, start): the positions that each reading piece needs. Each overlap with another piece is then written out
     # row by row.
     shards = pieces.shards
