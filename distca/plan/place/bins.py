@@ -191,8 +191,8 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
-        # With the surplus "wanted" a share's rank would lack no work, and with "most" the rank would have no free
-        # tokens. The share "has" a surplus now. "whole" is the sum of its item's shares.
+        # "has" is the surplus of each share. With the surplus "wanted" its rank would lack no work, and with "most" its
+        # rank would have no free tokens. "whole" is the sum of all shares of its item.
         has, tokens = part * surplus, part * rows
         lacks = need - rate * space
         wanted = has * (1 + (lacks / np.maximum(np.bincount(at, has, len(space)), tiny))[at])
@@ -301,8 +301,8 @@ class _Bins:
     def take_back(self, *, first: bool = False) -> None:
         """Puts the bin with the newest share back into the heap.
 
-        With ``first`` the bin goes on top, if it still lacks the work of two least shares. The next long item then
-        begins there."""
+        With ``first`` it goes on top if it still lacks the work of two least shares, so that the next long item begins
+        there."""
         at, self._newest = self._newest, -1
         if at >= 0:
             first = first and self._need_shares[at] >= 2 * self.least
@@ -350,8 +350,7 @@ class _Bins:
         return part
 
     def _put(self, item: int, at: int, part: float, rows: float, gained: float, *, shares: bool = False) -> None:
-        """Adds a part of an item to the bin ``at``, the top of the heap, which gets ``gained`` work. Then sorts the bin
-        anew.
+        """Adds a part of an item, which brings ``gained`` work, to the bin ``at``. This bin must be on top of the heap.
 
         With ``shares`` the part counts against the limits on shares."""
         self._need[at] -= gained

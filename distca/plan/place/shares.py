@@ -109,11 +109,12 @@ class NanoSplit:
         """
         # A head with the fraction f of a document's rows has about f² of the document's work.
         if shared <= _FEW_SHARED or not lean:
-            # Ping has room for half of a rank's tokens, so this fraction of the longest other document fits into ping.
+            # Ping has half of a rank's tokens. So the fraction 0.5 / longest_other of the longest other document fits
+            # into ping.
             ping = min(max((0.5 / max(longest_other, 0.5)) ** 2, _PING), 0.5)
             return NanoSplit(ping, ping**0.5, 1.0, 1.0)
-        # Pong needs room for the work of long documents. Documents with little work per token may fill pong, half of a
-        # rank's tokens. The rest of the work may be ping's.
+        # Pong needs room for the work of long documents, and for half of a rank's tokens with little work per token.
+        # The rest of the work may be ping's.
         ping = min(1.0 - sparse / 2 - _SPARE * shared, _PING)
         if ping >= _LITTLE_PING and rows <= _MOST_ROWS_IN_PONG:
             return NanoSplit(ping, 0.0, 1.0 - ping, 0.5)
@@ -264,7 +265,7 @@ def _shares_each(surplus: np.ndarray, added: np.ndarray, long: np.ndarray, most:
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
     """Returns [I] work that a cut adds for every share of a document, because each share reads keys again.
 
-    It is measured on one share with half of the rows: from 1/8 to 3/8 and from 5/8 to 7/8 of the document."""
+    It is measured on one share with half of the rows: from 1/8 to 3/8 of the document, and from 5/8 to 7/8."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)
