@@ -1,8 +1,8 @@
 """The public class :class:`CAD`: core attention disaggregation in a Megatron-Core training script.
 
-*Core attention* is attention without its projections. Ranks with equally many tokens have unequal core attention,
-because attention grows with the square of a document's length. CAD plans every step so that ranks compute parts of each
-other's core attention. Rows of q, k and v travel to other ranks, and outputs come back.
+*Core attention* is attention without its projections. Its work grows with the square of a document's length, so ranks
+with equally many tokens have unequal work. CAD plans every step so that ranks compute parts of each other's core
+attention. Rows of q, k and v travel to other ranks, and outputs come back.
 
     distca.join_world()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
@@ -296,7 +296,7 @@ class CAD:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
             model.position_embedding_type = "rope"  # with "none" a HybridModel would not call rotary_pos_emb
-        # CAD may have several models, and every step must do for all.
+        # Any model of this CAD may run a step, so steps have what one of the models needs.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
@@ -354,9 +354,9 @@ class CAD:
                 16 ids of each of 8 documents to compare ranks.
 
         Raises:
-            PlanError: an object is no document; the number of homes or weights is not the number of documents;
-                documents have more tokens than ``tokens_per_rank`` allows; ranks have different documents or plans; or
-                a rank could not make the step.
+            PlanError: an object is no document; fields of ``StepDocuments`` do not go together; documents have more
+                tokens than ``tokens_per_rank`` allows; ranks have different documents or plans; or a rank could not
+                make the step.
             DataError: a token id is no whole number, or is not below the model's number of token ids.
         """
         self._single_steps += 1
@@ -366,8 +366,7 @@ class CAD:
     def plan_ahead(
         self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1
     ) -> Generator[Step, None, None]:
-        """Yields steps. A background thread plans the next step while the current step runs; all ranks call it
-        together.
+        """Yields steps, each planned in a background thread while the step before runs. All ranks call it together.
 
         Loops may be nested, for example a validation inside training. If all ranks leave a loop early, ``steps`` may
         have been read one item further.
@@ -407,8 +406,8 @@ class CAD:
         """Runs forward and backward of a step.
 
         Gradients are set to zero first. At the end they are reduced over ranks, and divided by the target tokens of the
-        global batch. Megatron's schedule runs the step, except with both pipeline stages and disaggregation. Then
-        ``training/pipeline_schedule.py`` runs it.
+        global batch. With both pipeline stages and disaggregation ``training/pipeline_schedule.py`` runs the step, else
+        Megatron's schedule does.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
@@ -483,8 +482,8 @@ class CAD:
 
         Returns:
             For each micro-batch of ``step.documents`` a list with one float32 tensor [n - 1] for each document of n
-                tokens. Element i is the log-probability of token i + 1, given tokens 0 to i. The result is empty on
-                stages without the loss.
+            tokens. Element i is the log-probability of token i + 1, given tokens 0 to i. The result is empty on
+            stages without the loss.
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
         return [[each[:-1] for each in documents] for documents in gather_documents(self.as_run(step), values)]
@@ -505,8 +504,8 @@ class CAD:
             step: the step that ran last.
 
         Returns:
-            One report for each server of the step; its place has None if the server has left. None on ranks other than
-                0, and without such servers.
+            On rank 0 a list with one report for each server of the step, or None for a server that has left. None on
+            other ranks, and without such servers.
         """
         return None if self._remote is None else self._remote.served(self.as_run(step).announced)
 
@@ -519,15 +518,14 @@ class CAD:
         return {} if self._remote is None else self._remote.timelines()
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
-        """Returns how tokens were spread over experts since the last call, by layer; counts micro-batches with a
-        backward.
+        """Returns how tokens were spread over experts in all training since the last call.
 
         Args:
             model: from :meth:`data_parallel`.
 
         Returns:
             The loads of this stage's layers with experts, by the layer's number from 1; the same on all ranks of the
-                stage.
+            stage.
         """
         loads: dict[int, LayerLoad] = unwrap_model(model).expert_load.take()
         return loads

@@ -60,8 +60,8 @@ class CadArguments(CadOptions):
             linear layers together. "time" needs ``ping_pong``, and one of pipeline stages, ``servers`` and ``speeds``.
             "auto" is "time" on GPUs with ``ping_pong``, if there are stages, ``servers``, ``speeds`` or unlike
             servers, and the transport is not "nvshmem". Else it is "attention".
-        recompute: what backward recomputes beside the modules that Megatron's configuration names: "none", or "all"
-            except core attention. With "all" and without ``disaggregate`` core attention is recomputed too.
+        recompute: with "none" backward recomputes only modules that Megatron's configuration names. With "all" it
+            recomputes everything but core attention, or, without ``disaggregate``, every layer as a whole.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It
             needs recompute "none", and a configuration without recomputed modules and without FP8.
         offload: True moves the inputs of every layer to host memory until backward. It needs ``disaggregate``,
@@ -109,9 +109,6 @@ class CadArguments(CadOptions):
     def how(self, stages: int) -> How:
         """Checks that the arguments go together; returns "keep" or "resend", which say where q, k and v wait for
         backward.
-
-        Args:
-            stages: number of pipeline stages.
 
         Raises:
             SupportError: two arguments do not go together.
@@ -183,7 +180,6 @@ def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int
         disaggregate: whether other ranks compute parts of a rank's core attention.
         recompute: "all" if backward recomputes everything but core attention, else "none".
         backward: "keep" or "resend".
-        stages: number of pipeline stages.
 
     Raises:
         SupportError: an argument has another value than ``offload`` needs.
@@ -207,7 +203,6 @@ def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
 
     Args:
         recompute: "all" if backward recomputes everything but core attention, else "none".
-        config: the model's configuration.
 
     Raises:
         SupportError: an argument or a field has another value than ``keep_outputs`` needs.
@@ -228,7 +223,6 @@ def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, un
     Args:
         level: the work that a plan makes equal: "attention", "time" or "auto".
         disaggregate: whether other ranks compute parts of a rank's core attention.
-        stages: number of pipeline stages.
         ping_pong: whether a micro-batch runs as two parts, so that one computes while the other's rows travel.
         unlike: whether servers differ in speed, or some servers have no model.
 

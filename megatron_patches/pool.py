@@ -34,10 +34,6 @@ def join_pool(
     """Returns this rank's kernel, transport and timeline; all ranks call it together.
 
     Args:
-        config: Megatron's configuration.
-        layer_kinds: the kinds of attention and recurrences of the model's layers.
-        device: this rank's device.
-        given: the user's arguments of ``CAD``.
         how: "keep" or "resend".
         remote: processes without a model that compute attention too; None without such processes.
 

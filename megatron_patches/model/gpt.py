@@ -100,10 +100,8 @@ def build_gpt(
     """Builds this pipeline stage's part of Megatron's GPTModel, on the current device.
 
     Args:
-        shape: sizes and settings of the model.
         vocabulary: number of token ids. Embedding and output layer are padded to a multiple of the tensor-parallel
             size, and the loss leaves the padding out.
-        config: from :func:`transformer_config`.
         spec: the spec of the layers, for example from ``block_spec`` of ``distca.CAD``.
         rotary_percent: share of each head's dimensions that RoPE rotates, from 0 to 1.
 
@@ -145,8 +143,6 @@ def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
     """Builds Megatron's GPTModel, or a HybridModel if the shape has a pattern of layers.
 
     Args:
-        shape: sizes and settings of the model.
-        vocabulary: number of token ids, without padding.
         cad: the ``distca.CAD`` that was made with the keywords of ``cad_keywords(shape)`` (``model_variant.py``).
     """
     if shape.hybrid.pattern:
@@ -158,9 +154,6 @@ def build_hybrid_of(shape: ModelShape, vocabulary: int, config: TransformerConfi
     """Builds this pipeline stage's part of Megatron's HybridModel from a shape with a pattern of layers.
 
     Args:
-        shape: sizes and settings of the model.
-        vocabulary: number of token ids, without padding.
-        config: from :func:`transformer_config`.
         spec: the spec of the stack of layers, for example from ``hybrid_stack_spec`` of ``distca.CAD``.
     """
     model = build_hybrid(
@@ -191,11 +184,8 @@ def build_hybrid(
     """Builds this pipeline stage's part of Megatron's HybridModel, on the current device.
 
     Args:
-        vocabulary: number of token ids, without padding.
-        config: from :func:`transformer_config`.
         spec: the spec of the stack of layers, for example from ``hybrid_stack_spec`` of ``distca.CAD``.
         pattern: Megatron's ``hybrid_layer_pattern``, one symbol for each layer.
-        rotary_base: base of RoPE's frequencies.
         rotary_percent: share of each head's dimensions that RoPE rotates, from 0 to 1.
         positions: "rope", or "none" for attention without positions.
         tied: whether the embedding and the output layer share their weights.

@@ -73,7 +73,6 @@ def _yarn(scaling: RopeScaling, score_magnitude: float) -> dict[str, Any]:
     + 0.1 w ln(scaling factor). This function solves the equation for ``mscale``.
 
     Args:
-        scaling: YaRN's settings.
         score_magnitude: Megatron's ``mscale_all_dim``.
     """
     magnitude = scaling.resolved_attention_factor * yarn_magnitude(scaling.factor, score_magnitude)

@@ -4,8 +4,7 @@ A *kind* of attention says how many keys a query sees, how scores are scaled and
 A sink is a learned score that joins a head's softmax without a value.
 
 - ``window_size`` (w - 1, 0) is a window of w keys: the query's own key and w - 1 keys before.
-- ``window_attn_skip_freq`` is a number N if every N-th layer has no window, or a list with a 1 for layers with a
-window.
+- ``window_attn_skip_freq`` is a number N if every N-th layer has no window, else a list with a 1 for windowed layers.
 - ``softmax_type`` "learnable" adds a sink to each head.
 """
 
@@ -47,7 +46,6 @@ class LayerKinds:
         """Returns the kinds of a configuration's layers.
 
         Args:
-            config: Megatron's configuration.
             softcap: limit of attention scores in all layers; 0 for no limit.
             pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
 
@@ -68,7 +66,6 @@ def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float =
     """Returns the kind of attention of one layer.
 
     Args:
-        config: Megatron's configuration.
         layer_number: number of the layer, from 1.
         softcap: limit of attention scores; 0 for no limit.
 

@@ -45,7 +45,6 @@ def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
     """Returns the units of a whole model, in order.
 
     Args:
-        config: Megatron's configuration.
         pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
     """
     if pattern:

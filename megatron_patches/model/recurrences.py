@@ -3,9 +3,9 @@
 A recurrent layer has a recurrence, such as the gated delta rule or Mamba-2's scan, in place of softmax attention. A
 :class:`Recurrence` is the formula between the layer's projections, with the sizes of heads.
 
-A GPTModel has recurrent layers if ``experimental_attention_variant`` is "gated_delta_net". ``linear_attention_freq`` is
-a number N if all but every N-th layer are recurrent, or a list with a 1 for recurrent layers. In a HybridModel a
-pattern names them (``pattern.py``).
+A GPTModel has recurrent layers if ``experimental_attention_variant`` is "gated_delta_net". With
+``linear_attention_freq`` N every N-th layer has attention, and all others are recurrent. As a list it has a 1 for each
+recurrent layer. In a HybridModel a pattern names the recurrent layers (``pattern.py``).
 """
 
 from __future__ import annotations

@@ -60,7 +60,6 @@ def share_of(
         name: the parameter's name in a GPTModel.
         full: the parameter in a model without tensor parallelism.
         shape: shape of this rank's part.
-        rank: this tensor-parallel rank.
         divisions: sections of the model's parameters.
     """
     if full.shape == shape:
@@ -85,7 +84,6 @@ def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, s
     A rank counts its own layers and experts from 0, so names differ.
 
     Args:
-        model: this rank's part of the model.
         first_layer: number of the stage's first layer in the whole model, from 0.
         tied: whether the output layer holds a copy of the embedding's weights.
     """
@@ -109,7 +107,6 @@ def gather_gradients(
     All ranks call this function together.
 
     Args:
-        model: this rank's part of the model.
         names: from :func:`names_in_whole`.
         weights: weights of the whole model, for their shapes.
     """

@@ -16,18 +16,18 @@ from typing import Any
 def compile_on_gpus_only() -> None:
     """Makes torch.compile return Megatron's functions unchanged if there is no GPU.
 
-    Call it before Megatron is imported, which decorates functions with torch.compile. On CPUs they would need a C++
-    compiler.
+    Call it before Megatron is imported: Megatron decorates functions with torch.compile, and on CPUs these would need a
+    C++ compiler.
     """
     if not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeMegatron())
 
 
 class _BeforeMegatron:
-    """Replaces torch.compile when a part of Megatron-Core is first imported. As a finder in ``sys.meta_path`` it finds
-    nothing.
+    """A finder in ``sys.meta_path`` that finds nothing, but replaces torch.compile once a part of Megatron-Core is
+    imported.
 
-    So this package can be imported without importing torch.
+    So an import of this package does not import torch.
     """
 
     done = False

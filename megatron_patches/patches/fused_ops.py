@@ -25,7 +25,7 @@ from megatron_patches.model.expert_fields import sigmoid_gelu
 from megatron_patches.te.quantization import keeps_inputs
 
 _KEPT = "distca_rotation"
-"""The attribute of the tensor of RoPE's angles that holds the angles' cosines and sines."""
+"""RoPE's tensor of angles has its cosines and sines in this attribute."""
 _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702}
 """The slope of activation functions x · sigmoid(slope · x)."""
 
@@ -123,8 +123,8 @@ class LeanMLP(SwigluMLP):
 def fuse_swiglu(model: torch.nn.Module) -> None:
     """Turns a built model's MLPs into :class:`SwigluMLP` or, with another activation, into :class:`LeanMLP`.
 
-    Experts stay unchanged, and so do MLPs whose other activation Megatron fuses. The class changes after the model was
-    built, as Megatron warns of unknown classes while it builds.
+    Experts stay unchanged, and so do MLPs with another activation that Megatron fuses. Classes change after the model
+    was built, as Megatron warns of unknown classes while it builds.
     """
     for module in model.modules():
         if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):

@@ -61,8 +61,8 @@ class PatchedForward(LanguageModule):
 
         Returns:
             With ``summed_loss`` a scalar, the sum of the tokens' losses, each times its ``loss_mask``. With
-                ``log_probabilities`` [1, rows], the logarithm of every label's probability. Otherwise Megatron's
-                result, for example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
+            ``log_probabilities`` [1, rows], the logarithm of every label's probability. Otherwise Megatron's
+            result, for example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
 
         Raises:
             SupportError: an argument is missing or has the wrong class; or ``summed_loss`` or ``log_probabilities`` is

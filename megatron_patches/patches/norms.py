@@ -1,8 +1,9 @@
 """The norms with which this project's specs build Megatron's layers.
 
-Without Transformer Engine, Megatron's own norms refuse sequence parallelism and zero-centred weights; these do not.
-With sequence parallelism each tensor-parallel rank normalises its own rows. The attribute ``sequence_parallel`` of a
-weight makes Megatron add up its gradients over these ranks. A zero-centred weight is the norm's factor minus one.
+Without Transformer Engine, Megatron's own norms refuse sequence parallelism and zero-centred weights. The norms here
+support both. With sequence parallelism each tensor-parallel rank normalises its own rows. The attribute
+``sequence_parallel`` of a weight makes Megatron add up its gradients over these ranks. A zero-centred weight is the
+norm's factor minus one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from distca.ops.triton import has_kernels
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm over the last dimension, on GPUs by one kernel for forward and one for backward, in float32.
+    """RMSNorm over the last dimension. On GPUs forward is one kernel and backward another; both compute in float32.
 
     With ``layernorm_zero_centered_gamma`` the factor is 1 + weight.
     """
@@ -142,9 +143,9 @@ class KeyWidthNorm(_WidthNorm):
 
 
 def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: TransformerConfig) -> bool:
-    """Whether the norm multiplies by one plus the weight; if so, sets the weight to zero.
+    """Prepares a norm's parameters; returns whether the norm multiplies by one plus the weight.
 
-    It also sets the attribute ``sequence_parallel`` of the norm's parameters.
+    Such a weight starts at zero. All parameters get the attribute ``sequence_parallel``.
     """
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -51,8 +51,6 @@ class PositionRotary(torch.nn.Module):
         """Returns the embedding for the first ``dims`` dimensions of a head.
 
         Args:
-            dims: number of dimensions that are rotated.
-            base: base of the frequencies.
             scaling: scaling for long contexts, whose attention factor is not applied here.
             interleaved: whether the two elements of a pair are neighbours.
         """

@@ -62,7 +62,6 @@ def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool
     """Refuses models and settings that were not tested with servers without a model.
 
     Args:
-        config: Megatron's configuration.
         recurrent: whether some layers are recurrent.
         offload: whether inputs of layers wait for backward in host memory.
 
@@ -89,13 +88,12 @@ class RemoteServers:
         servers: number of servers, over all tensor-parallel ranks.
         tp: number of tensor-parallel ranks; each has the same number of servers.
         transport: the transport that the user named: "auto", or "nccl" on GPUs and "gloo" on CPUs.
-        device: this rank's device.
 
     Attributes:
         transport: moves rows between the members of this rank's pool: first homes, then servers.
         generation: number of the pool's generation, from 0.
-        numbers: the numbers of the present servers, over all tensor-parallel ranks, in the pools' order. Whoever starts
-            a server gives it its number.
+        numbers: the numbers of the present servers. Of ``tp`` consecutive servers each belongs to another
+            tensor-parallel rank. A server gets its number when it is started.
 
     Raises:
         SupportError: the number of servers, the transport or a server's device is not possible.
@@ -144,7 +142,7 @@ class RemoteServers:
 
     @property
     def machines(self) -> list[str]:
-        """The names of the machines on which this rank's servers run, in the servers' order."""
+        """The names of the machines on which this tensor-parallel rank's servers run, in the servers' order."""
         return [each.machine for each in self._servers[dist.get_rank() % self._tp :: self._tp]]
 
     @property
@@ -225,14 +223,12 @@ class RemoteServers:
 
         Args:
             number: from :meth:`announce`.
-            plan: the step's plan.
-            forward_only: True if the step has no backward.
             zero: the time at which the homes began to record spans, in seconds since 1970; None if they do not record.
                 Servers record if homes do.
         """
         if self._leads:
-            # A server that has to plan again gets documents in the micro-batches to which the plan moved them. Room
-            # None prevents a second move.
+            # A server may have to plan again. It gets documents in the micro-batches to which the plan moved them, and
+            # None in place of a room, so that it moves none.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
 
     def is_served(self) -> bool:
@@ -242,7 +238,7 @@ class RemoteServers:
     def served(self, number: int) -> list[Served | None] | None:
         """Waits for the servers' reports on step ``number``, and returns them in the servers' order.
 
-        A server that has left has None. On ranks other than 0 the result is None.
+        The report of a server that has left is None. On ranks other than 0 the result is None.
         """
         return [self._left(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 

@@ -20,8 +20,8 @@ __all__ = ["World", "join_world", "leave_world"]
 def join_world() -> World:
     """Initialises torch.distributed from the launcher's environment variables; NCCL on GPUs, gloo on CPUs.
 
-    Without a launcher (``python pretrain_llama.py``) this process is the only rank. It ends when its torchrun is
-    killed.
+    Without a launcher (``python pretrain_llama.py``) this process is the only rank. Under torchrun the process ends
+    when torchrun is killed.
 
     Returns:
         This process's rank, the number of ranks, and its device.

@@ -3,8 +3,8 @@
 Megatron hands a model's argument ``attention_mask`` to the attention modules without reading it. So these objects reach
 our modules, and no signature changes.
 
-- :class:`DisaggregatedMicroBatch`: several ranks compute the micro-batch's core attention. Its rows are split into one
-or two nano-batches, so that one is computed while the other's rows travel.
+- :class:`DisaggregatedMicroBatch`: several ranks compute the micro-batch's core attention. Rows are split into one or
+  two nano-batches. Of two, one is computed while the other's rows travel.
 - :class:`PackedMicroBatch`: every document lies whole on one rank, which computes its attention.
 
 A row is the hidden state of one token. "This rank" is a data-parallel rank; its tensor-parallel ranks have the same
@@ -64,8 +64,8 @@ class PackedMicroBatch:
     Attributes:
         batch: the borders between this rank's documents, for the attention kernel.
         rows: number of rows that belong to documents; padding comes after them.
-        recurrent: borders of documents for recurrent layers, by the number of earlier rows that a layer's causal
-            convolution reads.
+        recurrent: borders of documents for recurrent layers. The key is the number of earlier rows that a layer's
+            causal convolution reads.
         document_lengths: [N] int64 tokens of each row's document; None if the model's position embedding does not need
             them.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
@@ -99,7 +99,6 @@ class PackedMicroBatch:
         """Returns [rows of q, H, elements of a head of v], the core attention of this rank's rows.
 
         Args:
-            kernel: the attention kernel.
             q_NHD: queries, without padding rows.
             k_NGD: keys of the same rows.
             v_NGD: values of the same rows; latent attention may have fewer than D elements here.

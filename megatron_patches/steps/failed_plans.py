@@ -22,7 +22,6 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
     """Writes the step's file if the ``with`` block raises an unexpected error. A DistcaError passes unchanged.
 
     Args:
-        inputs: the documents' lengths and the planner's options.
         number: the step's number, for the message and the file's name.
         folder: the folder of the file. If it cannot be written there, it goes to the folder for temporary files.
 

@@ -27,10 +27,8 @@ def layer_works(
     Every layer of a GPTModel is given the mean weights of all layers' MLPs and experts.
 
     Args:
-        config: Megatron's configuration.
         layer_kinds: the kinds of the model's layers; recurrences have the heads of one tensor-parallel rank.
         pattern: the layers of a HybridModel, a letter for each layer; empty for a GPTModel.
-        tp: number of tensor-parallel ranks.
         recompute_segments: whether backward recomputes everything but core attention. If False, it recomputes the MLPs
             if ``config`` says so.
     """

@@ -1,8 +1,8 @@
 """Brings figures of single tokens, such as losses, from ranks' order to documents' order, and back.
 
-A rank holds some tokens of some documents, in an order that the plan chose. Each is a *row* of the rank. The function
-``gather_documents`` makes figures of documents from figures of all ranks' rows. The function ``rows_of`` (for users
-``distca.rows_of``) does the reverse for one rank.
+A rank holds some tokens of some documents, in an order that the plan chose. Each such token is a *row* of the rank. The
+function ``gather_documents`` makes figures of documents from figures of all ranks' rows. The function ``rows_of`` (for
+users ``distca.rows_of``) does the reverse for one rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[to
 
     Returns:
         For each micro-batch a list with one tensor [n] for each document of n tokens, in the order of tokens. Empty if
-            ``values`` is empty.
+        ``values`` is empty.
     """
     gathered = []
     for batch, mine, documents in zip(step.batches, values, step.documents.micro_batches, strict=False):

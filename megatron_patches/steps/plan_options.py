@@ -1,8 +1,8 @@
 """Makes the planner's options from Megatron's configuration and process groups, and from the arguments of ``CAD``.
 
-The planner divides attention into tasks, gives each task to a rank, its *server*, and makes the servers' seconds about
-equal. It gets seconds from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a shape of
-heads. Without a table seconds are estimated. Servers with unlike GPUs or kernels have unlike tables.
+The planner divides attention into tasks, and gives each task to a rank, the task's *server*. All servers get tasks of
+about equal seconds. Seconds come from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a
+shape of heads. Without a table seconds are estimated. Servers with unlike GPUs or kernels have unlike tables.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ def plan_options(
     """Returns the planner's options, the same on every rank; all ranks call it together.
 
     Args:
-        config: Megatron's configuration.
-        layer_kinds: the kinds of attention of the model's layers.
-        kernel: the attention kernel that runs on this rank.
-        device: this rank's device.
-        given: the user's arguments of ``CAD``.
         how: "keep" if servers keep q, k and v for backward, "resend" if servers get them once more.
         remote: the processes that compute attention and have no model; None without such processes.
 
@@ -78,8 +73,7 @@ def plan_options(
         find = partial(_costs_on, kinds=layer_kinds.kinds, cost=None if given.cost_table else cost)
         costs = costs_by_sort(costs, sorts, find, warns=dist.get_rank() == 0 and not given.speeds)
         unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
-        # CPU ranks may share cores, so no rank is idle. With NVSHMEM an idle server could get more rows at once than
-        # its receive memory holds.
+        # CPU ranks may share cores. With NVSHMEM an idle server could get more rows than its receive memory holds.
         usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         works = partial(layer_works, config, layer_kinds, given.hybrid_layer_pattern, tp, given.recompute == "all")
         non_attention = _non_attention(config, cost, given.level, usual, works)
@@ -180,8 +174,8 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
 def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
-    If ``cost`` is a table and the layers have a window, that is the package's table for the window. If the package has
-    none, or in all other cases, the seconds are derived from ``cost``.
+    For a window, if ``cost`` is a table, it is the package's table of that window, if there is one. Otherwise it is
+    derived from ``cost``.
     """
     if kind.window and isinstance(cost, TableCost):
         heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
@@ -197,7 +191,6 @@ def _costs_on(sort: ServerSort, kinds: Sequence[AttentionKind], cost: CostModel 
 
     Args:
         sort: the GPU model and kernel.
-        kinds: the kinds of attention layers.
         cost: the costs on the first server, with the shape of heads. The result is None if ``cost`` is no table.
     """
     if not isinstance(cost, TableCost):
@@ -211,11 +204,9 @@ def _costs_on(sort: ServerSort, kinds: Sequence[AttentionKind], cost: CostModel 
 def _non_attention(
     config: TransformerConfig, cost: CostModel, level: Level, usual: bool, works: Callable[[], Sequence[LayerWork]]
 ) -> NonAttention | None:
-    """Returns the seconds per row that a rank computes between two attention layers; None if plans level attention
-    alone.
+    """Returns a rank's seconds per row between two attention layers; None if plans make only attention's seconds equal.
 
     Args:
-        config: Megatron's configuration.
         cost: the seconds of attention tasks; ``cost.linear`` has the seconds of linear layers, or is None.
         level: what a plan makes equal: "attention", "time" (attention and linear layers together), or "auto".
         usual: whether ``level`` "auto" means "time".

@@ -131,7 +131,6 @@ def make_step(
 
     Args:
         documents: the step's documents, by micro-batch.
-        options: the options of the planner.
         taker: this rank and the needs of its model.
         room: the most tokens of a micro-batch, over all ranks. The planner may then move documents to other
             micro-batches, unless the caller gave documents their ranks. 0 leaves every document in its micro-batch.
@@ -233,7 +232,7 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
     def own(micro_batch: int, attention: Sequence[LayerRoutes]) -> tuple[LayerRoutes, ...]:
         there = pieces(plan.forward[plan.forward_phase(micro_batch, stage)])
-        # Other stages run other micro-batches in the phase of this backward than in the phase of the forward.
+        # In this micro-batch's backward phase other stages run other micro-batches than in its forward phase.
         if options.stages > 1:
             back = pieces(plan.backward[plan.backward_phase(micro_batch, stage)])
             there = {

@@ -73,7 +73,6 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
 
     Args:
         documents: from :func:`listed`.
-        ranks: number of data-parallel ranks.
         tokens_per_rank: the most tokens of a micro-batch, divided by the number of ranks. If documents have homes, it
             also limits the tokens of each rank.
 

@@ -1,4 +1,4 @@
-"""Makes training steps in a background thread, one ahead, and compares each step's plan between ranks.
+"""Makes training steps (planned global batches) in a background thread, one ahead, and compares them between ranks.
 
 Every rank plans the next step while the device still runs the current one. Before the training loop gets a step, ranks
 compare checksums of the plan and of some tokens.

@@ -77,7 +77,6 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
     """Refuses a model that another CAD attached, or that has changed since it was attached.
 
     Args:
-        model: the attached model.
         pool: the kernel and transport of the CAD that is going to run it.
 
     Raises:

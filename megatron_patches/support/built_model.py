@@ -97,8 +97,8 @@ def check_model(
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        layer: the required class of layers. For SplitTransformerLayer, other kinds of layers may be of this project's
-            classes for them, for example recurrent layers.
+        layer: the required class of layers. With SplitTransformerLayer each kind of layer has its own class, for
+            example recurrent layers.
         options: the model's options for which Megatron's configuration has no field.
 
     Raises:

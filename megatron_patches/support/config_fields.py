@@ -21,7 +21,7 @@ from distca.errors import SupportError
 from megatron_patches.support.experts import EXPERT_FIELDS, check_experts
 from megatron_patches.support.limits import Limit, check_limit
 
-# Fields of which all values are supported, by the code that reads them.
+# Fields of which all values are supported. The key names the code that reads them, or says why no code does.
 _SERVED_BY = {
     "Megatron's own linear layers, embedding and MLP": """
         num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels add_bias_linear
@@ -283,7 +283,6 @@ def check_recomputation(config: TransformerConfig, recompute_segments: bool = Fa
     """Refuses to recompute single modules other than MLPs (dense or with experts), or to recompute MLPs twice.
 
     Args:
-        config: the configuration of a model.
         recompute_segments: whether backward recomputes everything but core attention, as ``CAD(recompute="all")`` does.
 
     Raises:

@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from megatron_patches.support.limits import Limit, check_limit
 
-# Fields of which all values are supported, by the code that reads them.
+# Fields of which all values are supported. The key names the code that reads them, or says why no code does.
 _SERVED_BY = {
     "megatron's routers and experts, and the losses for balance between experts": """
         num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
@@ -77,7 +77,6 @@ def refuse_experts(config: TransformerConfig, what: str) -> None:
     """Refuses a model with experts, for a feature that was not tested with experts.
 
     Args:
-        config: the model's configuration.
         what: the feature, as the message names it.
 
     Raises:

@@ -1,7 +1,7 @@
 """Refuses settings that were not tested with recurrent layers or with gates on attention's output.
 
-A hybrid model mixes attention with recurrent layers: gated delta nets or Mamba-2. It is a GPTModel whose
-``experimental_attention_variant`` is "gated_delta_net", or a HybridModel. The latter has a pattern with one letter for
+A hybrid model mixes attention with recurrent layers: gated delta nets or Mamba-2. One form is a GPTModel whose
+``experimental_attention_variant`` is "gated_delta_net". The other is a HybridModel, with a pattern of one letter for
 each layer, such as "G-*-".
 """
 
@@ -45,7 +45,6 @@ def check_hybrid(
     """Refuses a setting that is not supported with recurrent layers or output gates.
 
     Args:
-        config: Megatron's configuration.
         pattern: the letters of a HybridModel's layers; empty for a GPTModel.
         options: the model's options beyond Megatron's configuration.
         disaggregate: False if every rank computes its own attention.

@@ -17,10 +17,6 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 def check_latent(config: TransformerConfig, given: CadArguments) -> None:
     """Refuses a setting that is not supported with latent attention.
 
-    Args:
-        config: Megatron's configuration.
-        given: the arguments of ``CAD``.
-
     Raises:
         SupportError: a setting is not supported, or ``latent_norm_epsilon`` is set in a model without latent attention.
             The message names the first such setting.

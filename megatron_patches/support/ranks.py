@@ -45,8 +45,8 @@ def check_groups(config: TransformerConfig) -> None:
                 f"{name} is {getattr(config, name)} in the configuration, but Megatron's process groups were made with "
                 f"{size}: give the configuration and parallel_state.initialize_model_parallel the same {name}."
             )
-    # By the distance of neighbouring ranks in a group, the group. Where two kinds of group have the same distance, the
-    # first kind has one rank, which needs no check. Example: tp 2, dp 2, 2 stages have distances 1, 2 and 4.
+    # The key is the distance of neighbouring ranks in the group: with 2 tensor-parallel ranks, 2 data-parallel ranks
+    # and 2 stages 1, 2 and 4. If two keys are equal, the first group has one rank and needs no check.
     strides = {
         1: parallel_state.get_tensor_model_parallel_group(),
         tp: parallel_state.get_data_parallel_group(),
@@ -66,7 +66,6 @@ def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) ->
     It compares numbers, strings, booleans and None.
 
     Args:
-        config: Megatron's configuration.
         arguments: arguments of ``CAD`` that have to be the same on all ranks, by name.
 
     Raises:

@@ -55,7 +55,6 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
         model: the model, before it is wrapped.
         params_dtype: the configuration's ``params_dtype``. With bfloat16 any dtype passes, as Megatron then casts the
             weights.
-        device: this rank's device.
 
     Raises:
         SupportError: a weight is refused; the message names the first.

@@ -34,8 +34,6 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
     Args:
         linears: "te" for Transformer Engine's layers, "local" for Megatron's own, "auto" for Transformer Engine's if
             they can be used.
-        config: the model's configuration.
-        device: this rank's device.
 
     Raises:
         SupportError: ``linears`` or FP8 asks for Transformer Engine's layers, which cannot be used; or FP8 cannot be

@@ -3,8 +3,9 @@
 Megatron builds such weights if its configuration sets ``fp8_param``. Its optimizer keeps a float32 *main weight* for
 each. The first main weight is the drawn initial value, not rounded to FP8.
 
-For backward on Hopper GPUs Transformer Engine makes a transposed copy of a weight's FP8 numbers, and keeps it. This
-file drops the copy after use, which halves the weight's memory to one byte for each parameter.
+For backward on Hopper GPUs Transformer Engine makes a transposed copy of a weight's FP8 numbers, and keeps the copy.
+This file drops it after use, which halves the weight's memory to one byte for each parameter. In names, "columns" means
+the transposed copy.
 """
 
 from __future__ import annotations

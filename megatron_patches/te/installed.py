@@ -1,7 +1,7 @@
 """Says, without an import, whether a supported Transformer Engine is installed; hides Transformer Engine without a GPU.
 
-Megatron-Core imports Transformer Engine wherever it is installed, and without a GPU that import fails with an error
-that Megatron-Core does not expect. A hook makes it raise ModuleNotFoundError, as if the package were missing.
+Megatron-Core imports Transformer Engine wherever it is installed. Without a GPU that import fails with an error that
+Megatron-Core does not expect. A hook makes the import raise ModuleNotFoundError, as if the package were missing.
 """
 
 from __future__ import annotations

@@ -71,7 +71,6 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
 
     Args:
         recipe: from :func:`make_recipe`, or another recipe of Transformer Engine.
-        config: the layer's configuration.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 

@@ -67,13 +67,7 @@ def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str
 
 
 def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], fp8: Fp8) -> str | None:
-    """Returns why products are wrong, as part of a sentence; None if rounding explains the difference from float64.
-
-    Args:
-        actual: products by name.
-        exact: the same products in float64.
-        fp8: how tensors were scaled to FP8.
-    """
+    """Returns why products are wrong, as part of a sentence; None if rounding explains the difference from float64."""
     for name, expected in exact.items():
         values, square = actual[name].double(), expected.square().sum()
         off = float(((values - expected).square().sum() / square).sqrt())

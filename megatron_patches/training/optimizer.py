@@ -22,7 +22,7 @@ from megatron_patches.te.fp8_weights import has_fp8_weights
 
 
 class OptimizerSettings(Protocol):
-    """The settings of the optimizer and its schedule, most by the names that Megatron uses."""
+    """The settings of the optimizer and its schedule."""
 
     @property
     def lr(self) -> float: ...
@@ -79,10 +79,8 @@ def build_optimizer(
 
     Args:
         model: from ``wrap_for_data_parallel``.
-        settings: learning rates, weight decay, clipping and the like.
-        steps: number of steps of the whole run. The learning rate reaches its end then.
+        steps: number of steps of the whole run; the learning rate decays until the last.
         warmup_steps: number of steps in which the learning rate rises linearly.
-        dtype: dtype of the model's weights.
         decay_steps: number of steps of the decay at the run's end, for the schedule "wsd" (warm-up, stable, decay).
         moments: dtype of Adam's moments, torch.float32 or torch.bfloat16. bfloat16 needs Transformer Engine's Adam.
 
@@ -133,8 +131,8 @@ def build_optimizer(
 
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
     """Returns the fields of Megatron's optimizer configuration for bfloat16 moments and for FP8 weights."""
-    # With "tensorwise" Megatron keeps float32 main weights. With "delayed" Transformer Engine's Adam would keep 16 bits
-    # beside each weight, which make float32 of a bfloat16 weight, but not of an FP8 weight.
+    # With "tensorwise" Megatron keeps float32 copies of FP8 weights. With "delayed" Transformer Engine's Adam would
+    # keep the 16 bits that a bfloat16 weight lacks of float32. An FP8 weight lacks more.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held

@@ -1,15 +1,15 @@
 """The pipeline schedule of models whose core attention is computed by all stages together.
 
 A tick is a forward phase of all stages, and then a backward phase of all stages. In a phase each stage runs one
-micro-batch or none. All stages run their layer i at the same time, and share its core attention. A stage without a
-micro-batch only *serves*: it computes attention for other stages.
+micro-batch or none. All stages run their layer i at the same time, and share that layer's core attention. A stage
+without a micro-batch only *serves*: it computes attention for other stages.
 
 With p stages, stage s runs the forward of micro-batch m in tick m + s, and the backward in tick m + 2(p − 1) − s. M
-micro-batches take M + p − 1 forward phases and as many backward phases. Stage s holds activations of up to 2(p − 1 − s)
-+ 1 micro-batches; Megatron's 1F1B holds those of p − s.
+micro-batches take M + p − 1 forward phases and as many backward phases. Stage s holds activations of at most 2(p − 1 −
+s) + 1 micro-batches; Megatron's 1F1B holds those of p − s.
 
-Activations travel to the next stage during the backward phase that follows, gradients to the previous stage during the
-next forward phase. All ranks start all exchanges in the same order, so that none waits for another forever.
+Activations travel to the next stage during the backward phase that follows. Gradients travel to the previous stage
+during the next forward phase. All ranks start all exchanges in the same order, so that none waits for another forever.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Stage:
             hook.remove()
 
     def forward_phase(self, number: int, plan: StepPlan, forward_only: bool) -> None:
-        """Runs or serves forward phase ``number``, then starts the activations' transfer."""
+        """Computes in forward phase ``number``, or only serves; then starts the activations' transfer."""
         running = plan.forward[number].micro_batches
         received, output = self._activations.wait(), None
         micro_batch = running[self._number]
@@ -162,7 +162,7 @@ class _Stage:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
 
     def backward_phase(self, number: int, plan: StepPlan) -> None:
-        """Runs or serves backward phase ``number``, then starts the gradients' transfer."""
+        """Computes in backward phase ``number``, or only serves; then starts the gradients' transfer."""
         running = plan.backward[number].micro_batches
         micro_batch = running[self._number]
         received, sent = self._gradients.wait(), None

@@ -132,8 +132,8 @@ def note_trained(model: DistributedDataParallel) -> None:
 def _check_replicas(model: Any) -> None:
     """Refuses a model whose weights differ between data-parallel ranks.
 
-    They come to differ if the model was wrapped for a distributed optimizer, but trained with another one. Each rank
-    then has reduced gradients for its own shard only, and the other optimizer updates all weights.
+    They differ if the model was wrapped for a distributed optimizer, but trained with another one. Each rank then has
+    reduced gradients for its own shard only, and the other optimizer updates all weights.
     """
     if getattr(model, "weights_gathered", True):  # a distributed optimizer is at work
         return

@@ -1,7 +1,7 @@
 """Runs one training step with Megatron: the model's wrapper for data parallelism, the schedule, and the step's loss.
 
 Losses are summed over tokens, so gradients are sums too. At the step's end gradients are divided once by the number of
-target tokens in the global batch.
+target tokens in the global batch. A row is one token of a rank.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def wrap_for_data_parallel(
 ) -> DistributedDataParallel:
     """Wraps a model in Megatron's DistributedDataParallel, which reduces gradients over data-parallel ranks.
 
-    Without pipeline stages a bucket of weights is reduced during backward of a step's last micro-batch. Megatron starts
-    the reduction once each weight of the bucket has as many gradients as in the first step. So every step must give
-    each weight the same number of gradients, also on a rank without tokens.
+    Without pipeline stages gradients are reduced during backward of a step's last micro-batch, a bucket of weights at a
+    time. Megatron starts a bucket once each of its weights has as many gradients as in the first step. So every step
+    must give each weight the same number of gradients, also on a rank without tokens.
 
     Args:
         model: the model, which is cast to bfloat16 where its configuration says so.
@@ -80,8 +80,11 @@ def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Adds the attribute ``weights_gathered`` to the model: whether an optimizer has gathered shards of weights, or
-    there are no shards."""
+    """Adds the attribute ``weights_gathered`` to the model, which becomes True when an optimizer gathers shards of
+    weights.
+
+    Without shards it is True from the start.
+    """
 
     def noting(gather: Callable[..., None]) -> Callable[..., None]:
         def noted(*args: Any, **options: Any) -> None:
@@ -165,8 +168,8 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
     Megatron would also accept a loss without a number of tokens, and divide gradients by the number of micro-batches.
 
     Raises:
-        SupportError: from the returned function, if ``forward_step`` or its loss function does not keep to
-            :data:`ForwardStep`.
+        SupportError: from the returned function, if ``forward_step`` or its loss function does not return what
+            :data:`ForwardStep` says.
     """
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
