@@ -182,7 +182,6 @@ class CAD:
         return plan_options(self.config, self._kinds, self.pool.kernel, self.device, given, self._how, self._remote)
 
     def _terms(self) -> PoolTerms:
-        """Returns the facts about this model that servers without a model need."""
         spec = attention_spec(self.config, self._kinds, self.device, self._given)
         return PoolTerms(self.options, spec, self._how)
 

@@ -176,10 +176,7 @@ def with_keywords_of(
 def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int) -> None:
     """Refuses ``offload`` if another argument does not go with it.
 
-    Args:
-        disaggregate: whether other ranks compute parts of a rank's core attention.
-        recompute: "all" if backward recomputes everything but core attention, else "none".
-        backward: "keep" or "resend".
+    ``backward`` is "keep" or "resend" here, not "auto".
 
     Raises:
         SupportError: an argument has another value than ``offload`` needs.
@@ -200,9 +197,6 @@ def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int
 
 def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
     """Refuses ``keep_outputs`` if backward recomputes layers or layers compute in FP8.
-
-    Args:
-        recompute: "all" if backward recomputes everything but core attention, else "none".
 
     Raises:
         SupportError: an argument or a field has another value than ``keep_outputs`` needs.

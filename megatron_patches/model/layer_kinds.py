@@ -65,9 +65,7 @@ class LayerKinds:
 def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float = 0.0) -> AttentionKind:
     """Returns the kind of attention of one layer.
 
-    Args:
-        layer_number: number of the layer, from 1.
-        softcap: limit of attention scores; 0 for no limit.
+    ``layer_number`` is counted from 1; ``softcap`` is the limit of attention scores, 0 for none.
 
     Raises:
         SupportError: ``window_size`` or ``window_attn_skip_freq`` has a wrong form.
@@ -97,7 +95,6 @@ def _window(config: TransformerConfig) -> int:
 
 
 def _has_window(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether layer ``layer_number`` (from 1) has a window."""
     every = config.window_attn_skip_freq
     if config.window_size is None:
         return False

@@ -61,12 +61,8 @@ _pools = count()
 def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool) -> None:
     """Refuses models and settings that were not tested with servers without a model.
 
-    Args:
-        recurrent: whether some layers are recurrent.
-        offload: whether inputs of layers wait for backward in host memory.
-
     Raises:
-        SupportError: the model or a setting is refused; the message names it.
+        SupportError: there are recurrent layers, offloaded inputs of layers, or FP8 with delayed scaling.
     """
     found = {
         "recurrent layers": recurrent,
@@ -420,7 +416,7 @@ def check_planned(found: int | str, server: int, fingerprint: int) -> None:
 
     Args:
         found: the fingerprint of the server's plan, or the text of the error if the server could not plan.
-        server: the server's number, for the message.
+        server: the server's number.
         fingerprint: the fingerprint of the homes' plan.
 
     Raises:

@@ -51,7 +51,6 @@ def _weights_of(config: TransformerConfig, letter: str) -> int:
 
 
 def _attention(config: TransformerConfig) -> int:
-    """Returns the weights of the projections before and after core attention."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     if is_latent(config):
         latent = latent_of(config)

@@ -84,7 +84,6 @@ class StepsAhead:
         self._closed = False
 
     def __iter__(self) -> Generator[Step, None, None]:
-        """Yields all steps."""
         try:
             while (step := self._take()) is not None:
                 yield step

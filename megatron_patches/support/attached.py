@@ -50,13 +50,7 @@ class Attached:
 
 
 def note_attached(model: GPTModel, pool: AttentionPool, disaggregated: bool) -> None:
-    """Stores the state of a model in its attribute ``attached``.
-
-    Args:
-        model: the model, after all changes of ``CAD.attach``.
-        pool: the CAD's kernel and transport.
-        disaggregated: whether other ranks compute parts of this rank's core attention.
-    """
+    """Stores the state of a model in its attribute ``attached``, after all changes of ``CAD.attach``."""
     model.attached = Attached(pool, fields_of(model.config), dict(model.named_modules()), disaggregated)
 
 
@@ -76,8 +70,7 @@ def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
 def check_as_attached(model: Any, pool: AttentionPool) -> None:
     """Refuses a model that another CAD attached, or that has changed since it was attached.
 
-    Args:
-        pool: the kernel and transport of the CAD that is going to run it.
+    ``pool`` is the kernel and transport of the CAD that is going to run the model.
 
     Raises:
         SupportError: another CAD attached the model, the model has changed, or a hook would never run.
@@ -125,7 +118,6 @@ def fields_of(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (field, first value, second value) for each field whose values differ."""
     for name in before | now:
         ours, theirs = before.get(name), now.get(name)
         if ours is not theirs and ours != theirs:

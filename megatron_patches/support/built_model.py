@@ -198,7 +198,6 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
 
 
 def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, Any]:
-    """Returns the expected classes of the parts of multi-head latent attention, by name."""
     norm = norm if config.qk_layernorm else WholeRows
     parts = {
         "linear_kv_down_proj": ReplicatedLinear,
@@ -241,12 +240,7 @@ def linears_like(linear: Any) -> tuple[type, type]:
 
 
 def expect(path: str, found: Any, served: type | Callable[..., Any]) -> None:
-    """Refuses a module of another class than the expected one, or another function.
-
-    Args:
-        path: the module's path in the model, for the message.
-        found: the module's class, or a function.
-        served: the expected class or function.
+    """Refuses a module's class, or a function, other than the one that is expected at ``path`` of the model.
 
     Raises:
         SupportError: ``found`` is not ``served``.

@@ -74,10 +74,7 @@ _LOSSES = ("none", "aux_loss", "seq_aux_loss")
 
 
 def refuse_experts(config: TransformerConfig, what: str) -> None:
-    """Refuses a model with experts, for a feature that was not tested with experts.
-
-    Args:
-        what: the feature, as the message names it.
+    """Refuses a model with experts, for a feature that was not tested with experts; ``what`` names it in the message.
 
     Raises:
         SupportError: the model has experts.
@@ -90,11 +87,8 @@ def refuse_experts(config: TransformerConfig, what: str) -> None:
 
 
 def check_expert_groups(stage_ranks: int, ep: int) -> None:
-    """Refuses a number of expert-parallel ranks that does not divide the ranks of a pipeline stage.
-
-    Args:
-        stage_ranks: number of ranks of a pipeline stage.
-        ep: number of ranks that share a layer's experts.
+    """Refuses a number ``ep`` of expert-parallel ranks that does not divide the ``stage_ranks`` ranks of a pipeline
+    stage.
 
     Raises:
         SupportError: ``ep`` does not divide ``stage_ranks``.

@@ -25,12 +25,7 @@ class Limit:
 
 
 def check_limit(name: str, value: Any, limit: Limit) -> None:
-    """Refuses a value that ``limit`` does not list.
-
-    Args:
-        name: the name of the field or argument, for the message.
-        value: the value of the field or argument.
-        limit: the supported values.
+    """Refuses a value that ``limit`` does not list; ``name`` is the field or argument in the message.
 
     Raises:
         SupportError: the value is not supported; the message has the reason and the supported values.

@@ -62,7 +62,6 @@ def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
 
 
 def _values(options: ModelOptions) -> Iterator[str]:
-    """Yields a sentence for each option with a wrong value."""
     for name, kind in _CHOICES.items():
         if getattr(options, name) not in get_args(kind):
             yield f"`{name}` is {getattr(options, name)!r}; it can be {', '.join(get_args(kind))}."

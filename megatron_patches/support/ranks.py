@@ -61,12 +61,9 @@ def check_groups(config: TransformerConfig) -> None:
 
 
 def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) -> None:
-    """Refuses a configuration or arguments that differ between ranks; all ranks call it together.
+    """Refuses a configuration or arguments of ``CAD`` that differ between ranks; all ranks call it together.
 
     It compares numbers, strings, booleans and None.
-
-    Args:
-        arguments: arguments of ``CAD`` that have to be the same on all ranks, by name.
 
     Raises:
         SupportError: a value differs. All ranks raise the same message, which names the first such value.

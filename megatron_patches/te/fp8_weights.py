@@ -85,9 +85,7 @@ def forget_columns(weights: Any) -> None:
 def set_values(weight: torch.Tensor, values: torch.Tensor) -> None:
     """Sets a weight before the optimizer is built. Megatron's optimizer then makes the main weight from these values.
 
-    Args:
-        weight: a weight, FP8 or not.
-        values: the new values in the weight's shape, of any dtype and on any device.
+    ``values`` have the weight's shape, any dtype and any device.
     """
     with torch.no_grad():
         if is_fp8(weight):
@@ -113,12 +111,8 @@ def broadcast_weights(model: DistributedDataParallel) -> None:
 
 
 def quantise_main_weights(model: DistributedDataParallel, optimizers: Iterable[Any]) -> None:
-    """Sets all weights from the optimizers' float32 main weights, for example after a checkpoint was loaded.
-
-    Args:
-        model: the model in Megatron's wrapper for data parallelism.
-        optimizers: Megatron's distributed optimizers of the model's weights.
-    """
+    """Sets all weights from the distributed optimizers' float32 main weights, for example after a checkpoint was
+    loaded."""
     for optimizer in optimizers:
         optimizer._copy_main_params_to_model_params()
     model.start_param_sync(force_sync=True)
