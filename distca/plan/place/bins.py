@@ -11,7 +11,7 @@ first dealt to nodes; a bin is then a node.
   1,000 tokens. An item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
 - The surplus that a bin *lacks* is the work that it lacks, minus the work of filler in all of its free tokens.
 
-Array legend: I items, B bins, N parts of items. Constants were compared with other values:
+Array legend: I items, B bins, N parts of items. Most constants were compared with other values:
 ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 

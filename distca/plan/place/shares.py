@@ -11,7 +11,7 @@ home does not travel. A rank's *budget* is its number of tokens.
 - The *surplus* of a document is its work minus the work of as many tokens of filler.
 
 Array legend: D documents, F documents that are filler, I items (documents that are not filler), N ranges of rows, R
-ranks, S shares. Rows are int64. Constants were compared with other values: ``benchmarks/planner_constants.py``,
+ranks, S shares. Rows are int64. Most constants were compared with other values: ``benchmarks/planner_constants.py``,
 benchmarks/results/planner.md.
 """
 

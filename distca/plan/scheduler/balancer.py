@@ -14,7 +14,7 @@ Moves are tried in this order: several whole pieces; a part that is cut out of a
 exchange for a smaller piece.
 
 Array legend: K directions (forward, backward, or both), R ranks, P pieces of the sender, N chosen ranks, G places of a
-cut. Constants were compared with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
+cut. Most constants were compared with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@
 Work moves from servers above their limit to other servers (``balancer.py``). Limits are tried one after the other,
 until a plan keeps to its limit. The scheduler is greedy, like the scheduler in arXiv 2510.18121, section 5.2.
 
-Array legend: K directions (forward, backward, or both), R servers. Figures of constants: benchmarks/results/planner.md.
+Array legend: K directions (forward, backward, or both), R servers. Most constants were compared with other values:
+``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations

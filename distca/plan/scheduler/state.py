@@ -7,6 +7,7 @@
   All are seconds; if servers are not equally fast, they are seconds of a server of mean speed.
 
 Array legend: K directions (forward, backward, or both), R ranks, P pieces, M ranges that move, N chosen ranks, G cases.
+Constants were compared with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
