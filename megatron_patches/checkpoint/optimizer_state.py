@@ -218,20 +218,20 @@ def _boxes_of(
     for piece in _pieces(described):
         data = piece.data
         assert data.is_contiguous(), "Megatron cuts weights along their first axis"
-        begins = data.storage_offset() - weight.storage_offset()
-        low, high = max(start, begins), min(stop, begins + data.numel())
-        ahead = piece.prepend_axis_num
-        at = low - start
-        for offsets, sizes in boxes(low - begins, high - begins, tuple(data.shape)):
+        piece_start = data.storage_offset() - weight.storage_offset()
+        low, high = max(start, piece_start), min(stop, piece_start + data.numel())
+        stacked = piece.prepend_axis_num  # number of axes before the weight's own, such as one for layers
+        at = low - start  # index in ``values``
+        for offsets, sizes in boxes(low - piece_start, high - piece_start, tuple(data.shape)):
             count = math.prod(sizes)
-            shape = (*(1 for _ in range(ahead)), *sizes)
+            shape = (*(1 for _ in range(stacked)), *sizes)
             yield ShardedTensor(
                 f"{prefix}{piece.key}",
                 values[at : at + count].view(shape),
                 values.dtype,
                 shape,
                 piece.global_shape,
-                tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(ahead)), *offsets), strict=True))),
+                tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(stacked)), *offsets), strict=True))),
                 None,
                 # The last number is 0 on one data-parallel rank, and other numbers mark copies. No box has a copy.
                 (*piece.replica_id[:-1], 0),

@@ -55,7 +55,7 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
 def lie_last_first(experts: SequentialMLP) -> bool:
     """Whether the experts' weights lie in memory in reverse order, at equal distances.
 
-    Megatron's DDP puts them there so with a distributed optimizer. A grouped product must copy weights, unless they lie
+    Megatron's DDP lays them out so with a distributed optimizer. A grouped product must copy weights, unless they lie
     in the order in which it computes the experts.
     """
     pairs = _linears(experts)

@@ -56,7 +56,7 @@ class DisaggregatedForward(MegatronModule):
     Attributes:
         pool: kernel and transport with which ranks compute cores for each other.
         pre_process: whether this is the first pipeline stage.
-        input_tensor: the input of any other stage.
+        input_tensor: the stage's input, if it is not the first stage.
         recompute_segments: whether backward computes everything but cores again.
         in_phases: whether this project's pipeline schedule runs. There a phase is a forward on all stages together, or
             a backward.

@@ -66,6 +66,9 @@ class LayerRotary(torch.nn.Module):
     Args:
         own: the model's own embedding, or None.
         layers: numbers of this stage's layers, from 1.
+
+    Attributes:
+        needs_lengths: whether a layer's angles depend on the lengths of documents. It is equal on all stages.
     """
 
     def __init__(
@@ -75,7 +78,6 @@ class LayerRotary(torch.nn.Module):
         assert config.kv_channels is not None
         self._head_dim, self._interleaved = config.kv_channels, config.rotary_interleaved
         self._query_scaling = options.query_scaling
-        # ``needs_lengths`` must be equal on all stages, so the layers of all stages are read.
         rotaries = [_of_layer(config, options, number) for number in range(1, config.num_layers + 1)]
         every = _different(rotaries)
         made = [self._embedding(each, own) for each in every]

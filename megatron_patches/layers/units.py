@@ -1,8 +1,8 @@
 """Groups a model's layers into units, each with one mixer, for the runner of layers (``distca/runtime/ping_pong.py``).
 
 A *mixer* is attention or a recurrence. Its *core* is softmax(QKᵀ)V, or the recurrence without its projections; other
-ranks may compute the core. A *unit* is a mixer with all MLPs and experts up to the next mixer. A layer of a GPTModel is
-a unit. A HybridModel has mixers and MLPs as separate layers, so a unit may have several layers.
+ranks may compute the core. A *unit* is a mixer with all MLPs up to the next mixer; experts count as an MLP here. A
+layer of a GPTModel is a unit. A HybridModel has mixers and MLPs as separate layers, so a unit may have several layers.
 
 A micro-batch is one *nano-batch*, or is split into two. For each nano-batch the runner calls a unit's ``pre``, has the
 core computed, and calls ``post``.
