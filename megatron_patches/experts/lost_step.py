@@ -1,8 +1,8 @@
 """Undoes changes of a step in a model with experts, before the step is repeated.
 
 Some ranks may have no part of the model and only compute attention for others. If such a rank is lost during a step,
-the step runs to its end on wrong numbers, and is repeated. The second run sets gradients to zero first. The routers'
-buffers, and the counts of rows for the log, are put back here.
+the step runs to its end on wrong numbers, and is repeated. The second run sets gradients to zero first. Routers have
+other numbers that a step changes: biases of experts, and counts of rows. Copies of these are put back here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_patches.experts.layer import BalancedRouter
 
 
 def remember(model: LanguageModule) -> Callable[[], None]:
-    """Copies routers' buffers and counts of rows; returns a function that puts the copies back.
+    """Copies the routers' buffers and keeps the log's counts; returns a function that puts both back.
 
     The model must be attached to ``distca.CAD``.
     """

@@ -46,7 +46,7 @@ class GroupedGatedNorm(torch.nn.Module):
         self.eps, self.group_size = eps, group_size
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Returns [rows, channels] in the type of ``x``; ``x`` and ``gate`` have this shape too."""
+        """Returns [rows, channels] in the dtype of ``x``; ``x`` and ``gate`` have this shape too."""
         dtype = wide(x.dtype)
         gated = (x.to(dtype) * functional.silu(gate.to(dtype))).unflatten(1, (-1, self.group_size))
         normed = gated * torch.rsqrt(gated.square().mean(2, keepdim=True) + self.eps)
