@@ -145,6 +145,7 @@ def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> P
             moved += rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
             one_way = (out, back, shape.kv_bytes)
             far = rows.between(node).busiest(*one_way)
+            # A byte inside a node takes 1 / bytes_per_s, and a byte between nodes network_price times as long.
             travel = (rows.busiest(*one_way) + (links.network_price - 1) * far) / links.bytes_per_s(far=False)
             exposed += max(float(travel.max()) - (sum(slowest) - own), 0.0)
     return Price(attention, exposed, moved)

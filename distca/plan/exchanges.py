@@ -7,7 +7,7 @@ In each nano-batch, q goes from homes to servers in one exchange, and k and v in
 return by the same exchanges, with source and destination swapped. An exchange is a list of *segments*: ranges of rows
 that follow each other in both tensors.
 
-Array legend: R ranks, T tasks, N segments or pieces; all arrays are int64.
+Array legend: R ranks, T tasks, N ranges of rows; all arrays are int64.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Segments:
 
     @staticmethod
     def none() -> Segments:
-        """Returns no segments."""
         empty = np.zeros(0, np.int64)
         return Segments(empty, empty, empty, empty)
 
@@ -56,11 +55,9 @@ class Segments:
         return np.bincount(self.peer, weights=self.rows, minlength=ranks).astype(np.int64)
 
     def take(self, chosen: np.ndarray | slice) -> Segments:
-        """Returns the segments that a slice or indices choose."""
         return Segments(self.peer[chosen], self.source[chosen], self.destination[chosen], self.rows[chosen])
 
     def between(self, low: int, high: int) -> Segments:
-        """Returns the segments from index ``low`` up to ``high``."""
         return self.take(slice(low, high))
 
 

@@ -128,7 +128,6 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of query rows of all ranks together."""
         return int(self.q_rows.sum())
 
     @property
@@ -140,8 +139,8 @@ class Layout:
         """Returns the layout without the carried rows that no query sees.
 
         ``window`` is the number of keys that a query sees; 0 for all keys."""
-        # Queries see the "window" - 1 rows before their document's first query row. Of carried rows only these are
-        # left. Then all k,v rows of a rank get new row numbers.
+        # Queries see the "window" - 1 rows before their document's first query row. The other carried rows are left
+        # out. Then all k,v rows of a rank get new row numbers.
         carried = self.carried
         if not window or not carried.any():
             return self

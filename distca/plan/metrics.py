@@ -1,6 +1,6 @@
 """The effects of a plan: seconds of each server, rows that travel and their memory, and a bound on any plan's time.
 
-- A *nano-batch* is a whole micro-batch, or one of its two parts. It has one plan.
+- A *nano-batch* is a whole micro-batch, or one of its two parts. Each nano-batch has a plan.
 - The *home* of a row is the rank that holds the row.
 - A *server* is a rank that computes attention.
 - A *task* is a range of query rows of one document on one server.
@@ -45,7 +45,6 @@ class PairRows:
 
     @property
     def total(self) -> int:
-        """Returns the rows of all pairs together."""
         return int(self.rows.sum())
 
     @property
@@ -80,7 +79,6 @@ class Traffic:
 
     @property
     def q_rows(self) -> int:
-        """Returns the query rows that travel."""
         return self.q.total
 
     @property

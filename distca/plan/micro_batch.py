@@ -43,7 +43,6 @@ class NanoPlan:
 
     @property
     def directed(self) -> tuple[tuple[Plan, Direction], ...]:
-        """Returns both plans, each with its direction."""
         return (self.forward, "forward"), (self.backward, "backward")
 
 
@@ -89,7 +88,6 @@ class MicroBatchPlan:
 
     @property
     def cost(self) -> CostModel:
-        """Returns the cost model of the plans."""
         return self.step.options.cost
 
     @property
@@ -116,7 +114,6 @@ class MicroBatchPlan:
 
     @property
     def every_nano_batch(self) -> list[NanoPlan]:
-        """Returns the plan of every kind and nano-batch."""
         return [nano for nanos in self.by_kind for nano in nanos]
 
     def of_kind(self, number: int) -> MicroBatchPlan:
@@ -126,7 +123,6 @@ class MicroBatchPlan:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Returns the forward and backward plans of every kind and nano-batch."""
         return tuple(plan for nano in self.every_nano_batch for plan in (nano.forward, nano.backward))
 
     @property
@@ -170,7 +166,6 @@ class MicroBatchPlan:
 
     @property
     def bytes_moved(self) -> Bytes:
-        """Returns the bytes that travel."""
         options, shape = self.step.options, self.cost.shape
         q_forward, _ = shape.moved_bytes("forward", self.resend, options.sinks)
         q_backward, kv_backward = shape.moved_bytes("backward", self.resend, options.sinks)

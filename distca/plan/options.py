@@ -38,14 +38,14 @@ class PlanOptions:
         stages: pipeline stages.
         nano_batches: 1, or 2 if a micro-batch is computed in two parts. The transfers of one part then run beside the
             computation of the other.
-        align: the rows of a nano-batch on a rank are a multiple of this, except on the last rank. ``align`` is a
+        align: the rows of a nano-batch on a rank are a multiple of this, except on the last rank. ``align`` must be a
             multiple of ``shares``.
         shares: tensor-parallel ranks that split the rows of a home; 1 without sequence parallelism.
-        resend: whether homes send rows again for backward, which then has its own plan; with several stages it must be
-            True. False lets servers keep the rows.
+        resend: True if homes send rows again for backward; False if servers keep the rows of a forward until backward.
+            With several stages it must be True.
         disaggregate: False computes the attention of every row at its home.
         tolerance: the most that the slowest server may take above the mean, as a fraction of the mean. None takes a
-            value for the number of servers.
+            value that depends on the number of servers.
         links: which servers share a node, and prices of bytes between servers.
         kinds: the kinds of the model's attention layers, for example with and without a window.
         costs: seconds per task for each kind; empty if all kinds have ``cost``.
@@ -83,8 +83,8 @@ class PlanOptions:
             raise PlanError(f"A plan needs at least one rank and one stage, not {self.ranks} and {self.stages}.")
         if self.stages > 1 and self.disaggregate and not self.resend:
             raise PlanError(
-                f"backward is keep, but with {self.stages} pipeline stages the server of a forward is busy with other "
-                "micro-batches by its backward; set backward to auto or resend."
+                f"backward is keep, but with {self.stages} pipeline stages a server has other work in backward than in "
+                "forward; set backward to auto or resend."
             )
         self._check_servers()
         layers = [len(each) for each in self.layer_kinds]
@@ -102,7 +102,10 @@ class PlanOptions:
     def _check_servers(self) -> None:
         """Raises PlanError if the options about servers do not fit together."""
         if self.servers < 0 or (self.servers and not self.disaggregate):
-            raise PlanError(f"`servers` is {self.servers}; it must be 0 or more, and 0 where attention stays at home.")
+            raise PlanError(
+                f"`servers` is {self.servers}; it must be 0 or more, and 0 where attention stays at home "
+                f"(`disaggregate` is {self.disaggregate})."
+            )
         if not 0 <= self.server_gb_s < math.inf:
             raise PlanError(f"`server_gb_s` is {self.server_gb_s}; it must be 0 or more.")
         for cost in (self.cost, *self.costs):
@@ -200,5 +203,4 @@ class PlanOptions:
         return size if size > 1 and self.ranks % size == 0 else 0
 
     def pool_rank(self, stage: int, rank: int) -> int:
-        """Returns the number of a stage's data-parallel rank among all servers."""
         return stage * self.ranks + rank

@@ -98,7 +98,6 @@ class Plan:
 
     @cached_property
     def contexts(self) -> Contexts:
-        """Returns the contexts that servers need for their tasks."""
         # ends [T]: whether a task is the last one of its context. Tasks are sorted by server, document and start. With
         # a window, a context also ends before a task whose first key is behind all earlier keys.
         tasks, first = self.tasks, self.first_key
@@ -116,8 +115,8 @@ class Plan:
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
         """Finds the rows of contexts that servers have from the previous nano-batch.
 
-        Only whole shards count. Example: the shards of a document are [0, 4), [4, 8) and [8, 12). In ping a server read
-        the rows [0, 10). For pong only the rows [0, 8) count.
+        Only whole shards count, because exchanges send a shard from its first row on. Example: the shards of a document
+        are [0, 4), [4, 8) and [8, 12). In ping a server read the rows [0, 10). For pong only the rows [0, 8) count.
 
         Args:
             before: the tasks of the previous nano-batch.

@@ -1,4 +1,7 @@
-"""Helpers for numpy arrays: sorting by several keys, merging, and listing the numbers of ranges. N elements."""
+"""Helpers for numpy arrays: sorting by several keys, merging, and listing the numbers of ranges.
+
+Array legend: N elements or ranges.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,6 @@ class StepPlan:
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of all documents together."""
         return int(sum(lengths.sum() for lengths in self.lengths))
 
     @property
@@ -84,11 +83,9 @@ class StepPlan:
         return fingerprint(plan for _, phase in self.phases for plans in phase.by_combination for plan in plans)
 
     def forward_phase(self, micro_batch: int, stage: int) -> int:
-        """Returns the forward phase in which ``stage`` runs ``micro_batch``."""
         return micro_batch + stage
 
     def backward_phase(self, micro_batch: int, stage: int) -> int:
-        """Returns the backward phase in which ``stage`` runs ``micro_batch``."""
         return micro_batch + self.options.stages - 1 - stage
 
     def order(self) -> Iterator[tuple[Literal["forward", "backward"], int]]:

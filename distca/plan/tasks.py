@@ -34,7 +34,6 @@ class Tasks:
         return len(self.document)
 
     def take(self, chosen: np.ndarray) -> Tasks:
-        """Returns the tasks that a mask or indices choose."""
         return Tasks(self.document[chosen], self.start[chosen], self.stop[chosen], self.server[chosen])
 
     def columns(self) -> tuple[np.ndarray, ...]:

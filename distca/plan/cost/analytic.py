@@ -108,11 +108,11 @@ def analytic_cost(
     """
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     values = value_dim or head_dim
+    # The mean width of attention's matrix products. Forward has one product as wide as k and one as wide as v, and
+    # backward has three and two.
     width, width_backward = heads * (head_dim + values) / 2, heads * (3 * head_dim + 2 * values) / 5
     share, share_backward = width / 4096, width_backward / 4096
-    # A "width" is the mean number of columns of a pair's matrix products. In forward one product has the columns of k
-    # and one those of v; in backward three and two. A pair has 4 FLOPs per column in forward and 10 in backward. The
-    # fit is 677 and 594 TFLOP/s. For 4,096 columns, a query row takes 13.9 and 17.9 ns, and a k,v row 0.2 and 18.6 ns.
+    # A product has 2 FLOPs per pair and column: 4 in forward and 10 in backward. All other figures are the fit.
     return AnalyticCost(
         shape,
         block,
@@ -135,8 +135,8 @@ def area_cost(
 def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
     """Returns the cost model for a ``kind`` of attention layer, from the ``cost`` of layers without a window.
 
-    For a kind with a window it is a formula. If ``cost`` is a measured table, the formula is scaled, so that both give
-    equal seconds for a document of 32,768 tokens without a window."""
+    For a kind with a window the result is a formula. If ``cost`` is a measured table, the formula is scaled: without a
+    window, formula and table give equal seconds for a document of 32,768 tokens."""
     if not kind.window:
         return cost
     if isinstance(cost, PoolCost):

@@ -138,7 +138,6 @@ class ServerWork:
         return ServerWork(direction, (cost,))
 
     def same(self, server: int, other: int) -> bool:
-        """Returns whether two servers have the same table."""
         return self.of_server is None or bool(self.of_server[server] == self.of_server[other])
 
     def on(self, server: int | np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:

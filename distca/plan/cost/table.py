@@ -85,9 +85,9 @@ class TableCost(CostModel):
     steps:
 
     - At a measured point, the factor is measured seconds over the formula's seconds.
-    - At each corner of a grid cell, the factor is bilinear between measured points, in log2 of ``q_rows`` and
-      ``kv_rows``. Outside the measured points the factor is constant.
-    - Inside a grid cell, the factor is bilinear in ``q_rows`` and ``kv_rows``.
+    - At a corner of a grid cell, the factor is interpolated between measured points, bilinearly in log2 of ``q_rows``
+      and ``kv_rows``. Outside the measured points the factor is constant.
+    - Inside a grid cell, the factor is interpolated between corners, bilinearly in ``q_rows`` and ``kv_rows``.
 
     Args:
         shape: the measured heads.
@@ -135,11 +135,11 @@ class TableCost(CostModel):
         q_axis, kv_axis = np.asarray(q_rows, np.float64), np.asarray(kv_rows, np.float64)
         for name, axis in (("q_rows", q_axis), ("kv_rows", kv_axis)):
             _check_axis(name, axis)
-        grid = np.meshgrid(q_axis, kv_axis, indexing="ij")
+        points = np.meshgrid(q_axis, kv_axis, indexing="ij")
         factors = np.stack(
             (
-                _factors("forward", forward_seconds, self._base.forward(*grid)),
-                _factors("backward", backward_seconds, self._base.backward(*grid)),
+                _factors("forward", forward_seconds, self._base.forward(*points)),
+                _factors("backward", backward_seconds, self._base.backward(*points)),
             )
         )
         # corners [K, q lines, kv lines]: the factor at each corner of a grid cell.
@@ -307,7 +307,9 @@ def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
     A point that was not measured takes the factor of the nearest measured point in its column."""
     table = np.asarray(seconds, np.float64)
     if table.shape != base.shape:
-        raise PlanError(f"The cost table's {name} seconds have shape {table.shape}; its axes ask for {base.shape}.")
+        raise PlanError(
+            f"The cost table's {name} seconds have shape {table.shape}; its q_rows and kv_rows need {base.shape}."
+        )
     if np.isnan(table).all(axis=0).any() or (table <= 0).any() or np.isinf(table).any():
         raise PlanError(f"The cost table's {name} seconds must be positive, with a measured value for every kv_rows.")
     factor = table / base

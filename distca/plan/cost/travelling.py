@@ -1,8 +1,8 @@
 """Cost models that add the time in which a task's rows travel, for servers without rows of their own.
 
-A *task* is a range of a document's queries, with all keys that these see. A *server* is a rank that computes tasks. A
-*home* is a rank that holds rows of documents. A server that is a home too computes linear layers while rows travel. A
-server without rows of its own waits. So a part of the travel time counts as its work.
+A *task* is a range of a document's queries, with all keys that the queries see. A *server* is a rank that computes
+tasks. A *home* is a rank that holds rows of documents. While rows travel, a server that is a home too computes linear
+layers. A server without rows of its own waits. So a part of the travel time counts as work of such a server.
 
 Array legend: R servers, K directions (forward, backward), N tasks.
 """

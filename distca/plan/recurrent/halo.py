@@ -2,8 +2,8 @@
 
 A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. A *piece* is a range of a document's
 rows on one rank in one nano-batch. A recurrent layer begins with a causal convolution over ``width`` + 1 rows. So a
-piece needs the ``width`` rows of its document before the piece: its *halo* rows. They may be on several ranks, and in
-both nano-batches.
+piece needs the ``width`` rows of its document before the piece: its *halo* rows. Halo rows may be on several ranks, and
+in both nano-batches.
 
 In each nano-batch, ranks send the rows of this nano-batch that other pieces need. Rows of ping also go to ranks with
 pieces in pong. A rank receives a row once, and its pieces pick their halo rows from all rows received so far.
@@ -78,7 +78,7 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
         mine = np.flatnonzero(server[now] == rank)
         for later in range(number, nano_batches):
             some = mine[pieces.nano[reader[now[mine]]] == later]
-            at_piece = _among_continuing(pieces, rank, later)[pieces.number[reader[now[some]]]]
+            at_piece = _row_in_picked(pieces, rank, later)[pieces.number[reader[now[some]]]]
             picked[later][at_piece, slot[now[some]]] = arrived_before + destination[arrives[some]]
         arrived_before += arriving
     return tuple(HaloRoute(given, exchange, each) for (given, exchange), each in zip(routes, picked, strict=True))
@@ -115,7 +115,9 @@ def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, 
     return readers[found], source, position, position - start[found] + width
 
 
-def _among_continuing(pieces: DocumentPieces, rank: int, nano: int) -> np.ndarray:
-    """Returns the row of :attr:`HaloRoute.picked` for each piece of a rank and nano-batch."""
+def _row_in_picked(pieces: DocumentPieces, rank: int, nano: int) -> np.ndarray:
+    """Returns the row in :attr:`HaloRoute.picked` of each piece of a rank and nano-batch.
+
+    The numbers of pieces that are the first of their document have no meaning."""
     continues = ~pieces.opens[pieces.of_rank(rank, nano)]
     return np.cumsum(continues) - continues
