@@ -1,14 +1,13 @@
-"""A server without a model: a process that only computes attention for the ranks that train, which are called *homes*.
+"""A server without a model: a process that only computes attention for the ranks that train.
 
-Users' scripts and the trainer (``distca/train/run/serve.py``) call :func:`serve`. The process has no parameters, no
-optimizer and no data. Homes and servers together are the *pool*. They exchange messages through a torch.distributed
-store. The homes' first rank writes a :class:`PoolTerms` (heads, kinds of layers, planning options) there and, for each
-step, the lengths of the documents.
+- homes: the ranks that train.
+- pool: homes and servers together.
+- store: the torch.distributed store through which homes and servers exchange messages.
+- terms: the facts about the homes' model that a server needs.
+- generation: the pool between two changes. A change is a server that joins or leaves; it needs new process groups.
 
-From these lengths a server plans which rows travel, as homes do. For each layer it then runs a stand-in without tokens,
-which takes part in the exchanges of rows. So the server's exchanges come in the homes' order.
-
-Servers may join or leave while homes train. Each change begins a new *generation* of the pool, with new process groups.
+For each step, homes write the lengths of the documents to the store. From the lengths a server plans which rows travel,
+as homes do. For each layer it runs a stand-in without tokens, so its exchanges of rows come in the homes' order.
 """
 
 from __future__ import annotations
@@ -46,16 +45,15 @@ from distca.transport.collective import nccl_goes_first
 logger = logging.getLogger(__name__)
 
 _PLANNED_AHEAD = 3
-"""The most plans that a server holds: for the running step, the next step, and another loop such as validation. A
-fourth plan replaces the oldest. The server plans a step again if the step's plan was replaced."""
+"""The most plans that a server holds: for this step, the next step, and another loop such as validation. A fourth plan
+replaces the oldest, whose step is then planned again."""
 _REMEMBERED = 16
-"""The number of latest steps whose :class:`Served` stays in the store, for homes to read."""
+"""The number of latest steps whose :class:`Served` stays in the store. Older reports are deleted."""
 FORMING = timedelta(seconds=20)
-"""The longest time in which all homes and servers of a generation may connect. After it homes start another generation.
-The first generation has the longer TIMEOUT."""
+"""The longest time for the processes of a generation to connect. After it, homes start another generation. The first
+generation has TIMEOUT instead."""
 HOMES_QUIET = timedelta(days=7)
-"""The longest time without a message from homes, for example while they evaluate or save. After it the server raises
-LaunchError."""
+"""The longest time without a message from homes. After it, the server raises LaunchError."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +76,12 @@ class Comer:
     """A server process that offers to serve.
 
     Attributes:
-        number: the server's number.
+        number: the server's number, which a restarted server keeps.
         machine: host name.
         device: "cuda" or "cpu".
-        gpu: the name of the server's GPU, with which homes look up a cost table; "cpu" without a GPU.
-        process: identity of the process. A server that is started again has its old number and a new identity.
-        kernel: the name of the attention kernel that the server takes; empty until it has chosen.
+        gpu: name of the server's GPU, or "cpu"; homes choose a cost table by it.
+        process: identity of the process; new after a restart.
+        kernel: name of the attention kernel that the server has chosen; empty before.
     """
 
     number: int
@@ -124,14 +122,14 @@ class KernelAnswer:
 
 @dataclass(frozen=True)
 class Generation:
-    """The servers of a pool from one change to the next.
+    """The servers of one generation.
 
     Attributes:
         number: number of the generation, from 0.
-        servers: the servers, in the order of their numbers in the pool, which follow the homes' numbers. With a
-            tensor-parallel size of ``tp``, each ``tp`` consecutive servers share a number.
+        servers: the servers, in the order of their numbers in the pool, which follow the homes' numbers. With
+            tensor-parallel size ``tp``, each ``tp`` consecutive servers share a number.
         terms: facts about the homes' model.
-        told: number of the first message in the store that is meant for this generation.
+        told: number of the generation's first message in the store.
     """
 
     number: int
@@ -143,23 +141,21 @@ class Generation:
 def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta = TIMEOUT) -> int:
     """Serves core attention until homes end the pool or leave this server out; returns the number of served steps.
 
-    With GPUs, a server computes on the process's current device and uses NCCL. Without GPUs it computes on the CPU and
-    uses gloo. A server may start while homes train: homes add the server before a later step. The new server may have
-    the number of a server that has died.
+    A server computes on the current GPU and uses NCCL, or without GPUs on the CPU and uses gloo. It may start while
+    homes train; homes then add it before a later step. It may take the number of a server that has died.
 
     Args:
         store: the homes' store, a TCPStore at MASTER_ADDR and MASTER_PORT of the homes.
-        number: this server's number, from 0. No two servers may have equal numbers.
-        pool: number of the homes' pool: 0 for the first ``distca.CAD`` (the object of a training script) with servers,
-            1 for the second.
+        number: this server's number, from 0. Servers have different numbers.
+        pool: 0 for the first ``distca.CAD`` (the object of a training script) with servers, 1 for the second.
         patience: the longest wait for homes.
 
     Raises:
         LaunchError: no homes come in time.
-        RefusedServerError: this server comes while homes train, and homes have a server with this number, or one of
-            the reasons below applies.
-        SupportError: homes compute on GPUs and this process on a CPU, or the other way round.
-        KernelError: homes name a kernel which cannot run in this process, or computes wrong results.
+        SupportError: homes compute on GPUs and this process on a CPU, or the reverse.
+        KernelError: the kernel that homes name cannot run in this process, or computes wrong results.
+        RefusedServerError: the server came while homes train. Homes have a server with this number, or one of the two
+            errors above occurred.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -186,7 +182,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         meeting.put(f"kernel/{me.process}", KernelAnswer(kernel.name))
     first: Generation = meeting.take("generation/0", patience)
     if joins_later:
-        # The homes have begun without this process, so the process asks to join the next generation.
+        # The homes have begun without this process, which now asks to join the next generation.
         meeting.put(f"comer/{meeting.count('comers', 1) - 1}", me)
         answer = meeting.take(f"welcome/{me.process}", HOMES_QUIET)
         if isinstance(answer, str):
@@ -196,22 +192,22 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
 
 
 def group_name(generation: int, part: int) -> str:
-    """Returns the name of a generation's process group for one tensor-parallel rank, ``part``."""
+    """Returns the name of a generation's process group for tensor-parallel rank ``part``."""
     return f"{generation}/part/{part}"
 
 
 def _host(store: dist.Store) -> str:
-    """Returns the store's address, with which :func:`bind_gloo` picks the network interface that gloo listens on."""
+    """Returns the host of the store, from which :func:`bind_gloo` finds gloo's network interface."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else LOOPBACK
 
 
 def check_device(homes: str, own: str, number: int) -> None:
-    """Refuses a CPU server beside homes on GPUs, and the reverse, since no process group connects them.
+    """Checks that homes and this server both compute on GPUs, or both on CPUs: process groups need equal devices.
 
     Raises:
-        SupportError: the kinds of devices differ.
+        SupportError: they do not.
     """
     if homes != own:
         raise SupportError(
@@ -225,8 +221,8 @@ class Served:
     """A server's report of one step.
 
     Attributes:
-        seconds: the seconds of each computation of attention in the step, under "forward" and "backward".
-        peak: peak bytes of device memory in the step; on CPUs the process's resident bytes after the step.
+        seconds: seconds of each attention computation in the step, by "forward" and "backward".
+        peak: peak bytes of GPU memory in the step; on CPUs the process's resident bytes after the step.
     """
 
     seconds: dict[str, list[float]]
@@ -244,12 +240,10 @@ class _Server:
         return self._me.number
 
     def _join(self, generation: Generation) -> None:
-        """Joins a generation of the pool, together with the generation's homes and servers.
-
-        If another process does not connect, homes announce a further generation, and this method returns.
+        """Joins a generation. If a process does not connect, returns, and homes announce another generation.
 
         Raises:
-            RuntimeError: another process does not connect in the first generation.
+            RuntimeError: a process does not connect in the first generation.
         """
         terms, spec, options = generation.terms, generation.terms.spec, generation.terms.options
         place = generation.servers.index(self._me)
@@ -276,7 +270,7 @@ class _Server:
         self._transport.give_up()
 
     def _rejoin(self, number: int) -> bool:
-        """Leaves the pool and joins generation ``number``; returns False if the homes left this server out."""
+        """Leaves the generation and joins generation ``number``; returns False if homes left this server out."""
         self._leave()
         self._planned.clear()
         self._store.put(f"here/{number}/{self._number}", self._me)
@@ -321,13 +315,13 @@ class _Server:
                 if not self._transport.broken and self._has_served(*found.result(), forward_only, zero):
                     self._tell_served(step)
                     served += 1
-                else:  # None tells homes that the step failed here, so that they start another generation
+                else:  # None: the step failed here; homes then start another generation
                     self._store.put(f"served/{step}/{self._number}", None)
 
     def _has_served(self, plan: StepPlan, routes: StepRoutes, forward_only: bool, zero: float | None) -> bool:
         """Serves a step; returns False if another rank of the pool is gone.
 
-        The step is recorded if ``zero`` is given: the time at which the homes' recording began, in seconds since 1970.
+        The timeline records the step if homes do. ``zero`` is the begin of their recording, in seconds since 1970.
 
         Raises:
             RuntimeError: this server itself failed.
@@ -342,7 +336,7 @@ class _Server:
             if not is_lost_peer(error):
                 raise
             logger.warning("Server %d lost another rank of the pool: %s", self._number, str(error).splitlines()[0])
-            error.__traceback__ = None  # The traceback's frames refer to the group, whose connections must close.
+            error.__traceback__ = None  # its frames would keep the group's connections open
             self._leave()
             return False
         return True
@@ -366,7 +360,7 @@ class _Server:
         self._store.put(f"timeline/{question}/{self._number}", spans)
 
     def _plan(self, step: int, lengths: tuple[Any, ...]) -> tuple[StepPlan, StepRoutes]:
-        """Plans a step and writes the plan's fingerprint, or an error, to the store, where homes check the entry."""
+        """Plans a step, and writes the plan's fingerprint or an error to the store for homes."""
         try:
             plan = StepInputs(lengths[0], self._terms.options, *lengths[1:]).plan()
             with uploading(self._device) as upload:
@@ -403,12 +397,12 @@ class _Server:
 
 
 class _TracedLayer:
-    """A stand-in for a layer, with 0 rows. The rows require gradients, so autograd runs backward in the homes' order.
+    """A stand-in for a layer, with 0 rows that require gradients. So autograd runs backward in the homes' order.
 
     Args:
         empty: the shapes of the layer's rows.
-        has_sink: whether the layer has sinks, learned scores that take a share of each softmax. Homes apply sinks, so
-            servers then send lse, the log-sum-exp of scores, with o.
+        has_sink: whether the layer has sinks, learned scores that take a share of each softmax. Then the server also
+            sends lse, the log-sum-exp of scores, since homes apply sinks.
     """
 
     def __init__(self, empty: EmptyLayer, has_sink: bool) -> None:
@@ -416,7 +410,7 @@ class _TracedLayer:
         self.sink = torch.zeros(empty.heads, device=empty.device) if has_sink else None
 
     def hidden(self) -> torch.Tensor:
-        """Returns the first layer's input of 0 rows, wide enough to be split into q, k and v."""
+        """Returns the first layer's input: 0 rows, as wide as q, k and v side by side."""
         each = self._empty
         width = each.head_dim * (each.heads + 2 * each.kv_heads)
         return torch.empty(0, width, dtype=each.dtype, device=each.device, requires_grad=True)

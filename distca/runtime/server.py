@@ -1,15 +1,13 @@
-"""How a rank computes attention as a *server*: a rank that computes attention for rows of itself and other ranks.
+"""The compute of a *server*: a rank that computes attention for its own rows and for rows of other ranks.
 
-A *task* is a range of a document's queries with all keys and values that these queries see. A plan gives each task to a
-server, and the task's rows travel to that server. The server's buffer holds each k,v row once, even if several tasks
-read the row. Kernels need the k,v rows of a task as one contiguous *region*, so :func:`task_regions` copies rows from
-the buffer to regions. After backward, :func:`added_up` adds up the regions' gradients for each row of the buffer.
+- task: a range of a document's queries, with all keys and values that they see.
+- buffer: the k,v rows that came to the server. A row that several tasks read is there once.
+- region: a contiguous copy of one task's k,v rows, for the kernel. Backward adds up the regions' gradients.
+- ping, pong: the first and the second part of a micro-batch. Tasks of pong may read k,v rows that arrived in ping.
 
-A micro-batch runs as two *nano-batches*, ping and then pong. Tasks of pong may also read k,v rows that arrived in ping.
-
-Shape suffixes: T query rows of the server's tasks; U k,v rows of its buffer; V k,v rows that arrived in ping; S k,v
-rows of all regions; H query heads, G key/value heads, D head dimension; 2 stands for k and v. Values may be narrower
-than keys; then ``2GD`` tensors have shape [rows, G, elements of a key + elements of a value].
+Shape suffixes: T query rows of the tasks; U k,v rows of the buffer; V k,v rows that arrived in ping; S k,v rows of all
+regions; H query heads, G key/value heads, D head dimension; 2 stands for k and v. If values are narrower than keys,
+``2GD`` tensors have shape [rows, G, elements of a key + elements of a value].
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ from distca.transport import Transport
 
 
 def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route: ServerRoute) -> torch.Tensor:
-    """Returns kv_S2GD, the regions of all tasks.
-
-    If no two tasks share rows, and no task reads rows of ping, the result is ``kv_U2GD`` itself."""
+    """Returns kv_S2GD, the regions of all tasks; ``kv_U2GD`` itself if it can serve as the regions."""
     if not route.repeats:
         return kv_U2GD
     kv_S2GD = kv_U2GD.new_empty(route.region_rows, *kv_U2GD.shape[1:])
@@ -41,7 +37,7 @@ def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route:
 
 
 def keys_and_values(kv_S2GD: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns k_SGD and v_SGD as views of ``kv_S2GD``; ``key_dim`` is the number of elements of a head's key."""
+    """Returns k_SGD and v_SGD as views of ``kv_S2GD``; ``key_dim`` is the number of elements of a key."""
     if kv_S2GD.dim() == 4:
         return kv_S2GD[:, 0], kv_S2GD[:, 1]
     return kv_S2GD[..., :key_dim], kv_S2GD[..., key_dim:]
@@ -62,22 +58,21 @@ def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) 
 
 
 Sums = dict[int, torch.Tensor]
-"""Gradients of row ranges in a server's k,v buffer; the key is a range's first row. They are in float32, or in float64
-for rows in float64."""
+"""Gradients of row ranges in the buffer, by first row; in float32, or in float64 for rows in float64."""
 
 
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
     """Returns dkv_U2GD, the gradients of the rows in the server's buffer.
 
-    Gradients of a row that several tasks read are added in float32, in a fixed order, and the sum is rounded.
+    The gradients of a row are added in float32, in a fixed order, and the sum is rounded.
 
     Args:
         dkv_S2GD: gradients of the regions.
         later: in ping, gradients that pong's tasks computed for rows of this buffer. They are added last.
-        route: this server's tasks, and where their k,v rows lie.
+        route: this server's tasks, and the places of their k,v rows.
     """
-    # The last task that reads a range reads up to the range's end. So the last task's gradients are copied first. Then
-    # the rows that other tasks also read are overwritten with the sum.
+    # The last task of a range reads up to the range's end. Its gradients are copied, and then the rows that other tasks
+    # also read are overwritten with the sums.
     dkv_U2GD = dkv_S2GD
     if route.repeats:
         dkv_U2GD = dkv_S2GD.new_empty(route.kv_rows, *dkv_S2GD.shape[1:])
@@ -94,16 +89,16 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
 
 
 def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
-    """Returns what pong's tasks computed as gradients of k,v rows that arrived in ping."""
+    """Returns pong's gradients of k,v rows that arrived in ping."""
     return {each.first: _sum(dkv_S2GD, each) for each in route.before}
 
 
 def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
-    """Returns the sum in float32 of the gradients of a range of rows that several tasks read.
+    """Returns the sums in float32 of the gradients of a range's rows.
 
-    Rows at the range's end that only the last of several tasks reads are left out. Example: two tasks read rows [0, 4)
-    and [0, 7) of the range. The sum has 4 rows."""
-    # The last task may begin "offset" rows behind the range's first row. Its gradients of the rows before are zeros.
+    The result ends before the rows that only the last of several tasks reads. Example: two tasks read rows [0, 4) and
+    [0, 7) of the range. The result has 4 rows."""
+    # The last task may begin behind the range's first row. Then zeros stand for its gradients of the first rows.
     *others, (offset, place, rows) = shared.places
     longest = max((offset + rows for offset, _, rows in others), default=rows)
     wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)
@@ -117,9 +112,9 @@ def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
 def compute_forward(
     kernel: Kernel, route: ServerRoute, q_THD: torch.Tensor, kv_S2GD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns o_THD and lse_TH (log-sum-exp of the scores) of this server's tasks.
+    """Returns o_THD and lse_TH (log-sum-exp of scores) of this server's tasks, with one kernel call for each batch.
 
-    There is one kernel call for each batch of consecutive tasks with equal window, scale and softcap."""
+    A batch has consecutive tasks with equal window, scale and softcap."""
     if len(route.batches) == 1:
         (only,) = route.batches
         return kernel.forward(q_THD, *keys_and_values(kv_S2GD, q_THD.shape[2]), only.batch, only.kind)
@@ -162,15 +157,14 @@ def compute_backward(
 class AttentionPool:
     """The objects with which a rank exchanges and computes attention rows.
 
-    A *pool* is a group of ranks that compute attention for each other. The *home* of a row is the rank that holds the
-    row between layers.
+    A *pool* is a group of ranks that compute attention for each other. The *home* of a row is the rank that holds it
+    between layers.
 
     Attributes:
         transport: moves rows between the ranks of the pool.
         kernel: computes attention on this rank.
         timeline: records the times of this rank's compute and transfers.
-        backward: where q, k, v and lse wait for backward. With "keep" servers keep them, and homes send dO (and lse if
-            heads have sinks). With "resend" homes keep them, and send them again with o and dO.
+        backward: "keep" if servers keep q, k and v until backward; "resend" if homes keep them and send them again.
         offload: host memory for rows that homes keep with "resend", and for the inputs of recomputed layers; None
             leaves them on the device.
     """
