@@ -68,9 +68,9 @@ class AttentionCall(LayerCall):
         self._home_rows = (0, 0)  # numbers of query rows and of k,v rows at home
         self._before = before if routes.forward.before else None
         # In ping: gradients of ping's k,v rows from pong's backward; None until they are computed.
-        self._later: Sums | None = {}
+        self._gradients_of_pong: Sums | None = {}
         if self._before is not None:
-            self._before._later = None
+            self._before._gradients_of_pong = None
 
     # The five nodes, in the order in which callers call them. All but the last return the graph token for the next.
 
@@ -202,10 +202,10 @@ class AttentionCall(LayerCall):
         with self._pool.timeline.serve(*self._where, "backward", route.kinds):
             dq, dkv = compute_backward(self._pool.kernel, route, do, rows.q, regions, rows.o, rows.lse)
         if self._before is not None:
-            self._before._later, self._before = sums_of_before(dkv, route), None
-        assert self._later is not None, "the next nano-batch has its backward first"
-        self._gradients = (dq, added_up(dkv, self._later, route))
-        self._later = {}
+            self._before._gradients_of_pong, self._before = sums_of_before(dkv, route), None
+        assert self._gradients_of_pong is not None, "the next nano-batch has its backward first"
+        self._gradients = (dq, added_up(dkv, self._gradients_of_pong, route))
+        self._gradients_of_pong = {}
         self._kept.forget()
 
     def _launch_gradients(self) -> None:

@@ -6,8 +6,8 @@
 - terms: the facts about the homes' model that a server needs.
 - generation: the pool between two changes. A change is a server that joins or leaves; it needs new process groups.
 
-For each step, homes write the lengths of the documents to the store. From the lengths a server plans which rows travel,
-as homes do. For each layer it runs a stand-in without tokens, so its exchanges of rows come in the homes' order.
+For each step, homes write the lengths of the documents to the store. From the lengths, homes and servers make the same
+plan of the rows that travel. A server runs each layer without tokens, so that its exchanges have the homes' order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _PLANNED_AHEAD = 3
 """The most plans that a server holds: for this step, the next step, and another loop such as validation. A fourth plan
-replaces the oldest, whose step is then planned again."""
+replaces the oldest. If a replaced plan is needed, the server plans again."""
 _REMEMBERED = 16
 """The number of latest steps whose :class:`Served` stays in the store. Older reports are deleted."""
 FORMING = timedelta(seconds=20)
@@ -126,7 +126,7 @@ class Generation:
 
     Attributes:
         number: number of the generation, from 0.
-        servers: the servers, in the order of their numbers in the pool, which follow the homes' numbers. With
+        servers: the servers, in the order of their numbers in the pool. The homes have the lower numbers. With
             tensor-parallel size ``tp``, each ``tp`` consecutive servers share a number.
         terms: facts about the homes' model.
         told: number of the generation's first message in the store.

@@ -100,9 +100,9 @@ class ServerRoute:
         q_to_home: moves of query rows to homes: o and lse, and in backward dQ.
         kv_to_server: moves of k and v to servers. Rows for another node may go to one server there, and on to others.
         kv_to_home: moves of dK and dV to homes. Gradients of one row are added up.
-        repeats: copies from this server's k,v buffer to the regions; empty if the buffer can serve as the regions. Then
-            no two tasks share rows, and no task reads rows that arrived in ping.
-        before: in pong, copies to the regions from the k,v buffer that this server kept in ping.
+        repeats: copies from this server's k,v buffer to the regions. Empty if no two tasks share rows and no task reads
+            rows that arrived in ping; the buffer then serves as the regions.
+        before: in pong, copies to the regions from the k,v buffer of ping, which this server has kept.
         batches: this server's tasks.
         q_rows: number of rows of the server's query buffer.
         kv_rows: number of rows of the server's k,v buffer, without repetition.

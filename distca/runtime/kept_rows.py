@@ -103,7 +103,7 @@ class Keep:
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """kv_U2GD of this server; pong reads ping's."""
+        """kv_U2GD of this server. Pong's call reads it in ping's object."""
         assert self._server is not None
         return self._server.kv
 

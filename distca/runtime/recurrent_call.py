@@ -5,7 +5,7 @@
 - core: a short causal convolution, then a recurrence that updates a state S row by row.
 - nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
 - piece: a run of a document's rows on one rank in one nano-batch. A document may have many pieces.
-- halo: the few rows of a document before a piece. The convolution of the piece's first rows reads them.
+- halo: the few rows of a document right before a piece. The convolution of the piece's first rows reads them.
 - transition A and own state B: a piece turns the state S before it into A·S + B.
 - summary: A and B of a piece. Ranks send summaries, so that each rank can compute the states before its pieces.
 
@@ -78,9 +78,9 @@ class RecurrentCall(LayerCall):
         self._transitions: dict[int, torch.Tensor] = {}  # by inner piece; sent in forward and in backward
         self._states: dict[int, torch.Tensor] = {}  # by inner or last piece, the state before the piece
         # By document that goes on in pong: ping's last state, and pong's gradient of this state.
-        self._passed: dict[int, torch.Tensor] = {}
-        self._passed_back: dict[int, torch.Tensor] = {}
-        self._of_halo: torch.Tensor | None = None  # in ping, pong's gradient of ping's halo rows
+        self._last_states: dict[int, torch.Tensor] = {}
+        self._last_state_gradients: dict[int, torch.Tensor] = {}
+        self._halo_gradients_of_pong: torch.Tensor | None = None  # in ping, pong's gradient of ping's halo rows
         self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and halo rows, between two nodes
         self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta, between two nodes
         # Numbers of this rank's pieces, by the piece's place in its document.
@@ -183,8 +183,8 @@ class RecurrentCall(LayerCall):
         with self._pool.timeline.compute("finish", *self._where, "forward"):
             passed: States = {}
             if self._before is not None:
-                passed, self._before._passed = self._before._passed, {}
-            self._states, self._passed = self._reached(self._routes.forward, passed, backward=False)
+                passed, self._before._last_states = self._before._last_states, {}
+            self._states, self._last_states = self._states_before(self._routes.forward, passed, backward=False)
             for numbers in (self._inner, self._last):
                 self._forward(rows, numbers, self._stacked(self._states, numbers), o_NHV, wanted=False)
             if self._parameters.skip is not None:
@@ -218,10 +218,10 @@ class RecurrentCall(LayerCall):
         assert self._core is not None and self._core_gradients is not None and self._parameters is not None
         (rows, do_NHV), gradients = self._core, self._core_gradients
         with self._pool.timeline.compute("finish", *self._where, "backward"):
-            behind, passed = self._reached(self._routes.backward, self._passed_back, backward=True)
-            self._passed_back = {}
+            behind, passed = self._states_before(self._routes.backward, self._last_state_gradients, backward=True)
+            self._last_state_gradients = {}
             if self._before is not None:
-                self._before._passed_back = passed
+                self._before._last_state_gradients = passed
             for numbers in (self._first, self._inner):
                 self._backward(rows, numbers, self._states, do_NHV, behind, gradients, wanted=False)
             skip, of_skip = self._parameters.skip, None
@@ -248,11 +248,11 @@ class RecurrentCall(LayerCall):
         of_halo = found[1]
         if self._before is not None:
             at = len(of_halo) - self._routes.halo_to_pieces.destination_rows
-            self._before._of_halo, of_halo = of_halo[:at], of_halo[at:]
-        elif self._of_halo is not None:
-            of_halo = of_halo + self._of_halo
+            self._before._halo_gradients_of_pong, of_halo = of_halo[:at], of_halo[at:]
+        elif self._halo_gradients_of_pong is not None:
+            of_halo = of_halo + self._halo_gradients_of_pong
         self._gradients = found[0], gradients.g, gradients.beta, of_halo
-        self._before = self._halo = self._of_halo = None
+        self._before = self._halo = self._halo_gradients_of_pong = None
         self._rows = ()
         return found[2], found[3] if given.bias is not None else None
 
@@ -343,7 +343,7 @@ class RecurrentCall(LayerCall):
         self._own = {}
         self._launch(what, direction, *parts)
 
-    def _reached(
+    def _states_before(
         self, routes: StateRoutes, passed: States, backward: bool
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Computes states from the summaries that arrived: S ← A·S + B, piece after piece of each document.

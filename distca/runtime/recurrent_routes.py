@@ -2,7 +2,7 @@
 
 - nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
 - piece: a run of a document's rows on one rank in one nano-batch. A document may have many pieces.
-- halo: the few rows of a document before a piece. The convolution of the piece's first rows reads them.
+- halo: the few rows of a document right before a piece. The convolution of the piece's first rows reads them.
 - transition A and own state B: a piece turns the state S before it into A·S + B.
 - summary: A and B of a piece.
 

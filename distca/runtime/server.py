@@ -64,7 +64,7 @@ Sums = dict[int, torch.Tensor]
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
     """Returns dkv_U2GD, the gradients of the rows in the server's buffer.
 
-    The gradients of a row are added in float32, in a fixed order, and the sum is rounded.
+    Gradients of a row are added in float32, in a fixed order, and each sum is rounded.
 
     Args:
         dkv_S2GD: gradients of the regions.

@@ -30,7 +30,7 @@ class CollectiveTransport:
         self.ranks = dist.get_world_size(group)
         self._group = group
         self._newest: CollectiveHandle | None = None
-        self._relaying: torch.cuda.Stream | None = None
+        self._second_hop_stream: torch.cuda.Stream | None = None
 
     def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
         """Starts the all-to-alls, and copies rows that stay on this rank.
@@ -49,11 +49,11 @@ class CollectiveTransport:
             self._newest = None
         hops = Hops.of(parts)
         handed_on, others, second = (
-            [self._room(part) for part in some] for some in (hops.handed_on, hops.others, hops.second)
+            [self._all_to_all(part) for part in some] for some in (hops.handed_on, hops.others, hops.second)
         )
         handle = CollectiveHandle(handed_on, others, second)
         if hops.second and hops.second[0].source.is_cuda:
-            with self._beside():
+            with self._on_second_hop_stream():
                 handle.hand_on()
         elif hops.second:
             self._newest = handle
@@ -62,19 +62,19 @@ class CollectiveTransport:
             part.moves.copy_kept(part.source, part.destination)
         return handle
 
-    def _room(self, part: Part) -> _AllToAll:
+    def _all_to_all(self, part: Part) -> _AllToAll:
         moves = part.moves
         sent = part.source.new_empty((len(moves.send_index), *part.source.shape[1:]))
         received = part.destination.new_empty((sum(moves.receive_counts), *part.destination.shape[1:]))
         return _AllToAll(part, sent, received, self._group)
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_second_hop_stream(self) -> Iterator[None]:
         """Makes a side stream the current stream, after the earlier work of the caller's stream."""
-        if self._relaying is None:
-            self._relaying = torch.cuda.Stream(priority=-1)
-        self._relaying.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._relaying):
+        if self._second_hop_stream is None:
+            self._second_hop_stream = torch.cuda.Stream(priority=-1)
+        self._second_hop_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._second_hop_stream):
             yield
 
 

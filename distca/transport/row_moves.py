@@ -3,8 +3,8 @@
 - home: the rank that holds a row between layers.
 - server: a rank that computes attention with rows. Most ranks are homes and servers.
 - RowExchange: the planner's numpy arrays of the rows that travel. :class:`RowMoves` has them as tensors.
-- packed rows: rows that travel, one after the other, sorted by the other rank and then by row in the server's buffer.
-- gateway: a server that gets rows from another node, and sends them on to other servers of its node.
+- packed rows: rows that travel, sorted by the rank at the other end, then by row in the server's buffer.
+- gateway: a server that gets k,v rows from another node, and sends them on to other servers of its node.
 - relay: the exchange between a gateway and the other servers. On the way back the gateway sends sums of gradients home.
 
 Several servers may return a gradient for one k,v row. The home adds these gradients in float32, in the order of the

@@ -178,7 +178,7 @@ def _summaries_in_bfloat16() -> Iterator[None]:
 
 @contextmanager
 def _pieces_in_another_order() -> Iterator[None]:
-    def wrong(call, routes, passed, backward, reached=RecurrentCall._reached):
+    def wrong(call, routes, passed, backward, reached=RecurrentCall._states_before):
         chains = []
         for document, links in routes.chains:
             inner = [n for n, link in enumerate(links) if link.transition >= 0]
@@ -188,7 +188,7 @@ def _pieces_in_another_order() -> Iterator[None]:
             chains.append((document, tuple(turned)))
         return reached(call, replace(routes, chains=tuple(chains)), passed, backward)
 
-    with patch.object(RecurrentCall, "_reached", wrong):
+    with patch.object(RecurrentCall, "_states_before", wrong):
         yield
 
 

@@ -162,8 +162,8 @@ def allocate_as_on_gpus(patch: Any) -> None:
     for module in (output_loss, wgrad_accumulation, grouped_linear):
         patch(module, "add_product", lambda *_: None)
     # Rows land in memory of their own (NVSHMEM's), not in tensors.
-    room, start = CollectiveTransport._room, _AllToAll.start
-    patch(CollectiveTransport, "_room", lambda self, part: _unseen(room, self, part))
+    room, start = CollectiveTransport._all_to_all, _AllToAll.start
+    patch(CollectiveTransport, "_all_to_all", lambda self, part: _unseen(room, self, part))
     patch(_AllToAll, "start", lambda self: _unseen(start, self))
 
 

@@ -45,8 +45,7 @@ receive buffer. The limits were not measured."""
 _PACK_BLOCKS = 32
 """The largest number of thread blocks of the packing kernel. More blocks would take multiprocessors from compute. The
 number was not measured."""
-_NOBODY = np.empty(0, np.uint64)
-"""No addresses: the packing kernel sends no signal."""
+_NO_SIGNALS = np.empty(0, np.uint64)
 
 
 def staging_bytes(capacity: int) -> int:
@@ -65,13 +64,9 @@ class InternodeQueue(Streams, Protocol):
         """Starts copying ``size`` bytes from ``source``, in this rank's block, to ``to`` in the peer's block."""
         ...
 
-    def quiet(self, stream: Any) -> None:
-        """Makes the stream wait for all earlier puts and signals."""
-        ...
+    def quiet(self, stream: Any) -> None: ...
 
-    def set_signal(self, slot: int, number: int, peer: int, stream: Any) -> None:
-        """Starts writing ``number`` to the peer's slot."""
-        ...
+    def set_signal(self, slot: int, number: int, peer: int, stream: Any) -> None: ...
 
     def add_to_signal(self, slot: int, by: int, peer: int, stream: Any) -> None:
         """Starts adding ``by`` to the peer's slot."""
@@ -199,7 +194,8 @@ class InternodePeers:
     def consumed(self, number: int, peers: Sequence[int]) -> None:
         """Signals to ``peers`` that this rank has consumed all exchanges up to ``number``.
 
-        Two signals without a quiet between them may arrive in any order. So a signal adds to the slot's number."""
+        Two signals without a quiet between them may arrive in any order. So a signal adds to the slot's number, and
+        does not replace it."""
         for peer in peers:
             by = number - self._told.get(peer, 0)
             if by:
@@ -219,7 +215,7 @@ class InternodePeers:
 
     def _pack(self, load: list[Slice], staging: int) -> Any:
         pieces = [(each.source, each.rows, staging + each.staged) for each in load]
-        self._queue.push_rows(pieces, _NOBODY, 0, self._finished_blocks, _PACK_BLOCKS, self._stream)
+        self._queue.push_rows(pieces, _NO_SIGNALS, 0, self._finished_blocks, _PACK_BLOCKS, self._stream)
         return self._queue.mark(self._stream)
 
     def _put(self, load: list[Slice], staging: int) -> None:

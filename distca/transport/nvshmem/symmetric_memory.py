@@ -11,7 +11,7 @@ A block has, in this order:
 1. [ranks] slots: slot r has the newest exchange whose rows from rank r have arrived
 2. [ranks] slots: slot r has the largest n for which rank r has *consumed* (copied out of its buffer) exchanges 1 to n
 3. the receive buffer, into which peers write rows
-4. with inter-node peers: staging memory, in which rows are packed before they travel
+4. if any rank has inter-node peers: staging memory, in which rows are packed before they travel
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class NvshmemFabric:
         self._memory = _symmetric_memory(group, layout)
         self.receive_buffer = self._memory[layout.receive_buffer : layout.receive_buffer + capacity]
         self._signals = self._memory[: 2 * self.ranks * 8].view(torch.int64)
-        # A watching thread copies slots to the host. Its stream of its own does not wait for other work.
+        # On this stream a watching thread copies slots to the host, without waiting for other work.
         self._looking = cuda_ops.create_stream(0)
         self._beside: torch.cuda.Stream | None = None
         self._seen = torch.empty(2 * self.ranks, dtype=torch.int64, pin_memory=True)

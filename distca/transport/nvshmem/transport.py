@@ -90,7 +90,7 @@ class OneSidedTransport:
         sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
         # All ranks get the same answer here, so all of them use the fallback, or none.
         if self._fallback is not None and (reason := self._ring.why_not(sizes)):
-            self._tell(reason)
+            self._note_fallback(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
         two, last = bool(hops.second), len(hops.first)
         place = self._ring.place(sizes, hops=1 + two)
@@ -108,7 +108,7 @@ class OneSidedTransport:
         """Replaces the fallback transport, and sets ``fallback_exchanges`` to 0."""
         self._fallback, self.fallback_exchanges = fallback, 0
 
-    def _tell(self, reason: str) -> None:
+    def _note_fallback(self, reason: str) -> None:
         if not self.fallback_exchanges:
             assert self._fallback is not None
             logger.warning("Exchanges that do not fit go by %s, which is slower: %s", self._fallback.name, reason)
@@ -149,7 +149,7 @@ class OneSidedTransport:
         if kept is not None:
             self._fabric.join(kept)
 
-    def passed(self, number: int) -> None:
+    def signal_consumed(self, number: int) -> None:
         """Signals that this rank has consumed exchange ``number``, after the current stream's earlier work."""
         self._fabric.consumed(self._ring.consumed(number))
 
@@ -172,7 +172,7 @@ class OneSidedTransport:
                 self.join(kept)
                 kept = None
             self._place_received(landing)
-        self.passed(landings[-1].number)
+        self.signal_consumed(landings[-1].number)
         for token in tokens:
             self._fabric.join(token)
         self.join(kept)
@@ -216,4 +216,4 @@ class FallbackHandle:
 
     def wait(self) -> None:
         self._handle.wait()
-        self._transport.passed(self._number)
+        self._transport.signal_consumed(self._number)
