@@ -94,7 +94,7 @@ class Comer:
 
 @dataclass(frozen=True)
 class KernelTerms:
-    """The facts that a server needs to choose its kernel, which homes must know before they plan.
+    """The facts from which a server chooses its kernel. Homes must know the kernel before they plan.
 
     Attributes:
         servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.

@@ -26,7 +26,7 @@ _LOST = ("gloo/transport", "NCCL", "ncclRemoteError")
 
 
 class PoolBrokenError(RuntimeError):
-    """An exchange was started after this rank had left the pool."""
+    """This rank has left the pool, so it cannot exchange rows."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -98,7 +98,7 @@ class BreakableTransport:
         if not self._goes_on or not (self.broken or is_lost_peer(error)):
             raise error
         logger.debug("An exchange of rows failed: %s", error)
-        # The traceback's frames would keep the group and its connections open. Other ranks must get an error.
+        # The traceback's frames would keep the group's connections open. Other ranks get an error when they close.
         error.__traceback__ = None
         self.give_up()
 

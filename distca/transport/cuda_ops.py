@@ -114,8 +114,8 @@ def why_no_signals() -> str | None:
 def create_stream(priority: int) -> torch.cuda.Stream:
     """Returns a new stream of the current GPU, which is never destroyed.
 
-    ``torch.cuda.Stream()`` may return a stream that other code uses too. Its work would then wait behind our waits for
-    other ranks.
+    ``torch.cuda.Stream()`` may return a stream that other code uses too. The other code's work would then
+    wait behind this stream's waits for other ranks.
 
     Args:
         priority: 0 is usual; work of streams with a lower number starts first.
@@ -198,9 +198,10 @@ def move_rows(
     destination_rows: torch.Tensor | None,
     rows: int,
 ) -> None:
-    """Sets destination[destination_rows[i]] = source[source_rows[i]] for i < rows; an index tensor of None means i.
+    """Sets destination[destination_rows[i]] = source[source_rows[i]] for i < rows.
 
-    Both tensors are contiguous, with equal dtype and trailing shape. Index tensors are [rows] int64 on their device."""
+    Both tensors are contiguous, with equal dtype and trailing shape. Index tensors are [rows] int64 on the same device;
+    None stands for 0, 1, 2 and so on."""
     arguments = (source.data_ptr(), _address(source_rows), destination.data_ptr(), _address(destination_rows))
     _call("distca_move_rows", *arguments, rows, row_bytes(source), torch.cuda.current_stream().cuda_stream)
 
