@@ -3,9 +3,9 @@
 A micro-batch is computed in two parts, the *nano-batches*. The transfers of one nano-batch run beside the computation
 of the other. The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention.
 
-- Placed *together* (``place/shares.py``), ranks send about equally many rows. But more documents have rows in both
-  nano-batches, and the keys of such documents are read twice.
-- Placed *apart*, each nano-batch by itself (``place/by_nano_batch.py``), keys are read less often.
+- If both nano-batches are placed *together* (``place/shares.py``), ranks send about equally many rows. But more
+  documents have rows in both nano-batches, and the keys of such documents are read twice.
+- If nano-batches are placed *apart*, each by itself (``place/by_nano_batch.py``), fewer keys are read twice.
 
 Array legend: R ranks.
 """
@@ -62,8 +62,8 @@ class Price:
     def beats(self, other: Price) -> bool:
         """Returns whether this price of placing together beats the ``other`` price, of placing apart.
 
-        There are two cases. Placed together, no row travels, and attention takes no longer. Or ranks wait for transfers
-        if placed apart, and placing together saves time without more bytes."""
+        There are two cases. In the first, placing together lets no row travel, and attention takes no longer. In the
+        second, ranks wait for transfers if placed apart, and placing together saves time without more bytes."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)

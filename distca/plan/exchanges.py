@@ -3,7 +3,7 @@
 The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A *task* is a range of
 query rows of one document on one server. A *nano-batch* is a whole micro-batch, or one of its two parts.
 
-In each nano-batch, q goes from homes to servers in one exchange, and k and v in another exchange. o and gradients
+In each nano-batch, q goes from homes to servers in one exchange, and k and v in another exchange. o, dQ, dK and dV
 return by the same exchanges, with source and destination swapped. An exchange is a list of *segments*: ranges of rows
 that follow each other in both tensors.
 

@@ -157,7 +157,7 @@ def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = No
 
 
 def scheduler_of(options: PlanOptions) -> Scheduler:
-    """Returns the default scheduler, with the tolerance and costs of ``options``."""
+    """Returns the default scheduler, which plans with ``options``."""
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)

@@ -6,9 +6,9 @@
 - A *region* is the range of k,v rows that a kernel reads for one task.
 - A *context* is the union of overlapping regions on one server (``plan.py``).
 
-The rows of a context travel to the server's buffer once. The server copies them to the regions. Example: a server has
-the tasks [2, 4) and [6, 7) of a document. Its buffer gets the k,v rows [0, 7). The regions are copies of the rows [0,
-4) and [0, 7).
+The rows of a context travel to the server's buffer once. If tasks share rows, the server copies these rows to the
+regions. Example: a server has the tasks [2, 4) and [6, 7) of a document. Its buffer gets the k,v rows [0, 7). The
+regions are copies of the rows [0, 4) and [0, 7).
 
 The k,v rows of a document without a window travel once to each node, to a server called the *gateway*. A second
 exchange, the *relay*, brings them to other servers of the node (``network.py``).
@@ -166,9 +166,9 @@ def _borders(ends: np.ndarray, low: int, high: int) -> np.ndarray:
 
 
 def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns [T] first row of each task in its server's buffer, where tasks of ``rows`` [T] rows follow each other.
+    """Returns [T] first row of each task in its server's buffer, in which tasks follow each other.
 
-    Server r has the tasks [bounds[r], bounds[r + 1])."""
+    Task t takes rows[t] rows. Server r has the tasks [bounds[r], bounds[r + 1])."""
     begins = np.concatenate(([0], np.cumsum(rows)))
     return begins[:-1] - begins[bounds[tasks.server]]
 

@@ -7,7 +7,7 @@ help other stages. Without pipeline stages, a phase is the forward or the backwa
 
 With p stages, backward phase k runs right after forward phase k + p − 1.
 
-Ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model come last. The
+With n data-parallel ranks in a stage, rank r of stage s has number s · n + r. Servers without a model come last. The
 same document lengths always give the same plan.
 """
 
