@@ -226,9 +226,7 @@ class AttentionCall(LayerCall):
     # Shared.
 
     def _moved_home(self, rows: torch.Tensor, moves: RowMoves) -> tuple[torch.Tensor, list[Part]]:
-        """Returns a tensor for this home's query rows, zero in padding rows, and the parts that fill it.
-
-        ``rows`` are the server's rows that ``moves`` brings home."""
+        """Returns a tensor for this home's query rows, zero in padding rows, and the parts that fill it."""
         home, parts = moved(rows, moves, self._home_rows[0])
         if parts:
             home[moves.destination_rows :] = 0

@@ -129,7 +129,7 @@ class Keep:
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """Returns the parts to send; None, since q, k, v and o are not sent; and the destination do_THD."""
+        """Returns the parts to send; None, since this server has its rows; and the destination do_THD."""
         route = self._route
         do, parts = moved(do_NHD, route.q_to_server, route.q_rows)
         if has_sinks:

@@ -45,7 +45,7 @@ class LayerCall:
 
 
 def graph_token(device: torch.device) -> torch.Tensor:
-    """Returns a scalar without a value, which gives autograd an edge from one node to the next.
+    """Returns a dummy scalar, which gives autograd an edge from one node to the next.
 
     ``device`` must be the rows' device. Autograd has a thread for each device, and runs nodes in reverse order of
     creation only within a thread."""

@@ -83,7 +83,7 @@ class RecurrentCall(LayerCall):
         self._halo_gradients_of_pong: torch.Tensor | None = None  # in ping, pong's gradient of ping's halo rows
         self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and halo rows, between two nodes
         self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta, between two nodes
-        # Numbers of this rank's pieces, by the piece's place in its document.
+        # Numbers of this rank's pieces: only, first, inner or last piece of a document.
         pairs = list(zip(routes.opens, routes.closes, strict=True))
         self._only = [n for n, each in enumerate(pairs) if each == (True, True)]
         self._first = [n for n, each in enumerate(pairs) if each == (True, False)]
@@ -214,7 +214,7 @@ class RecurrentCall(LayerCall):
     def _summarise_backward(self) -> tuple[torch.Tensor | None, ...]:
         """Runs backward of first and inner pieces, and of the convolution.
 
-        Returns gradients of the convolution's kernel, its bias or None, and skip or None."""
+        Returns gradients of the convolution's kernel and bias, and skip (o += skip · v). Bias and skip may be None."""
         assert self._core is not None and self._core_gradients is not None and self._parameters is not None
         (rows, do_NHV), gradients = self._core, self._core_gradients
         with self._pool.timeline.compute("finish", *self._where, "backward"):
@@ -315,15 +315,8 @@ class RecurrentCall(LayerCall):
     ) -> torch.Tensor:
         """Writes gradients of these pieces' rows into ``gradients``.
 
-        Args:
-            rows: the core's inputs.
-            numbers: numbers of the pieces.
-            states: the states before the pieces.
-            do_NHV: gradient of the core's output.
-            behind: gradients of the states after the pieces.
-            gradients: the core's gradients, to be filled.
-            wanted: whether to return the gradients of the states before the pieces.
-        """
+        ``behind`` has the gradients of the states after the pieces. Returns the gradients of ``states``, the states
+        before the pieces, if ``wanted``."""
         both = self._stacked(states, numbers), self._stacked(behind, numbers)
         return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
 

@@ -1,8 +1,7 @@
 """The choice of a transport: NVSHMEM, NCCL or gloo move rows between the ranks of a *pool*.
 
 With NVSHMEM, GPUs write into each other's memory. NCCL and gloo run torch.distributed's all-to-all. All ranks must
-choose the same transport, so each rank tells the others why it cannot use NVSHMEM. ``megatron_patches/pool.py``, for
-example, chooses here.
+choose the same transport, so each rank tells the others why it cannot use NVSHMEM.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
         buffer_gb: size of NVSHMEM's receive buffer, in GiB per rank.
 
     Raises:
-        TransportError: the name is unknown, or the transport cannot be used here. With "auto": NVSHMEM did not start on
-            this rank, and other ranks wait inside NVSHMEM.
+        TransportError: the name is unknown, or the transport cannot be used here. With "auto" there is one cause:
+            NVSHMEM did not start on this rank, and other ranks wait inside NVSHMEM.
     """
     if name not in NAMES:
         raise TransportError(f"`transport` is '{name}'; it can be {', '.join(NAMES)}.")

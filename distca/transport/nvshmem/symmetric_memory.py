@@ -133,11 +133,10 @@ class NvshmemFabric:
             self._internode_peers.consumed(number, sorted(self._internode))
 
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
-        """Tells the watching thread of a wait on the current stream."""
         self._waits.note(Wait(cuda_ops.mark(torch.cuda.current_stream()), tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
-        """Returns the peers whose signals a wait still lacks. The watching thread calls this method."""
+        """Returns the peers whose signals ``wait`` still lacks. The watching thread calls this method."""
         with torch.cuda.device(self.receive_buffer.device), torch.cuda.stream(self._looking):
             self._seen.copy_(self._signals, non_blocking=True)
             self._looking.synchronize()
@@ -148,15 +147,7 @@ class NvshmemFabric:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The layout of a block.
-
-    Attributes:
-        ranks: number of ranks.
-        receive_buffer: first byte of the receive buffer.
-        staging: first byte of the staging memory.
-        staging_bytes: size of the staging memory; 0 if no rank has inter-node peers.
-        bytes: size of the block.
-    """
+    """The layout of a block: first bytes of the receive buffer and the staging memory, and sizes in bytes."""
 
     ranks: int
     receive_buffer: int
@@ -206,7 +197,7 @@ def _whole_pages(size: int) -> int:
 
 
 def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor:
-    """Returns [layout.bytes] uint8, the block of this rank, after all ranks have set their slots to 0."""
+    """Returns this rank's block, [layout.bytes] uint8, after all ranks have set their slots to 0."""
     import nvshmem.core
 
     memory: torch.Tensor = nvshmem.core.bytetensor((layout.bytes,), release=True, except_on_del=False)
