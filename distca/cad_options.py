@@ -31,9 +31,9 @@ class CadOptions:
             up to 32 servers, growing to 0.02 from 128 on.
         ranks_per_node: number of consecutive servers (tensor-parallel groups) that plans treat as one node; 0 takes
             those of one machine.
-        cost_table: a JSON file of `distca profile`; null takes the shipped one for this device and kernel, or else an
-            analytic model. In a run, "measure" measures one at the start if none is shipped, and keeps it in
-            output/cost_tables.
+        cost_table: a JSON file of `distca profile`, or a folder with one for each GPU and kernel; null takes those
+            shipped, or else an analytic model. "measure" measures what is not shipped when a run starts, and keeps it
+            in output/cost_tables.
         deterministic: add gradients of k and v in a fixed order, so two runs are bitwise equal.
         nvshmem_buffer_gb: GiB of symmetric memory per rank for rows that arrive by NVSHMEM; 0 takes as much as
             tokens_per_rank needs.

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -67,10 +68,10 @@ def plan_options(
     if len(set(sorts)) > 1:
         logger.info("The pool's servers: %s.", in_words(sorts))
     cost = cost_model(config, sorts[0], given.cost_table)
-    costs = tuple(_cost_of(kind, cost, sorts[0]) for kind in layer_kinds.kinds)
+    costs = tuple(_cost_of(kind, cost, sorts[0], given.cost_table) for kind in layer_kinds.kinds)
     non_attention = None
     if given.disaggregate:
-        find = partial(_costs_on, kinds=layer_kinds.kinds, cost=None if given.cost_table else cost)
+        find = partial(_costs_on, kinds=layer_kinds.kinds, cost=cost, cost_table=given.cost_table)
         costs = costs_by_sort(costs, sorts, find, warns=dist.get_rank() == 0 and not given.speeds)
         unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
         # CPU ranks may share cores. With NVSHMEM an idle server could get more rows than its receive memory holds.
@@ -133,19 +134,27 @@ def attention_shape(config: TransformerConfig) -> AttentionShape:
 def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | None = None) -> CostModel:
     """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
 
-    It is the file ``cost_table`` if given, else the package's table for the GPU and kernel of ``sort`` and these
-    heads, else an estimate. For the reference kernel the estimate counts pairs of query and key.
+    It is the file ``cost_table`` if given. Else it is a table for the GPU and kernel of ``sort`` and these heads, from
+    the folder ``cost_table`` or the package. Else it is an estimate, which for the reference kernel counts pairs of
+    query and key.
 
     Raises:
-        PlanError: the named file is not usable, or was measured for other heads.
+        PlanError: the named file is not usable or was measured for other heads, or no table fits beside a named folder.
     """
     shape = attention_shape(config)
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
 
     def find() -> TableCost | None:
-        if cost_table:
+        if cost_table and not Path(cost_table).is_dir():
             return open_table(cost_table, *heads, shape.value_dim)
-        return find_table(*sort, *heads, value_dim=shape.value_dim)
+        found = _table_of(sort, shape, cost_table)
+        if found is None and cost_table:
+            raise PlanError(
+                f"Neither {cost_table} nor the package has a cost table for {sort}, {shape.heads} query heads and "
+                f"{shape.kv_heads} key/value heads of {shape.head_dim}: measure one with `distca profile`, or leave "
+                "`cost_table` out."
+            )
+        return found
 
     table = _first_ranks(find)
     if table is not None:
@@ -171,34 +180,49 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
     return found[0]
 
 
-def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort) -> CostModel:
+def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, window: int = 0) -> TableCost | None:
+    """Returns the table in the folder ``cost_table``, if that is a folder, or else in the package; None without one."""
+    find = partial(
+        find_table, *sort, shape.heads, shape.kv_heads, shape.head_dim, window=window, value_dim=shape.value_dim
+    )
+    found = find(folder=Path(cost_table)) if cost_table and Path(cost_table).is_dir() else None
+    return find() if found is None else found
+
+
+def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table: str | None) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
-    For a window, if ``cost`` is a table, it is the package's table of that window, if there is one. Otherwise it is
+    For a window, if ``cost`` is a table, it is a table of that window, if there is one. Otherwise it is
     derived from ``cost``.
     """
     if kind.window and isinstance(cost, TableCost):
-        heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
-        table = _first_ranks(lambda: find_table(*sort, *heads, window=kind.window))
+        table = _first_ranks(lambda: _table_of(sort, cost.shape, cost_table, kind.window))
         if table is not None:
             table.linear = cost.linear
             return table
     return cost_of_kind(kind, cost)
 
 
-def _costs_on(sort: ServerSort, kinds: Sequence[AttentionKind], cost: CostModel | None) -> tuple[CostModel, ...] | None:
+def _costs_on(
+    sort: ServerSort, kinds: Sequence[AttentionKind], cost: CostModel, cost_table: str | None
+) -> tuple[CostModel, ...] | None:
     """Returns for each kind of layer the cost table of another sort of servers; None if there is none.
 
     Args:
         sort: the GPU model and kernel.
         cost: the costs on the first server, with the shape of heads. The result is None if ``cost`` is no table.
+        cost_table: a folder in which tables are looked for first. The result is None if it is a file, as a file that
+            the user names is for all servers.
     """
     if not isinstance(cost, TableCost):
         return None
-    shape = cost.shape
-    heads = (shape.heads, shape.kv_heads, shape.head_dim)
-    table = _first_ranks(partial(find_table, *sort, *heads, value_dim=shape.value_dim))
-    return None if table is None else tuple(_cost_of(kind, table, sort) for kind in kinds)
+
+    def find() -> TableCost | None:
+        is_file = bool(cost_table) and not Path(cost_table or "").is_dir()
+        return None if is_file else _table_of(sort, cost.shape, cost_table)
+
+    table = _first_ranks(find)
+    return None if table is None else tuple(_cost_of(kind, table, sort, cost_table) for kind in kinds)
 
 
 def _non_attention(

@@ -253,13 +253,17 @@ def _cost_table(config: RunConfig) -> list[str]:
     given, model, tp = config.cad.cost_table, config.model, config.parallel.tp
     if given in (None, "", MEASURE) or os.environ.get("RANK", "0") != "0":  # rank 0's is everyone's
         return []
-    if not Path(given).is_file():
+    files = sorted(Path(given).glob("*.json")) if Path(given).is_dir() else [Path(given)]
+    if not files or not files[0].is_file():
         return [
-            f"cad.cost_table is {given}, which is not a file; give one that `distca profile` wrote, or {MEASURE}, or "
-            "leave it out."
+            f"cad.cost_table is {given}, which is not a file or a folder of JSON files; give what `distca profile` "
+            f"wrote, or {MEASURE}, or leave it out."
         ]
     try:
-        load_table(given)
+        for file in files:
+            load_table(file)
+        if Path(given).is_dir():
+            return []
         if not (model.heads % tp or model.kv_heads % tp):  # which is said elsewhere
             shape = model.attention_shape(tp)
             open_table(given, shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim)

@@ -264,14 +264,13 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
 
 
 def _with_costs(config: RunConfig, world: World) -> RunConfig:
-    """Returns the settings with a cost table in place of "measure"."""
+    """Returns the settings with a folder of cost tables in place of "measure"."""
     if config.cad.cost_table != MEASURE:
         return config
-    from distca.train.run.measured_costs import kernel_of, table_for
+    from distca.train.run.measured_costs import kernel_of, tables_for
 
-    kernel = kernel_of(config, world.device)
-    table = _decided(world.rank, lambda: table_for(config, kernel, world.device))
-    return replace(config, cad=replace(config.cad, cost_table=table))
+    tables = tables_for(config, kernel_of(config, world.device), world.device, world.rank)
+    return replace(config, cad=replace(config.cad, cost_table=tables))
 
 
 def _decided(rank: int, decide: Callable[[], T]) -> T:

@@ -1,6 +1,7 @@
-"""Measures a cost table when a run starts, if ``cad.cost_table`` is "measure" and no table fits.
+"""Measures cost tables when a run starts, if ``cad.cost_table`` is "measure" and no table fits.
 
-A *cost table* has the measured seconds of attention tasks on one kind of device. Planning balances ranks by it.
+A *cost table* has the measured seconds of attention tasks on one kind of device, by one kernel. Planning balances ranks
+by it. A server without a model measures none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from distca.attention import AttentionSpec, Kernel, choose_kernel
+from distca.cluster.agreement import of_ranks
 from distca.plan import AttentionShape
 from distca.plan.cost.table_file import find_table, table_name, write_table
 from distca.profile.measure import measure_device
@@ -39,32 +41,41 @@ def kernel_of(config: RunConfig, device: torch.device) -> Kernel:
     return choose_kernel(config.cad.kernel, spec)
 
 
-def table_for(config: RunConfig, kernel: Kernel, device: torch.device) -> str | None:
-    """Returns the file of the cost table that takes the place of "measure"; rank 0 calls it.
+def tables_for(config: RunConfig, kernel: Kernel, device: torch.device, rank: int) -> str | None:
+    """Returns the folder of cost tables that takes the place of "measure"; all ranks call it together.
+
+    The first rank of each device and kernel measures the table for them, if the package has none and no earlier start
+    wrote one. That takes about two minutes on a GPU.
 
     Args:
         config: of the run.
-        kernel: the run's kernel of core attention.
+        kernel: this rank's kernel of core attention.
         device: this rank's device.
+        rank: this rank.
 
     Returns:
-        None if the package has a table for this device, kernel and heads. Otherwise a file in ``output``/cost_tables,
-        which an earlier start wrote or which is measured now. That takes about two minutes on a GPU.
+        ``output``/cost_tables, or None if the package has all tables.
     """
     assert config.cad.cost_table == MEASURE
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    is_first = of_ranks((name, kernel.name)).index((name, kernel.name)) == rank
+    is_there = of_ranks(is_first and _is_there(config, kernel, device, name))
+    return str(Path(config.output) / FOLDER) if any(is_there) else None
+
+
+def _is_there(config: RunConfig, kernel: Kernel, device: torch.device, name: str) -> bool:
+    """Measures a table if it has to be; returns False if the package has it."""
     shape = config.attention_shape
     heads = shape.heads, shape.kv_heads, shape.head_dim
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if find_table(name, kernel.name, *heads, value_dim=shape.value_dim) is not None:
-        return None
+        return False
     path = Path(config.output) / FOLDER / table_name(name, kernel.name, *heads, value_dim=shape.value_dim)
     if not path.is_file():
         logger.info(
             "No cost table fits %s and the kernel %s: one is measured, for about two minutes.", name, kernel.name
         )
         _measure(config, kernel, shape, device, path)
-    logger.info("Attention costs: measured table %s", path)
-    return str(path)
+    return True
 
 
 def _measure(config: RunConfig, kernel: Kernel, shape: AttentionShape, device: torch.device, path: Path) -> None:

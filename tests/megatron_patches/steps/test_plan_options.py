@@ -89,6 +89,10 @@ def test_a_named_table_of_other_heads_is_refused_in_a_sentence(tmp_path: Path) -
         assert f"{table} was measured for 32 query heads, 4 key/value heads and head size 128" in said
         assert f"a rank of this model has {heads[0] // TP}, {heads[1] // TP} and {heads[2]}" in said
         assert "\n" not in said and said.endswith("`distca profile`.")
+    with pytest.raises(PlanError, match="nor the package has a cost table for NVIDIA H200 with torch, 16 query"):
+        _cost((32, 8, 128), "torch", torch.bfloat16, GPU, str(tmp_path))
+    found = _cost((32, 4, 128), "flash4", torch.bfloat16, GPU, str(tmp_path))
+    assert isinstance(found, TableCost) and (found.shape.heads, found.shape.kv_heads) == (16, 2)
 
 
 @pytest.mark.usefixtures("one_rank")

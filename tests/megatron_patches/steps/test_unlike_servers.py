@@ -26,7 +26,7 @@ NEW, OLD, SLOW = ServerSort("new", "flash4"), ServerSort("old", "torch"), Server
 POOL = (NEW, NEW, OLD, NEW)
 
 
-def _planned(line: list[str], folder: str, torch_on: int) -> tuple[Any, np.ndarray]:
+def _planned(line: list[str], torch_on: int) -> tuple[Any, np.ndarray]:
     """Of a step on ranks whose last one has an old GPU, and one may take a kernel of another name: costs, and seconds
     of attention by server."""
     small_cases.on_cpu()
@@ -36,12 +36,11 @@ def _planned(line: list[str], folder: str, torch_on: int) -> tuple[Any, np.ndarr
     from tests.train.small_runs import StepByStep
 
     here: Any = SimpleNamespace(
-        find=lambda *key, **named: find_table(*key, folder=Path(folder), **named),
         name=lambda _: "old" if dist.get_rank() == 2 else "new",
         why_not=lambda name, _: None if name == ("torch" if dist.get_rank() == torch_on else "reference") else "no",
         make=lambda name, _: _named(name),
     )
-    plan_options.find_table, plan_options._name = here.find, here.name
+    plan_options._name = here.name
     select.why_not, select._make = here.why_not, here.make
     run = StepByStep(parse_run_config(line))
     found = run.trainer.cad.options.cost, run.step().balance.seconds_after.sum(axis=0)
@@ -60,12 +59,12 @@ def test_an_old_gpu_and_a_slow_kernel_get_less_attention(tmp_path: Path) -> None
 
     texts, own = write_texts(tmp_path / "texts"), {"heads": 8, "kv_heads": 4, "head_dim": 8}
     write(tmp_path, device="new", kernel="reference", **own)
-    line = arguments(data__path=texts, output=tmp_path)
-    (alike, _), *_ = run_ranks(3, _planned, line, str(tmp_path), -1)
+    line = arguments(data__path=texts, output=tmp_path, cad__cost_table=tmp_path)
+    (alike, _), *_ = run_ranks(3, _planned, line, -1)
     assert isinstance(alike, TableCost)
     write(tmp_path, factor=3.0, device="old", kernel="reference", **own)
     write(tmp_path, factor=2.0, device="new", kernel="torch", **own)
-    (cost, seconds), *others = run_ranks(3, _planned, line, str(tmp_path), 1)
+    (cost, seconds), *others = run_ranks(3, _planned, line, 1)
     assert isinstance(cost, PoolCost) and cost.of_server == (0, 1, 2)
     assert seconds.max() < 1.1 * seconds.mean()
     for _, other in others:

@@ -197,7 +197,7 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
             "train.evaluate is true, but checkpoint.export is hf, and only a run that trains writes it; leave one out.",
         ),
         ("--train.evaluate true", 4, "train.evaluate is true, but checkpoint.init_from and checkpoint.resume are both"),
-        ("--cad.cost_table no.json", 4, "cad.cost_table is no.json, which is not a file; give one that"),
+        ("--cad.cost_table no.json", 4, "cad.cost_table is no.json, which is not a file or a folder of JSON"),
         ("--output /proc/x/y", 4, "output is /proc/x/y, but nothing can be written into /proc ("),
         (f"--output {__file__}/runs", 4, "/runs, but nothing can be written into"),
     ],
@@ -235,6 +235,11 @@ def test_a_cost_table_is_read_before_anything_starts(tmp_path: Path) -> None:
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
     validate(parse_run_config(["--cad.cost_table", _table(tmp_path), *shape]), 4, vocabulary=256)
+    with pytest.raises(ConfigError, match=r"which cannot be used: The cost table .* has heads 'many'"):
+        validate(parse_run_config(["--cad.cost_table", str(tmp_path), *shape]), 4, vocabulary=256)
+    (tmp_path / "tables").mkdir()
+    _table(tmp_path / "tables")
+    validate(parse_run_config(["--cad.cost_table", str(tmp_path / "tables"), *shape]), 4, vocabulary=256)
 
 
 @pytest.mark.parametrize(

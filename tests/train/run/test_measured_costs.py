@@ -39,14 +39,29 @@ def test_a_table_is_measured_once_if_none_is_shipped(tmp_path: Path, monkeypatch
     config = config_for(tmp_path, 6)
     validate(config, 1, 64, True)
     kernel = measured_costs.kernel_of(config, CPU)
-    found = [measured_costs.table_for(config, kernel, CPU) for _ in range(2)]
-    assert found == [str(tmp_path / "cost_tables" / "cpu_reference_6x3x32.json")] * 2
+    found = [measured_costs.tables_for(config, kernel, CPU, 0) for _ in range(2)]
+    assert found == [str(tmp_path / "cost_tables")] * 2
     assert asked == [(6, 3, 32, CPU, torch.float32, 192, config.model.ffn)]
-    assert table_file.open_table(found[0] or "", 6, 3, 32).shape.heads == 6
+    assert table_file.open_table(f"{found[0]}/cpu_reference_6x3x32.json", 6, 3, 32).shape.heads == 6
     validate(replace(config, cad=replace(config.cad, cost_table=found[0])), 1, 64, True)
 
 
 def test_a_shipped_table_is_taken(tmp_path: Path) -> None:
     config = config_for(tmp_path, 4)
-    assert measured_costs.table_for(config, measured_costs.kernel_of(config, CPU), CPU) is None
+    assert measured_costs.tables_for(config, measured_costs.kernel_of(config, CPU), CPU, 0) is None
     assert not (tmp_path / "cost_tables").exists()
+
+
+def test_the_first_rank_of_each_device_and_kernel_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, measured = config_for(tmp_path, 4), []
+    kernel = measured_costs.kernel_of(config, CPU)
+    monkeypatch.setattr(measured_costs, "find_table", lambda *_, **__: None)
+    monkeypatch.setattr(measured_costs, "_measure", lambda *given: measured.append(given[-1].name))
+    others: Any
+    for others, names in ((("cpu", "torch"), ["cpu_reference_4x2x32.json"]), (("cpu", "reference"), [])):
+        monkeypatch.setattr(
+            measured_costs, "of_ranks", lambda mine, first=others: [first if isinstance(mine, tuple) else True, mine]
+        )
+        assert measured_costs.tables_for(config, kernel, CPU, 1) == str(tmp_path / "cost_tables")
+        assert measured == names
+        measured.clear()
