@@ -4,6 +4,7 @@ that of a run whose servers leave and come at the same steps by schedule.
     OMP_NUM_THREADS=1 python -m benchmarks.server_kills                 # 50 kills on CPU ranks; a few minutes
     OMP_NUM_THREADS=1 python -m benchmarks.server_kills --kills 0 --stops 2 --out FILE
     OMP_NUM_THREADS=1 python -m benchmarks.server_kills --ep 2 --out FILE  # homes share experts, servers have none
+    OMP_NUM_THREADS=1 python -m benchmarks.server_kills --pattern GM-*- --out FILE  # two layers are recurrent
     python -m benchmarks.server_kills --gpus --homes 1 --servers 1 --sockets --kills 2 --out FILE
     python -m benchmarks.server_kills --gpus --homes 1 --servers 1 --sockets --kills 0 --stops 1 --out FILE
 
@@ -45,6 +46,11 @@ RESULTS = Path(__file__).parent / "results" / "server_kills.json"
 VOCABULARY = 64
 ROUTER = "sigmoid, bias, groups, scaling"
 """The router of a model with experts: a step moves its biases by the rows that experts got."""
+RECURRENT = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 8},
+}
+"""Widths of gated delta nets and Mamba-2 in a HybridModel, as fields of Megatron's configuration."""
 How = Literal["killed", "stopped"]
 KILLED_S, STOPPED_S, JOIN_S = 20.0, 60.0, 20.0
 """Seconds in which a step must be over that loses a server, with its repetition, and in which a server must join."""
@@ -58,6 +64,7 @@ class Setup:
         homes, servers: how many.
         tp, pp: tensor-parallel ranks and pipeline stages of the homes.
         ep: homes that share a layer's experts; 0 for a dense model.
+        pattern: layers of a HybridModel, a symbol for each; empty for a GPTModel, in which all layers have attention.
         gpus: whether each has a GPU.
         sockets: GPUs reach each other as if each were a machine of its own.
     """
@@ -67,6 +74,7 @@ class Setup:
     tp: int = 1
     pp: int = 1
     ep: int = 0
+    pattern: str = ""
     gpus: bool = False
     sockets: bool = False
 
@@ -78,6 +86,8 @@ class Setup:
     @property
     def sizes(self) -> dict[str, Any]:
         """The model's: a step takes some tenths of a second."""
+        if self.pattern:
+            return {"layers": len(self.pattern.replace("|", ""))}
         return {"layers": 4, "hidden": 1024, "ffn": 2048, "heads": 8, "kv_heads": 2} if self.gpus else {"layers": 2}
 
     def take_device(self, process: int) -> torch.device:
@@ -227,6 +237,8 @@ def home(folder: str, ways: list[How], schedule: list[tuple[int, ...]], seed: in
         "tp": setup.tp,
         "pp": setup.pp,
     }
+    if setup.pattern:
+        usual |= {"pattern": setup.pattern, "config": RECURRENT}
     case = expert_case(ROUTER, ep=setup.ep, **usual) if setup.ep else ParityCase(**usual)
     made = unmodified_model(case, torch.float32)
     weights = {name: parameter.detach() for name, parameter in made.named_parameters()}
@@ -439,13 +451,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     for name, default in (("homes", 2), ("servers", 4), ("tp", 1), ("pp", 1), ("ep", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--pattern", default="", help="layers of a HybridModel, without --ep and --gpus")
     parser.add_argument("--gpus", action="store_true", help="a GPU for each home and server, and NCCL")
     parser.add_argument("--sockets", action="store_true", help="every GPU is a machine of its own to NCCL")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     if not given.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    setup = Setup(given.homes, given.servers, given.tp, given.pp, given.ep, given.gpus, given.sockets)
+    setup = Setup(given.homes, given.servers, given.tp, given.pp, given.ep, given.pattern, given.gpus, given.sockets)
     ways: list[How] = [*["killed"] * given.kills, *["stopped"] * given.stops]  # type: ignore[list-item]
     report = header(command_line("python -m benchmarks.server_kills"), setup.homes + setup.servers)
     found = compared(ways, setup, given.seed)

@@ -154,7 +154,7 @@ class CAD:
         check_layers(config, self.device, self._te)
         self._remote = None
         if given.servers:
-            check_with_servers(config, any(self._kinds.recurrences), given.offload)
+            check_with_servers(config, given.offload)
             tp = config.tensor_model_parallel_size
             self._remote = RemoteServers(given.servers, tp, given.transport, self.device)
         self._how = how
@@ -183,7 +183,9 @@ class CAD:
 
     def _terms(self) -> PoolTerms:
         spec = attention_spec(self.config, self._kinds, self.device, self._given)
-        return PoolTerms(self.options, spec, self._how)
+        of_stage = self._kinds.recurrences[: len(self._kinds.recurrences) // self._stages]
+        layers = tuple(number for number, recurrence in enumerate(of_stage) if recurrence is None)
+        return PoolTerms(self.options, spec, self._how, layers)
 
     def _terms_of_change(self) -> PoolTerms:
         """Sets the planner's options for the servers without a model that are present now; returns the new terms."""

@@ -16,6 +16,7 @@ from distca.recurrent import choose_recurrent_kernel
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import Transport, choose_transport
+from distca.transport.collective import CollectiveTransport
 from megatron_patches.arguments import CadArguments, How
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.groups import server_pool_group
@@ -55,12 +56,16 @@ def join_pool(
     # GiB of NVSHMEM memory for rows that arrive.
     needed = receive_buffer_gb(attention_shape(config), given.tokens_per_rank, resend=how == "resend", sinks=sinks)
     transport: Transport
+    homes = None
     if remote is not None:
         transport = remote.transport
+        if any(layer_kinds.recurrences):
+            # Servers have no part in recurrent layers. In a group without servers a lost server breaks no exchange.
+            homes = CollectiveTransport(server_pool_group())
     else:
         transport = choose_transport(given.transport, server_pool_group(), given.nvshmem_buffer_gb or needed)
     parking = Offload(device) if given.offload else None
-    return AttentionPool(transport, kernel, Timeline(device), how, parking)
+    return AttentionPool(transport, kernel, Timeline(device), how, parking, homes)
 
 
 def attention_spec(

@@ -159,8 +159,9 @@ def _unmodified(
 
 def _routers(model: GPTModel) -> dict[int, Any]:
     """The routers by number of their layer."""
-    layers = {layer.layer_number: getattr(layer.mlp, "router", None) for layer in model.decoder.layers}
-    return {number: router for number, router in layers.items() if router is not None}
+    mlps = {layer.layer_number: getattr(layer, "mlp", None) for layer in model.decoder.layers}
+    routers = {number: getattr(mlp, "router", None) for number, mlp in mlps.items()}
+    return {number: router for number, router in routers.items() if router is not None}
 
 
 def _biased(model: GPTModel) -> dict[int, Any]:

@@ -135,6 +135,11 @@ class Layout:
         """Returns [S] bool, whether each shard of ``kv`` is carried."""
         return np.asarray(self.kv.row < self.carried_rows[self.kv.rank])
 
+    def of_first(self, ranks: int) -> Layout:
+        """Returns the layout over the first ``ranks`` ranks. All others must hold no rows."""
+        assert not self.kv_rows[ranks:].any(), "a rank that is left out holds rows"
+        return replace(self, ranks=ranks, q_rows=self.q_rows[:ranks], carried_rows=self.carried_rows[:ranks])
+
     def within(self, window: int) -> Layout:
         """Returns the layout without the carried rows that no query sees.
 

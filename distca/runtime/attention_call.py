@@ -58,7 +58,7 @@ class AttentionCall(LayerCall):
         nano: int,
         before: AttentionCall | None = None,
     ) -> None:
-        super().__init__(pool, layer, nano)
+        super().__init__(pool, layer, nano, pool.transport)
         self._routes = routes
         self._kept: Keep | Resend = Keep(routes) if pool.backward == "keep" else Resend(routes, pool.offload)
         self._server: ServerRows | None = None  # rows that arrive on this server, until they are computed

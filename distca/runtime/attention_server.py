@@ -64,11 +64,13 @@ class PoolTerms:
         options: the planner's options.
         spec: heads, dtype, kinds and device of core attention on a home.
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send them again.
+        layers: the numbers of a stage's layers with attention, for the timeline; empty if all layers have attention.
     """
 
     options: PlanOptions
     spec: AttentionSpec
     backward: Any
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,7 @@ class _Server:
             logger.warning("The pool did not form.", exc_info=True)
             return
         self._transport.use(group)
-        self._pool = AttentionPool(self._transport, self._kernel, Timeline(self._device), terms.backward)
+        self._pool = AttentionPool(self._transport, self._kernel, Timeline(self._device, terms.layers), terms.backward)
         self._watch.begin(generation.number, self._transport)
         logger.info("Server %d of the pool serves core attention of %d homes.", self._number, options.homes)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distca.runtime.server import AttentionPool
-from distca.transport import Handle, Part
+from distca.transport import Handle, Part, Transport
 from distca.transport.interface import sent_by
 
 
@@ -20,20 +20,21 @@ class LayerCall:
     """The core of one layer for one nano-batch, with at most one transfer at a time.
 
     Args:
-        pool: this rank's transport and timeline.
+        pool: this rank's timeline.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
+        transport: moves the call's rows.
     """
 
-    def __init__(self, pool: AttentionPool, layer: int, nano: int) -> None:
-        self._pool = pool
+    def __init__(self, pool: AttentionPool, layer: int, nano: int, transport: Transport) -> None:
+        self._pool, self._transport = pool, transport
         self._where = (layer, nano)
         self._handle: Handle | None = None
 
     def _launch(self, what: str, direction: str, *parts: Part) -> None:
-        self._handle = self._pool.transport.launch(parts)
+        self._handle = self._transport.launch(parts)
         timeline = self._pool.timeline
-        args = sent_by(self._pool.transport.rank, parts) if timeline.recording else None
+        args = sent_by(self._transport.rank, parts) if timeline.recording else None
         timeline.launched(what, self._handle, *self._where, direction, args)
 
     def _join(self, what: str, direction: str) -> None:

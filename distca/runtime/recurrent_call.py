@@ -67,7 +67,7 @@ class RecurrentCall(LayerCall):
         nano: int,
         before: RecurrentCall | None = None,
     ) -> None:
-        super().__init__(pool, layer, nano)
+        super().__init__(pool, layer, nano, pool.homes or pool.transport)
         self._routes, self._what, self._kernel, self._before = routes, what, kernel, before
         self._rows: tuple[torch.Tensor, ...] = ()  # mixed_NC, g, beta_NH
         self._parameters: CoreParameters | None = None

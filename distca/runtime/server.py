@@ -167,6 +167,8 @@ class AttentionPool:
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes keep them and send them again.
         offload: host memory for rows that homes keep with "resend", and for the inputs of recomputed layers; None
             leaves them on the device.
+        homes: moves rows of recurrent layers, between the ranks with a model alone; None takes ``transport``, which
+            then has no other ranks.
     """
 
     transport: Transport
@@ -174,3 +176,4 @@ class AttentionPool:
     timeline: Timeline
     backward: Literal["keep", "resend"] = "keep"
     offload: Offload | None = None
+    homes: Transport | None = None

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,11 @@ class _Span:
 class Timeline:
     """The spans of one rank. "direction" is "forward" or "backward"; "nano" is 0 for ping, 1 for pong.
 
+    Args:
+        device: the device whose work is timed.
+        layers: the numbers that spans show for layers 0, 1 and so on, as a server without a model counts layers with
+            attention alone; empty shows the numbers as they are.
+
     Attributes:
         clock: this rank's clock; on GPUs it takes times of the current stream.
         recording: whether spans are recorded.
@@ -43,8 +48,8 @@ class Timeline:
             and direction: "launch q,k,v 3 ping forward".
     """
 
-    def __init__(self, device: torch.device | str) -> None:
-        self.clock = Clock(device)
+    def __init__(self, device: torch.device | str, layers: Sequence[int] = ()) -> None:
+        self.clock, self._layers = Clock(device), layers
         self.recording, self.zero, self._began = False, 0.0, 0.0
         self.times_waits = False
         self.order: list[str] = []
@@ -73,7 +78,7 @@ class Timeline:
             return
         self.close()
         self.order.append(_entry(name, layer, nano, direction))
-        shown = f"{name} {layer} {direction}" + f", {kinds}" * bool(kinds)
+        shown = self._shown(name, layer, direction) + f", {kinds}" * bool(kinds)
         span = _Span(f"compute {NANO_NAMES[nano]}", shown, self.clock.now())
         self._spans.append(span)
         yield
@@ -108,7 +113,7 @@ class Timeline:
         if self.recording:
             self.close()
             self.order.append(_entry(name, layer, nano, direction))
-            self._open = _Span(f"compute {NANO_NAMES[nano]}", f"{name} {layer} {direction}", self.clock.now())
+            self._open = _Span(f"compute {NANO_NAMES[nano]}", self._shown(name, layer, direction), self.clock.now())
             self._spans.append(self._open)
             self._reopen = (name, layer, nano, direction) if past_launches else None
 
@@ -136,7 +141,7 @@ class Timeline:
         self.close()
         self.order.append(_entry(f"launch {what}", layer, nano, direction))
         track = f"transfers {NANO_NAMES[nano]} {what} {direction}"
-        span = _Span(track, f"{what} {layer} {direction}", self.clock.now(), args=args)
+        span = _Span(track, self._shown(what, layer, direction), self.clock.now(), args=args)
         works = getattr(handle, "works", [])
         if works:
             self._spans.append(span)
@@ -146,6 +151,9 @@ class Timeline:
                 handle.tell(lambda: setattr(span, "end", self.clock.now()))
         if goes_on:
             self.open(*goes_on, past_launches=True)
+
+    def _shown(self, what: str, layer: int, direction: str) -> str:
+        return f"{what} {self._layers[layer] if self._layers else layer} {direction}"
 
     def joined(self, what: str, layer: int, nano: int, direction: str) -> None:
         """Adds to ``order`` the caller's wait for a transfer."""

@@ -184,10 +184,10 @@ class Job:
                 f"`pp` is {self.pp}, with which stages of the pattern {hybrid.pattern!r} have unequal layers; choose "
                 "another one."
             )
-        if self.fp8 != "none" or self.unlike or self.home_factors:
+        if self.fp8 != "none" or not self._homes_alike:
             raise SimulationError(
-                "The model is a hybrid stack, which trains in bfloat16 on servers that are alike; set `fp8` to none "
-                "and leave out `extra_servers`, `home_factors` and costs by server."
+                "The model is a hybrid stack, which trains in bfloat16 on homes that are alike; set `fp8` to none and "
+                "leave out `home_factors` and costs that differ between homes."
             )
 
     def _check_widths(self) -> None:

@@ -37,7 +37,8 @@ class StateBytes:
         what = job.recurrence
         kept = sum(batch.continuing * what.state_bytes + batch.between * what.transition_bytes for batch in batches)
         ways = [sum(getattr(batch, way).read_bytes(what) for batch in batches) for way in ("forward", "backward")]
-        return StateBytes(np.tile(kept, job.pp), np.tile(np.maximum(*ways), job.pp))
+        of_servers = np.zeros(job.extra_servers)  # without a model they have no such layers
+        return StateBytes(*(np.append(np.tile(each, job.pp), of_servers) for each in (kept, np.maximum(*ways))))
 
 
 def _layers(job: Job, *, disaggregated: bool) -> list[LayerBytes]:

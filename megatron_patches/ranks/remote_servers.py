@@ -58,14 +58,13 @@ _pools = count()
 """The number of the next :class:`RemoteServers`. All homes create them in the same order, so the numbers agree."""
 
 
-def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool) -> None:
+def check_with_servers(config: TransformerConfig, offload: bool) -> None:
     """Refuses models and settings that were not tested with servers without a model.
 
     Raises:
-        SupportError: there are recurrent layers, offloaded inputs of layers, or FP8 with delayed scaling.
+        SupportError: inputs of layers are offloaded, or there is FP8 with delayed scaling.
     """
     found = {
-        "recurrent layers": recurrent,
         "offload": offload,
         # A step runs again if a server leaves during it, and the first run's largest values would stay.
         "FP8 with delayed scaling": bool(config.fp8) and config.fp8_recipe == "delayed",

@@ -46,10 +46,20 @@ def test_waits_for_transfers_are_timed_where_that_is_asked_for(asked):
     timeline.times_waits = asked
     handle = SimpleNamespace(wait=lambda: time.sleep(0.02))
     transport = SimpleNamespace(launch=lambda _: handle)
-    call = LayerCall(SimpleNamespace(timeline=timeline, transport=transport), 0, 0)
+    call = LayerCall(SimpleNamespace(timeline=timeline), 0, 0, transport)
     for _ in range(2):
         call._launch("states", "forward")
         time.sleep(0.02)  # something hides as much
         call._join("states", "forward")
     found = timeline.take_waits()
     assert found == ({"states": pytest.approx(0.04, abs=0.015)} if asked else {}) and timeline.take_waits() == {}
+
+
+def test_spans_show_the_numbers_of_layers_that_were_given():
+    timeline = Timeline("cpu", (1, 3))
+    timeline.start_recording()
+    with timeline.serve(0, 0, "forward"):
+        pass
+    timeline.open("pre", 1, 0, "forward")
+    timeline.launched("o", SimpleNamespace(works=[1]), 1, 0, "forward")
+    assert [span.name for span in timeline._spans] == ["serve 1 forward", "pre 3 forward", "o 3 forward"]

@@ -14,6 +14,7 @@ from distca.baselines import BaselineError, parse_mode
 from distca.models.hybrid import Hybrid
 from distca.plan import StepPlan, analytic_cost
 from distca.plan.cost.linear import LayerWork, LinearRate, between_attentions
+from distca.plan.cost.pool import PoolCost
 from distca.plan.cost.recurrent import CoreWeights, core_weights
 from distca.plan.recurrence import Recurrence
 from distca.plan.recurrent.routes import piece_routes
@@ -60,9 +61,10 @@ def of_routes(job: Job, plan: StepPlan) -> tuple[float, float]:
     return sent, seconds
 
 
+@pytest.mark.parametrize("servers", [0, 2])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_pieces_are_computed_and_summaries_travel_as_routes_say(pp: int) -> None:
-    job, workload = job_of(pp=pp, times=2), drawn(4 // pp)
+def test_pieces_are_computed_and_summaries_travel_as_routes_say(pp: int, servers: int) -> None:
+    job, workload = job_of(4 + servers, pp=pp, times=2, extra_servers=servers), drawn(4 // pp)
     plan = planned(job, workload)
     found = simulate(job, parse_mode("distca"), workload, plan=plan)
     sent, seconds = of_routes(job, plan)
@@ -73,6 +75,9 @@ def test_pieces_are_computed_and_summaries_travel_as_routes_say(pp: int) -> None
     linear = 3e-9 * job.model.matmul_weights * rows
     assert found.busy_s.sum() == pytest.approx(found.attention_s.sum() + linear + layers * seconds)
     assert (found.memory_bytes > 0).all() and found.step_s >= found.busy_s.max()
+    # Servers without a model have no part in recurrent layers.
+    assert (found.attention_s > 0).all()
+    np.testing.assert_allclose(found.busy_s[4:], found.attention_s[4:])
 
 
 def test_a_core_takes_as_long_as_its_weights() -> None:
@@ -194,7 +199,7 @@ def test_states_are_kept_and_summaries_arrive() -> None:
     [
         ({"pattern": "GG"}, "its pattern is 'GG', without attention"),
         ({"tp": 2, "pattern": "G*", "key_heads": 1}, "`tp` is 2, which does not divide the 1 key heads"),
-        ({"extra_servers": 1, "cluster": Cluster(3, 3)}, "servers that are alike"),
+        ({"cost": PoolCost((pair_cost(), pair_cost(1.0)), (0, 0, 0, 1))}, "homes that are alike"),
         ({"pattern": "GG**GG", "pp": 2}, "unequal layers"),
     ],
 )
