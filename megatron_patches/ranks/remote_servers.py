@@ -164,7 +164,12 @@ class RemoteServers:
         """
         found: list[Any] = [None]
         if self._leads:
-            found = [[self._store.take(f"kernel/{each.process}") for each in self._servers]]
+            found = [
+                [
+                    self._store.take(f"kernel/{each.process}", why=_NO_KERNEL.format(each.number))
+                    for each in self._servers
+                ]
+            ]
         dist.broadcast_object_list(found)
         answers: list[KernelAnswer] = found[0]
         for each, answer in zip(self._servers, answers, strict=True):
@@ -431,6 +436,7 @@ def check_planned(found: int | str, server: int, fingerprint: int) -> None:
 
 
 _MISSING = "Server {} of the {} that `servers` asks for has not come: start it with distca.serve()."
+_NO_KERNEL = "Server {} of the pool came, but has not chosen a kernel of core attention."
 
 
 def _lengths(inputs: StepInputs) -> tuple[Sequence[Any], Any, Any]:
