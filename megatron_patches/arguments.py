@@ -93,9 +93,9 @@ class CadArguments(CadOptions):
             SupportError: a value is refused; the message names the first.
         """
         for name, hint in get_type_hints(CadArguments).items():
-            value, served = getattr(self, name), get_args(hint)
-            if isinstance(next(iter(served), None), str) and name not in _CHECKED_WHERE_CHOSEN and value not in served:
-                raise SupportError(f"`{name}` is {value!r}; it can be {', '.join(served)}.")
+            value, words = getattr(self, name), get_args(hint)
+            if isinstance(next(iter(words), None), str) and name not in _CHECKED_WHERE_CHOSEN and value not in words:
+                raise SupportError(f"`{name}` is {value!r}; it can be {', '.join(words)}.")
         for name, least in _LEAST.items():
             number = getattr(self, name)
             kind, called = (Integral, "a whole number") if name in _WHOLE else (Real, "a number")
@@ -190,7 +190,7 @@ def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int
             )
     if stages > 1:
         raise SupportError(
-            f"offload is True, but there are {stages} pipeline stages, with which it is not served: set offload to "
+            f"offload is True, but there are {stages} pipeline stages, with which it is not supported: set offload to "
             "False, or do without stages."
         )
 

@@ -51,8 +51,8 @@ class ModelOptions:
 
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: RoPE of each layer of the whole model; empty if all layers use the model's rotary embedding. None
-            stands for one layer with that embedding, or without positions if Megatron's ``no_rope_freq`` says so.
+        rotations: RoPE of each layer of the whole model; empty if all layers use the model's rotary embedding. An entry
+            is None if its layer uses that embedding, or no positions because Megatron's ``no_rope_freq`` says so.
         query_scaling: a factor on queries that grows with the position, or None.
         norms: the places of a layer's norms. "pre": before attention and before the MLP. "post": on the outputs of
             attention and MLP, before the residual is added (OLMo 2). "both": in all four places (Gemma 2).

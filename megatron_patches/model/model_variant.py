@@ -22,7 +22,7 @@ def variant_fields(shape: ModelShape) -> dict[str, Any]:
     """Returns fields of TransformerConfig for ``shape.variant``, the model's differences from LLaMA."""
     variant = shape.variant
     activation, fused = {
-        "silu": (torch.nn.functional.silu, variant.gated),  # of these Megatron fuses SiLU with a gate only
+        "silu": (torch.nn.functional.silu, variant.gated),  # Megatron fuses SiLU with a gate, and no other of these
         "gelu": (partial(torch.nn.functional.gelu, approximate="tanh"), False),
         "relu2": (squared_relu, False),
     }[variant.activation]

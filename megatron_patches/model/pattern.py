@@ -22,8 +22,8 @@ _SERVED = _MIXERS + MLP + EXPERTS
 """The symbols of mixers, and all symbols that are supported."""
 _REFUSED = {
     "/": "only the next token is predicted: leave it out with what follows",
-    "D": "sparse attention is not served: take '*'",
-    "+": "latent attention is not served: take '*'",
+    "D": "sparse attention is not supported: take '*'",
+    "+": "latent attention is not supported: take '*'",
 }
 """Megatron's other symbols, with the end of the error message."""
 

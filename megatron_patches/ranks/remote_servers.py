@@ -59,7 +59,7 @@ _pools = count()
 
 
 def check_with_servers(config: TransformerConfig, offload: bool) -> None:
-    """Refuses models and settings that were not tested with servers without a model.
+    """Refuses models and settings that are not supported beside servers without a model.
 
     Raises:
         SupportError: inputs of layers are offloaded, or there is FP8 with delayed scaling.

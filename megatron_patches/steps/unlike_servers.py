@@ -37,7 +37,7 @@ def pool_sorts(tp: int, own: ServerSort, others: Sequence[ServerSort]) -> list[S
     """Returns the sort of every server, the same on every rank; all ranks call it together.
 
     Args:
-        tp: number of tensor-parallel ranks, which together are one server. The slowest one's kernel counts.
+        tp: number of tensor-parallel ranks, which together are one server. The slowest rank's kernel counts.
         own: the sort of this rank.
         others: sorts of processes that are not ranks, ``tp`` for each server; they come last.
     """

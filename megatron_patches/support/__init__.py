@@ -2,5 +2,5 @@
 
 In core attention disaggregation, attention of a rank's tokens is computed on any rank that has time for it. DistCA
 replaces Megatron's layers, block, norms and loss for this. Settings that a replacement does not obey are refused before
-work starts, with an error message. In messages and names "served" means supported.
+work starts, with an error message.
 """

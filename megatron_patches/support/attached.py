@@ -89,7 +89,7 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
         if modules.get(name) is not module:
             raise SupportError(
                 f"{name} of the model was replaced or removed after CAD.attach: change the model before CAD.attach, "
-                "which refuses what is not served."
+                "which checks it."
             )
     if then.disaggregated:
         _check_hooks(model)

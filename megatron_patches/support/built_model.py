@@ -1,7 +1,6 @@
 """Checks a built GPTModel: constructor arguments, configuration, process groups, and classes of modules.
 
 Modules must be of exactly the expected class, as a subclass may compute something that this project's layers leave out.
-In names, "served" means supported.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ SERVED_ARGUMENTS_BY = {
 SERVED_ARGUMENTS = {*" ".join(SERVED_ARGUMENTS_BY.values()).split()}
 
 ARGUMENTS = {
-    "position_embedding_type": Limit("RoPE is all that is served", ("rope",)),
+    "position_embedding_type": Limit("only RoPE is supported", ("rope",)),
     "mtp_block_spec": Limit("only the next token is predicted", (None,)),
     "vp_stage": Limit("a rank has one pipeline stage", (None,)),
     "fp16_lm_cross_entropy": Limit("losses are computed in float32", (False,)),
@@ -82,7 +81,7 @@ def check_bare(model: Any, pattern: str = "") -> None:
             )
     elif not isinstance(model, GPTModel):
         raise SupportError(
-            f"The model is a {type(model).__module__}.{type(model).__name__}, but only a GPTModel is served, or a "
+            f"The model is a {type(model).__module__}.{type(model).__name__}, but only a GPTModel is supported, or a "
             "HybridModel with a CAD that was given its hybrid_layer_pattern: attach it as it was built, before "
             "CAD.data_parallel, torch.compile or anything else wraps it."
         )
@@ -173,7 +172,7 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
     else:
         expected["self_attention"] = SelfAttention
         mixer = {"core_attention": PackedAttention, "linear_qkv": column, "linear_proj": projection}
-    expected |= {f"self_attention.{name}": served for name, served in mixer.items()}
+    expected |= {f"self_attention.{name}": kind for name, kind in mixer.items()}
     if options.mlp_bias:
         column, row = with_bias(column), with_bias(row)
     if has_experts(config)[layer.layer_number - 1]:
@@ -182,8 +181,8 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
             expected["mlp.shared_experts"] = SharedExpertMLP
     else:
         expected |= {"mlp": MLP, "mlp.linear_fc1": column, "mlp.linear_fc2": row}
-    for name, served in expected.items():
-        expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
+    for name, kind in expected.items():
+        expect(f"{path}.{name}", type(layer.get_submodule(name)), kind)
     if not recurrent and not latent:
         check_head_norms(path, attention, config, options)
     if isinstance(layer, SplitTransformerLayer) and layer.options != options:
@@ -220,9 +219,9 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
     """
     norm = norm_class(config, options.norm_bias)
     head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
-    for name, served in zip(("q_layernorm", "k_layernorm"), head_norms, strict=True):
+    for name, wanted in zip(("q_layernorm", "k_layernorm"), head_norms, strict=True):
         found = getattr(attention, name)
-        if type(found) not in ((served,) if config.qk_layernorm else (IdentityOp, type(None))):
+        if type(found) not in ((wanted,) if config.qk_layernorm else (IdentityOp, type(None))):
             raise SupportError(
                 f"qk_layernorm is {config.qk_layernorm}, but {path}.self_attention.{name} is a "
                 f"{type(found).__name__}: give the layer spec and the configuration the same qk_layernorm."
@@ -239,14 +238,14 @@ def linears_like(linear: Any) -> tuple[type, type]:
     return ColumnParallelLinear, RowParallelLinear
 
 
-def expect(path: str, found: Any, served: type | Callable[..., Any]) -> None:
+def expect(path: str, found: Any, wanted: type | Callable[..., Any]) -> None:
     """Refuses a module's class, or a function, other than the one that is expected at ``path`` of the model.
 
     Raises:
-        SupportError: ``found`` is not ``served``.
+        SupportError: ``found`` is not ``wanted``.
     """
-    if found is not served:
+    if found is not wanted:
         raise SupportError(
-            f"{path} is a {found.__module__}.{name_of(found)}, but only {served.__module__}.{name_of(served)} is "
-            "served there: build the model with the spec that CAD returns, and replace no module of the model."
+            f"{path} is a {found.__module__}.{name_of(found)}, but only {wanted.__module__}.{name_of(wanted)} is "
+            "supported there: build the model with the spec that CAD returns, and replace no module of the model."
         )

@@ -1,8 +1,8 @@
 """Says which values are supported in the fields of Megatron's configuration about mixtures of experts.
 
 Rows (hidden states of tokens) go to experts by exchanges of this project, in place of Megatron's token dispatcher. A
-micro-batch may run as two parts, called nano-batches, each with its own exchanges. In names and messages "served" means
-supported. ``config_fields.py`` has all other fields.
+micro-batch may run as two parts, called nano-batches, each with its own exchanges. ``config_fields.py`` has all other
+fields. In names, "served" means supported.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def refuse_experts(config: TransformerConfig, what: str) -> None:
     """
     if config.num_moe_experts:
         raise SupportError(
-            f"num_moe_experts is {config.num_moe_experts}, but {what} with experts is not served yet: leave it out, or "
-            "set num_moe_experts to None."
+            f"num_moe_experts is {config.num_moe_experts}, but {what} with experts is not supported yet: leave it out, "
+            "or set num_moe_experts to None."
         )
 
 

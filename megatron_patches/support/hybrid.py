@@ -1,4 +1,4 @@
-"""Refuses settings that were not tested with recurrent layers or with gates on attention's output.
+"""Refuses settings that are not supported with recurrent layers or with gates on attention's output.
 
 A hybrid model mixes attention with recurrent layers: gated delta nets or Mamba-2. One form is a GPTModel whose
 ``experimental_attention_variant`` is "gated_delta_net". The other is a HybridModel, with a pattern of one letter for
@@ -91,7 +91,7 @@ def check_hybrid(
         }
     for other, found in refused.items():
         if found:
-            raise SupportError(f"{what}, which is not served where {other}, or do without.")
+            raise SupportError(f"{what}, which is not supported where {other}, or do without.")
     if pattern:
         check_pattern(config, pattern)
 

@@ -1,7 +1,7 @@
 """Checks a built HybridModel: constructor arguments, configuration, process groups, and classes of modules.
 
 A HybridModel has a pattern with one letter for each layer: attention, a recurrent layer, an MLP or experts.
-``built_model.py`` checks a GPTModel. In names, "served" means supported.
+``built_model.py`` checks a GPTModel.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron_patches.support.config_fields import LIMITS, check_config
 from megatron_patches.support.limits import Limit, check_limit
 
 _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_block_spec"} | {
-    "position_embedding_type": Limit("RoPE is all that is served, or no positions", ("rope", "none")),
+    "position_embedding_type": Limit("only RoPE or no positions are supported", ("rope", "none")),
 }
 """Arguments of HybridModel of which some values are supported, with the reason for refusing others."""
 
@@ -134,8 +134,8 @@ def _check_layer(path: str, symbol: str, layer: Any, config: Any, options: Model
     expected = of_symbol[symbol]
     if symbol == EXPERTS and config.moe_shared_expert_intermediate_size is not None:
         expected = expected | {"mlp.shared_experts": SharedExpertMLP}
-    for name, served in expected.items():
-        expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
+    for name, kind in expected.items():
+        expect(f"{path}.{name}", type(layer.get_submodule(name)), kind)
     if symbol == ATTENTION:
         check_head_norms(path, layer.self_attention, config, layer.options)
     if any(getattr(part, "config", config) is not config for part in (layer, *layer.children())):

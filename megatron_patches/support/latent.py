@@ -1,4 +1,4 @@
-"""Refuses settings that were not tested with multi-head latent attention."""
+"""Refuses settings that are not supported with multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
     for what, found in _refused(config, given).items():
         if found:
             raise SupportError(
-                f"multi_latent_attention is True, which is not served where {what}, or do without latent attention."
+                f"multi_latent_attention is True, which is not supported where {what}, or do without latent attention."
             )
 
 

@@ -1,8 +1,8 @@
 """Checks the layer spec that a user gives to ``CAD.block_spec``.
 
-A spec names the class of each module of a transformer layer. Supported are Megatron's specs with its own modules and
-with Transformer Engine's. Other classes are refused, as this project replaces some modules, and the replacement may
-leave out what they compute. In names, "served" means supported.
+A spec names the class of each module of a transformer layer. Megatron's specs with its own modules and with Transformer
+Engine's are supported. Other classes are refused. This project replaces some modules, and could leave out something
+that another class computes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def check_layer_spec(spec: ModuleSpec) -> None:
     _expect_in_spec("self_attention", _module(attention), SelfAttention)
     mask = attention.params.get("attn_mask_type")
     if mask is not AttnMaskType.causal:
-        raise SupportError(f"attn_mask_type of the layer spec is {mask}, but only causal attention is served{_LOCAL}")
+        raise SupportError(
+            f"attn_mask_type of the layer spec is {mask}, but only causal attention is supported{_LOCAL}"
+        )
     heads = attention.submodules
     cores = (DotProductAttention, PackedAttention, TEDotProductAttention)
     _expect_in_spec("self_attention.core_attention", heads.core_attention, *cores)
@@ -103,12 +105,12 @@ def _module(spec: Any) -> Any:
     return spec.module if isinstance(spec, ModuleSpec) else spec
 
 
-def _expect_in_spec(path: str, found: Any, *served: Any) -> None:
-    """Refuses a class that is not in ``served``; the message proposes the first of them."""
-    if found not in served:
+def _expect_in_spec(path: str, found: Any, *supported: Any) -> None:
+    """Refuses a class that is not in ``supported``; the message proposes the first of them."""
+    if found not in supported:
         twice = ", whose norm would be applied twice" if "LayerNormColumn" in name_of(found) else ""
         raise SupportError(
-            f"{path} of the layer spec is {name_of(found)}{twice}, but {name_of(served[0])} is what is served "
+            f"{path} of the layer spec is {name_of(found)}{twice}, but {name_of(supported[0])} is what is supported "
             f"there{_LOCAL}"
         )
 

@@ -106,7 +106,7 @@ def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
             "add_bias_linear to True."
         )
     if getattr(config, "use_mup", False) and options.final_softcap:
-        yield "`final_softcap` is set, but it is not served with use_mup's factor on logits: leave one of them out."
+        yield "`final_softcap` is set, but it is not supported with use_mup's factor on logits: leave one of them out."
 
 
 def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:

@@ -254,7 +254,8 @@ def test_losses_without_their_number_of_tokens_are_refused(used: list[dict[str, 
 def test_models_are_attached_bare_and_wrapped_once(used: list[dict[str, Any]]) -> None:
     for rank in used:
         for said, name in zip(rank["not bare"], ("Parallel", "list", "OptimizedModule", "NoneType"), strict=True):
-            assert said.startswith("SupportError: The model is a ") and f"{name}, but only a GPTModel is served" in said
+            assert said.startswith("SupportError: The model is a ")
+            assert f"{name}, but only a GPTModel is supported" in said
         assert len(rank["not attached"]) == 5
         assert all("that was not attached: " in said for said in rank["not attached"])
         assert rank["wrapped twice"].startswith("SupportError: The model is in a DistributedDataParallel already")
@@ -363,7 +364,7 @@ def stages() -> list[tuple[str, list[torch.Tensor]]]:
 
 def test_megatrons_pipeline_schedule_is_refused_by_every_stage(stages: list[tuple[str, list[torch.Tensor]]]) -> None:
     assert len({said for said, _ in stages}) == 1
-    assert stages[0][0].endswith("run it with CAD.forward_backward.")
+    assert stages[0][0].endswith("run the model with CAD.forward_backward.")
 
 
 def test_a_stage_of_frozen_weights_takes_part_in_backward(stages: list[tuple[str, list[torch.Tensor]]]) -> None:

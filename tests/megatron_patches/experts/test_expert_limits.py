@@ -88,7 +88,7 @@ def test_linear_layers_are_megatrons_own():
 def test_what_is_not_served_yet_is_refused_with_experts_only():
     said = refusal(refuse_experts, _config(), "a Hugging Face folder")
     assert said == (
-        "num_moe_experts is 8, but a Hugging Face folder with experts is not served yet: leave it out, or set "
+        "num_moe_experts is 8, but a Hugging Face folder with experts is not supported yet: leave it out, or set "
         "num_moe_experts to None."
     )
     assert refusal(refuse_experts, _config(num_moe_experts=None), "a Hugging Face folder") is None
