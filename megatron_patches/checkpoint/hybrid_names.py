@@ -43,9 +43,7 @@ _PREFIXES: Final = {
 def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
     """Returns the names of a layer's parameters, without the prefix ``decoder.layers.N.``.
 
-    Args:
-        symbol: the layer's symbol in the pattern.
-        of_layer: the names in a layer that has attention, and an MLP or experts.
+    ``of_layer`` are the names in a layer that has attention, and an MLP or experts.
     """
     if symbol in _RECURRENT_LAYERS:
         return list(_RECURRENT_LAYERS[symbol])

@@ -48,7 +48,6 @@ class MicroBatchBalance:
     """Counts of rows in the routers of a pipeline stage, for one micro-batch. Backward reads the counts of forward.
 
     Args:
-        config: the model's configuration.
         layers: numbers of this stage's layers with experts, from 1.
         documents_N: int64 number of each row's document in the micro-batch; -1 for padding. It has the rows of all
             nano-batches, in order.
@@ -128,7 +127,6 @@ class MicroBatchBalance:
 
         Args:
             layer: the layer's number, from 1.
-            nano_batch: the nano-batch.
             best_NE: bool, true for the ``topk`` experts with a row's highest scores.
             chosen_NE: bool, true for the experts to which a row is sent. With biases or groups of experts these may be
                 others than ``best_NE``.

@@ -28,12 +28,7 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
     """Returns [P, H] the output of each pair's expert, times the pair's probability.
 
     If a grouped product would not do the same, Megatron's loop runs, for example if a linear layer has a hook.
-
-    Args:
-        experts: this rank's experts.
-        groups: the number of pairs of each expert, and whether the last expert comes first.
-        rows_PH: the pairs' rows.
-        probs_P: the pairs' probabilities.
+    ``groups`` has the number of pairs of each expert, and whether experts come in reverse order.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):

@@ -87,12 +87,7 @@ class NanoBatchExperts(MoELayer):
     """Megatron's layer with experts, whose forward sends rows by :class:`Exchange`."""
 
     def forward(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """Returns [rows, 1, hidden] each row's sum over its experts and the shared expert, and None for the bias.
-
-        Args:
-            hidden: [rows, 1, hidden].
-            nano_batch: the rows' nano-batch.
-        """
+        """Returns [rows, 1, hidden] each row's sum over its experts and the shared expert, and None for the bias."""
         return last_of(self.parts(hidden, nano_batch)), None
 
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:

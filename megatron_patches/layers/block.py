@@ -168,7 +168,6 @@ def block_spec(
     """Returns the spec of a GPTModel's layers on this pipeline stage, with classes of this project.
 
     Args:
-        config: the model's configuration.
         layer: Megatron's spec of a layer with an MLP, local or with Transformer Engine. None takes the local spec.
         options: what the model has beyond ``config``.
         disaggregate: whether layers are cut at their cores. False leaves Megatron's own layers, unless ``options`` or

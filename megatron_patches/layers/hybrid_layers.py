@@ -40,10 +40,7 @@ class SplitRecurrentLayer(SplitTransformerLayer):
         return CoreParameters(self.self_attention.conv1d.weight.squeeze(1))
 
     def pre(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        """Computes the norm and the projection.
-
-        Args:
-            hidden: [rows, 1, hidden].
+        """Computes the norm and the projection of ``hidden``, [rows, 1, hidden].
 
         Returns:
             ``hidden`` and the output gate for :meth:`mixed`, then the core's inputs mixed_NC, g_NH and beta_NH.

@@ -162,11 +162,12 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def behind(
         self, branch: Branch | None, hidden: torch.Tensor, nano_batch: NanoBatch | None
     ) -> tuple[Branch, torch.Tensor]:
-        """Adds a branch to the residual ``hidden``, then computes the norm, and the MLP or experts.
+        """Adds a branch to the residual, then computes the norm, and the MLP or experts.
+
+        ``hidden`` is the residual, [rows, 1, hidden].
 
         Args:
             branch: this layer's mixer's output, or the output of the layer before. None if nothing is left to add.
-            hidden: [rows, 1, hidden].
             nano_batch: as in :meth:`post`.
 
         Returns:

@@ -105,10 +105,7 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         return CoreParameters(self.mixer.conv1d_weight.squeeze(1), self.mixer.conv1d_bias, self.mixer.D)
 
     def pre(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Computes the norm and the projection.
-
-        Args:
-            hidden: [rows, 1, hidden].
+        """Computes the norm and the projection of ``hidden``, [rows, 1, hidden].
 
         Returns:
             ``hidden`` and the gate z for :meth:`mixed`, then the core's inputs mixed_NC, g_NH and beta_NH. mixed_NC is
