@@ -60,7 +60,7 @@ def join_pool(
     if remote is not None:
         transport = remote.transport
         if any(layer_kinds.recurrences):
-            # Servers have no part in recurrent layers. In a group without servers a lost server breaks no exchange.
+            # Servers without a model compute attention only. A lost server cannot break exchanges of this group.
             homes = CollectiveTransport(server_pool_group())
     else:
         transport = choose_transport(given.transport, server_pool_group(), given.nvshmem_buffer_gb or needed)

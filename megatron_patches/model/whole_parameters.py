@@ -60,7 +60,6 @@ def share_of(
         name: the parameter's name in a GPTModel.
         full: the parameter in a model without tensor parallelism.
         shape: shape of this rank's part.
-        divisions: sections of the model's parameters.
     """
     if full.shape == shape:
         return full
@@ -124,7 +123,6 @@ def gather_whole(
     Args:
         parts: this rank's parts, by name in the whole model.
         weights: weights of the whole model, for their shapes.
-        divisions: sections of the model's parameters.
     """
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
@@ -150,7 +148,6 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: D
         name: the parameter's name in the whole model.
         share: this rank's part.
         full: shape of the whole tensor.
-        divisions: sections of the model's parameters.
     """
     if share.shape == full:
         return share.double().cpu()

@@ -139,7 +139,8 @@ def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | No
     query and key.
 
     Raises:
-        PlanError: the named file is not usable or was measured for other heads, or no table fits beside a named folder.
+        PlanError: the named file is not usable or was measured for other heads; or neither the named folder nor the
+            package has a table.
     """
     shape = attention_shape(config)
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
@@ -181,7 +182,7 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
 
 
 def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, window: int = 0) -> TableCost | None:
-    """Returns the table in the folder ``cost_table``, if that is a folder, or else in the package; None without one."""
+    """Returns the table in the folder ``cost_table``, or else the package's table; None if neither has one."""
     find = partial(
         find_table, *sort, shape.heads, shape.kv_heads, shape.head_dim, window=window, value_dim=shape.value_dim
     )
@@ -192,7 +193,7 @@ def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, w
 def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table: str | None) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
-    For a window, if ``cost`` is a table, it is a table of that window, if there is one. Otherwise it is
+    If the kind has a window and ``cost`` is a table, it is a table of that window, if there is one. Otherwise it is
     derived from ``cost``.
     """
     if kind.window and isinstance(cost, TableCost):
@@ -211,8 +212,8 @@ def _costs_on(
     Args:
         sort: the GPU model and kernel.
         cost: the costs on the first server, with the shape of heads. The result is None if ``cost`` is no table.
-        cost_table: a folder in which tables are looked for first. The result is None if it is a file, as a file that
-            the user names is for all servers.
+        cost_table: a folder, which is searched before the package. With a file the result is None, as that file is for
+            all servers.
     """
     if not isinstance(cost, TableCost):
         return None

@@ -221,7 +221,7 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
     here, me = recurrences[: len(recurrences) // options.stages], options.pool_rank(stage, taker.rank)
 
     def pieces(phase: Phase) -> dict[int, tuple[RecurrentRoutes, ...]]:
-        # Servers without a model have no part in recurrent layers.
+        # Servers without a model take no part in recurrent layers.
         layouts = [each.layout.of_first(options.homes) for each in phase.plans]
         return {size: RecurrentRoutes.of(layouts, me, size, upload) for size in _halos(here)}
 
