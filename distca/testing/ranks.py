@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -47,6 +48,10 @@ def _nothing() -> None:
 def forked(function: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
     """Start ``function(*arguments)`` in a process that has imported what was named to :func:`preload`."""
     context = multiprocessing.get_context("forkserver")
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if multiprocessing.parent_process() and server._forkserver_address:
+        # This process was forked itself, from a server that forks for it too; by itself it would start a new one.
+        server.ensure_running = _nothing
     context.set_forkserver_preload(_preloaded)
     process = context.Process(target=function, args=arguments)
     process.start()

@@ -17,7 +17,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
@@ -177,5 +176,3 @@ def _fork_ranks() -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.Popen = Program  # type: ignore[misc,assignment]
-    # A process that was forked itself would start a server of its own.
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
