@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
 from distca.cluster.interface import bind_gloo
+from distca.testing import preloaded
 from distca.testing.shared_gpus import share_gpus
 from distca.transport.collective import nccl_goes_first
 
@@ -48,14 +49,25 @@ def _nothing() -> None:
 def forked(function: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
     """Start ``function(*arguments)`` in a process that has imported what was named to :func:`preload`."""
     context = multiprocessing.get_context("forkserver")
+    _start_server()
+    process = context.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from, where there is none yet."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if multiprocessing.parent_process() and server._forkserver_address:
         # This process was forked itself, from a server that forks for it too; by itself it would start a new one.
         server.ensure_running = _nothing
-    context.set_forkserver_preload(_preloaded)
-    process = context.Process(target=function, args=arguments)
-    process.start()
-    return process
+        return
+    forkserver.set_forkserver_preload([preloaded.__name__])
+    os.environ[preloaded.NAMES] = ",".join(_preloaded)
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[preloaded.NAMES]
 
 
 class RankFailure(RuntimeError):

@@ -127,6 +127,8 @@ def gather_whole(
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
     for group in groups:
+        if group.size() == 1:
+            continue
         everyone: list[Any] = [None] * group.size()
         dist.all_gather_object(everyone, own, group=group)
         own = {name: gradient for rank in everyone for name, gradient in rank.items()}
