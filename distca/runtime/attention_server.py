@@ -84,6 +84,7 @@ class Comer:
         gpu: name of the server's GPU, or "cpu"; homes choose a cost table by it.
         process: identity of the process; new after a restart.
         kernel: name of the attention kernel that the server has chosen; empty before.
+        gpu_id: identity of the GPU, by which homes know which servers share one; empty without a GPU.
     """
 
     number: int
@@ -92,6 +93,7 @@ class Comer:
     gpu: str
     process: Process
     kernel: str = ""
+    gpu_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         bind_gloo(_host(store))
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     meeting = PoolStore(store, pool)
-    me = Comer(number, machine_name(), device.type, torch.cuda.get_device_name() if gpu else "cpu", Process.here())
+    name = torch.cuda.get_device_name() if gpu else "cpu"
+    me = Comer(number, machine_name(), device.type, name, Process.here(), gpu_id=_gpu_id(device))
     if not meeting.has("generation/0"):
         meeting.put(f"server/{number}", me)
     asked: KernelTerms = meeting.take("kernel", patience, "No homes have come that ask for servers without a model.")
@@ -191,6 +194,10 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
             raise RefusedServerError(answer)
         first = answer
     return _Server(meeting, me, kernel, device).run(first)
+
+
+def _gpu_id(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def group_name(generation: int, part: int) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -76,6 +77,23 @@ def check_with_servers(config: TransformerConfig, offload: bool) -> None:
             )
 
 
+def _check_gpus(servers: Sequence[Comer], tp: int) -> None:
+    """Checks that servers that share a GPU serve different ones of the ``tp`` tensor-parallel ranks.
+
+    Raises:
+        SupportError: two serve the same one.
+    """
+    for part in range(tp):
+        first: dict[str, int] = {}
+        for each in servers[part::tp]:
+            if each.gpu_id and first.setdefault(each.gpu_id, each.number) != each.number:
+                raise SupportError(
+                    f"Servers {first[each.gpu_id]} and {each.number} of the pool share a GPU and serve the same "
+                    f"tensor-parallel rank, but a process group of NCCL has no two processes of a GPU: let at most "
+                    f"{tp} servers with consecutive numbers share one."
+                )
+
+
 class RemoteServers:
     """A home's access to the servers; all homes create this object together.
 
@@ -118,6 +136,7 @@ class RemoteServers:
         self._servers: list[Comer] = found[0]
         for each in self._servers:
             check_device(device.type, each.device, each.number)
+        _check_gpus(self._servers, tp)
         self.generation = 0
         self._comers: list[Comer] = []  # servers that came during the run and are not in the pool yet
         self._seen = 0  # how many servers have come during the run
@@ -144,6 +163,13 @@ class RemoteServers:
     def sorts(self) -> list[ServerSort]:
         """The GPUs and kernels of all servers, in the servers' order."""
         return [ServerSort(each.gpu, each.kernel) for each in self._servers]
+
+    @property
+    def sharing(self) -> list[int]:
+        """For each of a tensor-parallel rank's servers the number of servers on its GPU; the most of these ranks."""
+        of_gpu = Counter(each.gpu_id or each.process for each in self._servers)
+        found = [of_gpu[each.gpu_id or each.process] for each in self._servers]
+        return [max(found[at : at + self._tp]) for at in range(0, len(found), self._tp)]
 
     def ask_for_kernels(self, spec: AttentionSpec, kernel: str) -> None:
         """Makes servers choose their kernels, each by itself, while homes choose theirs.

@@ -33,7 +33,14 @@ from megatron_patches.model.latent import is_latent, latent_dims
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.steps.layer_work import layer_works
-from megatron_patches.steps.unlike_servers import ServerSort, costs_by_sort, in_words, linear_factors, pool_sorts
+from megatron_patches.steps.unlike_servers import (
+    ServerSort,
+    costs_by_sort,
+    in_words,
+    linear_factors,
+    pool_sorts,
+    speeds_beside_others,
+)
 from megatron_patches.te.quantization import fp8_of
 
 logger = logging.getLogger(__name__)
@@ -82,10 +89,11 @@ def plan_options(
         non_attention = replace(non_attention, factors=linear_factors(costs[0], homes))
     if given.speeds:
         check_speeds(given.speeds, homes + len(machines))
-        costs = tuple(at_speeds(each, given.speeds) for each in costs)
+    if speeds := speeds_beside_others(given.speeds, homes, [] if remote is None else remote.sharing):
+        costs = tuple(at_speeds(each, speeds) for each in costs)
         if non_attention is not None:
             by_table = non_attention.factors or (1.0,) * homes
-            slower = tuple(each / speed for each, speed in zip(by_table, given.speeds[:homes], strict=True))
+            slower = tuple(each / speed for each, speed in zip(by_table, speeds[:homes], strict=True))
             non_attention = replace(non_attention, factors=slower)
     return PlanOptions(
         ranks=parallel_state.get_data_parallel_world_size(),

@@ -85,6 +85,20 @@ def costs_by_sort(
     return costs
 
 
+def speeds_beside_others(speeds: Sequence[float], homes: int, sharing: Sequence[int]) -> tuple[float, ...]:
+    """Returns the speeds of servers of which some share a GPU. A server is slower by the number that share its GPU.
+
+    Args:
+        speeds: each server's speed alone on its GPU; empty if all are as fast as their tables say.
+        homes: number of servers that are ranks; they come first, and share no GPU.
+        sharing: for each other server, the number of servers on its GPU.
+    """
+    if max(sharing, default=1) == 1:
+        return tuple(speeds)
+    alone = speeds or (1.0,) * (homes + len(sharing))
+    return tuple(each / number for each, number in zip(alone, [*[1] * homes, *sharing], strict=True))
+
+
 def in_words(sorts: Sequence[ServerSort]) -> str:
     """Returns in words which servers are of which sort: "NVIDIA H200 with flash4: 0, 1, 3; ..."."""
     return "; ".join(

@@ -25,18 +25,17 @@ CASES: dict[str, tuple[int, int, dict[str, Any], float]] = {
     "3 + 1": (3, 1, {}, 2e-3),
     "2 + 2, stages": (2, 2, {"parallel.pp": 2}, 2e-3),
     "2 + 2, TP": (2, 2, {"parallel.tp": 2}, 2e-3),
+    "2 + 2, TP, one GPU for both servers": (2, 2, {"parallel.tp": 2}, 2e-3),
 }
 """Homes, servers, settings, and how far losses may be apart: bfloat16 rounds sums of gradients in another order."""
 
 
-def _train(output: Path, name: str, homes: int, servers: int, settings: dict[str, Any]) -> Path:
+def _train(output: Path, name: str, homes: int, servers: int, settings: dict[str, Any], per_gpu: int = 1) -> Path:
     own = {"name": name, "output": output, "data.whole_documents": "false", "train.micro_batches": 2} | settings
-    variables = {
-        "GPUS_PER_NODE": str(homes + servers),
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(homes + servers))),
-    }
+    gpus = homes + servers // per_gpu
+    variables = {"GPUS_PER_NODE": str(gpus), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
     if servers:
-        variables["SERVERS"] = str(servers)
+        variables |= {"SERVERS": str(servers), "SERVERS_PER_GPU": str(per_gpu)}
     command = ["bash", str(ROOT / "pretrain_llama.sh"), *settings_line(own)]
     # The launcher takes DISTCA_RESULTS, which other tests read, for a misspelt setting.
     others = {name: value for name, value in os.environ.items() if name != "DISTCA_RESULTS"}
@@ -48,10 +47,11 @@ def _train(output: Path, name: str, homes: int, servers: int, settings: dict[str
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_homes_alone(tmp_path: Path, case: str) -> None:
     homes, servers, settings, apart = CASES[case]
-    if torch.cuda.device_count() < homes + servers:
-        pytest.skip(f"needs {homes + servers} GPUs")
+    per_gpu = servers if "one GPU" in case else 1
+    if torch.cuda.device_count() < homes + servers // per_gpu:
+        pytest.skip(f"needs {homes + servers // per_gpu} GPUs")
     alone = _train(tmp_path, "alone", homes, 0, settings | {"cad.transport": "nccl"})
-    together = _train(tmp_path, "together", homes, servers, settings)
+    together = _train(tmp_path, "together", homes, servers, settings, per_gpu)
     expected = steps_of(alone)
     assert steps_of(together) == pytest.approx(expected, rel=apart)
     assert steps_of(together, "grad_norm") == pytest.approx(steps_of(alone, "grad_norm"), rel=20 * apart)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,10 +23,11 @@ from distca.attention import AttentionSpec, Kernel, select
 from distca.attention.reference import ReferenceKernel
 from distca.cluster.pool_store import PoolStore
 from distca.errors import KernelError, LaunchError, PlanError, RefusedServerError, SupportError
+from distca.runtime import attention_server
 from distca.runtime.attention_server import KernelTerms, check_device
 from distca.testing.ranks import run_ranks
 from megatron_patches.arguments import CadArguments
-from megatron_patches.ranks.remote_servers import RemoteServers, check_planned, check_with_servers
+from megatron_patches.ranks.remote_servers import RemoteServers, _check_gpus, check_planned, check_with_servers
 from megatron_patches.versions import has_gated_delta_net
 from tests.attention.rounded_kernel import RoundedKernel
 from tests.megatron_patches.small_cases import on_cpu
@@ -47,6 +49,8 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 IDLE = 3
 """The case that has too little attention for servers to get any."""
+SHARED = 1
+"""The case whose servers, of one tensor-parallel rank each, say that they share a GPU."""
 REPEATED = (6, 8)
 """The cases whose step is thrown away once, as if server 1 had been lost in it, and repeated without the server."""
 
@@ -61,10 +65,8 @@ def _in_two_worlds(folder: str) -> list[Any]:
     if rank % 2:  # homes and servers have unlike kernels
         select.why_not, select._make = _why_not, _make
     if rank >= HOMES:
-        from distca import serve
-
         store = dist.FileStore(f"{folder}/homes")
-        return [serve(store, rank - HOMES, pool=pool) for pool in range(len(CASES))]
+        return [_served(store, rank - HOMES, pool) for pool in range(len(CASES))]
     dist.init_process_group("gloo", init_method=f"file://{folder}/homes", rank=rank, world_size=HOMES)
     from distca.parity.hybrid import float32_casts_lifted
     from distca.parity.unmodified import unmodified_model
@@ -77,6 +79,11 @@ def _in_two_worlds(folder: str) -> list[Any]:
             found.append(_compared(case, weights, number in REPEATED))
             gc.collect()  # servers go when their CAD does
     return found
+
+
+def _served(store: dist.Store, number: int, pool: int) -> int:
+    with patch.object(attention_server, "_gpu_id", lambda _: "one" if pool == SHARED else str(number)):
+        return attention_server.serve(store, number, pool=pool)
 
 
 def _why_not(name: str, _: Any) -> str | None:
@@ -126,6 +133,11 @@ def _ran(
         assert [cad.pool.kernel.name, *(each.kernel for each in cad._remote.sorts)] == [
             ("reference", "torch")[dist.get_rank() % 2], "reference", "torch",
         ]  # fmt: skip
+        assert cad._remote.sharing == ([2] if case == _case(**CASES[SHARED], servers=SERVERS) else [1] * (2 // case.tp))
+        if 2 in cad._remote.sharing:
+            rows, servers = np.array([512] * 3), np.arange(3)
+            seconds = cad.options.cost.on_servers("both", rows, rows, servers)
+            np.testing.assert_allclose(seconds, seconds[:, :1] * [1, 1, 2])
     experts.set_biases(model)
     ddp = wrap_for_data_parallel(model, distributed_optimizer=False, gradients=torch.float64)
     # The second step is planned before the first one runs, and both are of the same documents.
@@ -187,6 +199,10 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
         RemoteServers(2, 2, "nvshmem", CPU)
     with pytest.raises(SupportError, match="Server 1 has device cpu, and the homes compute on cuda"):
         check_device("cuda", "cpu", 1)
+    sharing: Any = [SimpleNamespace(number=number, gpu_id=gpu) for number, gpu in enumerate("aabb")]
+    _check_gpus(sharing, 2)
+    with pytest.raises(SupportError, match=r"Servers 0 and 1 of the pool share a GPU .* let at most 1 servers with"):
+        _check_gpus(sharing, 1)
     with pytest.raises(SupportError, match="server_gb_s is 25, but servers is 0"):
         CadArguments(tokens_per_rank=1, server_gb_s=25).how(1)
     with pytest.raises(SupportError, match="speeds are given, but disaggregate is False"):

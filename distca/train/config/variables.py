@@ -165,6 +165,14 @@ VARIABLES: tuple[Variable, ...] = (
         also=("NUM_SERVERS", "ATTENTION_SERVERS"),
     ),
     Variable(
+        name="SERVERS_PER_GPU",
+        values=COUNT,
+        default="1",
+        meaning="servers that share a GPU, at most TP_SIZE",
+        benchmarks=None,
+        instead="compare modes without it",
+    ),
+    Variable(
         name="MASTER_ADDR",
         values=_TEXT,
         default="the Slurm job's first node",

@@ -39,6 +39,7 @@ class Machines:
         gpus: of each machine; 0 takes CPU ranks.
         servers: servers without a model. On one machine they have its last GPUs, or are further CPU processes; of
             several machines the last ones have them, and nothing else.
+        servers_per_gpu: servers that share a GPU.
         node: number of this machine; with Slurm 0.
         first: address of the first machine; empty where there is only one.
         port: on it; empty where the starter finds one.
@@ -51,11 +52,13 @@ class Machines:
     first: str
     port: str
     servers: int = 0
+    servers_per_gpu: int = 1
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks of a machine that has ranks: homes, where there are servers without a model."""
-        return self.gpus - self.servers if self.gpus and self.nodes == 1 else self.gpus or _CPU_RANKS
+        served = -(-self.servers // self.servers_per_gpu) if self.nodes == 1 else 0
+        return self.gpus - served if self.gpus else _CPU_RANKS
 
     @property
     def world_size(self) -> int:
@@ -69,7 +72,7 @@ class Machines:
     @property
     def servers_per_node(self) -> int:
         """Servers of a machine that has some."""
-        return self.servers if self.nodes == 1 else self.gpus or _CPU_RANKS
+        return self.servers if self.nodes == 1 else self.servers_per_gpu * (self.gpus or _CPU_RANKS)
 
     @property
     def serves(self) -> bool:
@@ -77,11 +80,17 @@ class Machines:
         return bool(self.servers) and (self.nodes == 1 or self.starter == "srun" or self.node >= self.home_nodes)
 
     def check_servers(self) -> None:
-        """Refuse servers without a model that leave no rank, or do not fill machines.
+        """Refuse servers without a model that leave no rank, do not fill machines, or have no GPU to share.
 
         Raises:
-            LaunchError: SERVERS does so.
+            LaunchError: SERVERS or SERVERS_PER_GPU does so.
         """
+        if self.servers_per_gpu > 1 and not (self.gpus and self.servers):
+            raise LaunchError(
+                f"SERVERS_PER_GPU is {self.servers_per_gpu}, but there are {count(self.servers, 'server')} without a "
+                f"model (SERVERS), and {count(self.gpus, 'GPU')} of a machine.",
+                "unset SERVERS_PER_GPU.",
+            )
         if self.nodes > 1 and self.servers % self.servers_per_node:
             raise LaunchError(
                 f"SERVERS is {self.servers}, but of several machines servers without a model fill whole ones, of "
@@ -124,7 +133,8 @@ def find_machines(launcher: Launcher, values: Mapping[str, str], environment: Ma
         LaunchError: machines that contradict each other, or of which something is missing.
     """
     found = _of_slurm if environment.get("SLURM_JOB_ID") else _of_torchrun
-    machines = replace(found(launcher.value, values, environment), servers=int(values.get("SERVERS", 0)))
+    servers, sharing = int(values.get("SERVERS", 0)), int(values.get("SERVERS_PER_GPU", 1))
+    machines = replace(found(launcher.value, values, environment), servers=servers, servers_per_gpu=sharing)
     machines.check_servers()
     return machines
 

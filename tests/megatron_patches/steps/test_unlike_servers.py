@@ -17,7 +17,14 @@ from distca.plan.cost.linear import LinearRate
 from distca.plan.cost.pool import PoolCost, at_speeds
 from distca.plan.cost.table_file import find_table
 from distca.testing.ranks import run_ranks
-from megatron_patches.steps.unlike_servers import ServerSort, costs_by_sort, in_words, linear_factors, pool_sorts
+from megatron_patches.steps.unlike_servers import (
+    ServerSort,
+    costs_by_sort,
+    in_words,
+    linear_factors,
+    pool_sorts,
+    speeds_beside_others,
+)
 from tests.megatron_patches import small_cases
 from tests.plan.cost.test_table_file import write
 
@@ -85,6 +92,12 @@ def test_a_server_of_several_ranks_counts_with_its_slowest_kernel() -> None:
     assert pool_sorts(1, NEW, [OLD, SLOW]) == [NEW, OLD, SLOW]
     assert pool_sorts(2, NEW, [SLOW, OLD, OLD, SLOW, SLOW]) == [SLOW, OLD, SLOW]
     assert in_words([NEW, SLOW, NEW]) == "new with flash4: 0, 2; new with torch: 1"
+
+
+def test_servers_are_slower_by_the_number_that_share_a_gpu() -> None:
+    assert speeds_beside_others((), 2, []) == speeds_beside_others((), 2, [1, 1]) == ()
+    assert speeds_beside_others((), 2, [2, 1]) == (1.0, 1.0, 0.5, 1.0)
+    assert speeds_beside_others((0.5, 1.0, 1.0, 2.0), 2, [4, 2]) == (0.5, 1.0, 0.25, 1.0)
 
 
 def test_linear_layers_and_speeds_go_with_the_table(tmp_path: Path) -> None:

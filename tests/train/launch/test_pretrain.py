@@ -121,6 +121,16 @@ def test_machines_without_slurm(machine: Machine) -> None:
     assert "--standalone" not in command
 
 
+def test_servers_may_share_gpus(machine: Machine) -> None:
+    machine.gpus(5)
+    command = machine.dry(SERVERS="4", SERVERS_PER_GPU="2", TP_SIZE="2", GPUS_PER_NODE="4")
+    at = command.index("distca.cluster.server_processes")
+    assert "--nproc-per-node=2" in command and command[at + 1 : at + 5] == ["0", "4", "2", "2"]
+    for variables in ({"SERVERS_PER_GPU": "2"}, {"SERVERS": "2", "SERVERS_PER_GPU": "2", "GPUS_PER_NODE": "0"}):
+        refused = machine.run(DRY_RUN="1", **variables)
+        assert refused.returncode == 2 and "unset SERVERS_PER_GPU" in refused.stderr
+
+
 def test_nsys_wraps_the_ranks(machine: Machine) -> None:
     machine.tool("nsys", RECORDER)
     command = machine.dry(ENABLE_NSYS="1", NAME="look")

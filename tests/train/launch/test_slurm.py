@@ -146,6 +146,18 @@ def test_servers_are_a_step_of_their_own_on_the_last_nodes(machine: Machine) -> 
     refused = machine.run(SERVERS="4", DRY_RUN="1")
     assert refused.returncode == 2
     assert "SERVERS is 4, but of several machines servers without a model fill whole ones, of 8 each." in refused.stderr
+    homes, servers = map(shlex.split, machine.run(SERVERS="16", SERVERS_PER_GPU="2", DRY_RUN="1").stdout.splitlines())
+    assert "--ntasks=16" in homes and {"--nodes=1", "--ntasks-per-node=16", "--relative=2"} <= set(servers)
+
+
+def _server_and_gpu(machine: Machine, command: list[str], task: int) -> list[str]:
+    """The numbers of a server and of its GPU, in a task of srun's ``command`` on one node."""
+    shell = command[command.index("bash") : command.index("python")]
+    variables = machine.variables | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}
+    shown = subprocess.run(
+        [*shell, "bash", "-c", "echo $SERVER $LOCAL_RANK"], env=variables, capture_output=True, text=True
+    )
+    return shown.stdout.split()
 
 
 def test_servers_take_the_last_gpus_of_one_node(machine: Machine) -> None:
@@ -153,11 +165,10 @@ def test_servers_take_the_last_gpus_of_one_node(machine: Machine) -> None:
     homes, servers = map(shlex.split, machine.run(SERVERS="2", DRY_RUN="1").stdout.splitlines())
     assert {"--ntasks=6", "--overlap"} <= set(homes)
     assert {"--ntasks=2", "--overlap", "--kill-on-bad-exit=0"} <= set(servers) and "--kill-on-bad-exit=1" in homes
-    task = servers[servers.index("bash") : servers.index("python")]
-    variables = machine.variables | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
-    shown = subprocess.run(
-        [*task, "bash", "-c", "echo $SERVER $LOCAL_RANK"], env=variables, capture_output=True, text=True
-    )
-    assert shown.stdout.split() == ["1", "7"]
+    assert _server_and_gpu(machine, servers, 1) == ["1", "7"]
+    shared = machine.run(SERVERS="3", SERVERS_PER_GPU="2", DRY_RUN="1").stdout.splitlines()
+    homes, servers = map(shlex.split, shared)
+    assert "--ntasks=6" in homes and "--ntasks=3" in servers
+    assert [_server_and_gpu(machine, servers, each)[1] for each in range(3)] == ["6", "6", "7"]
     refused = machine.run(SERVERS="8", DRY_RUN="1")
     assert (refused.returncode, "leave none for ranks with a model" in refused.stderr) == (2, True)
