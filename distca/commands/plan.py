@@ -132,6 +132,7 @@ def plan(
         costs=tuple(cost_of_kind(kind, cost) for kind in kinds),
         layer_kinds=(layer_kinds,),
         servers=servers,
+        recurrent=bool(recurrent),
     )
     beside = RecurrentFigures.of(made, what, recurrent) if recurrent else None
     if json:

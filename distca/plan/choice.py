@@ -29,6 +29,11 @@ _WORTH = 0.01
 tiny gain would cost precision: the gradient of a k,v row that both nano-batches read is rounded twice. Values from 0 to
 0.05 give about equal plans (benchmarks/results/planner.md)."""
 
+_FEWER_PIECES = 0.02
+"""The most that attention and exposed transfers may take longer if recurrent layers get fewer pieces of documents, as a
+fraction. A cut of Qwen3.5-9B on two H200 then took 1 to 2 % of a step less, and its attention is 6 to 22 % of a step
+(benchmarks/results/README.md)."""
+
 
 class Scheduler(Protocol):
     """A function that plans one nano-batch: it chooses the server of each query row."""
@@ -69,6 +74,10 @@ class Price:
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
         return other.exposed > 0 and gains and self.bytes <= other.bytes
 
+    def is_worth_fewer_pieces(self, other: Price) -> bool:
+        """Compares this price of a placement that cuts few documents with the ``other``, of a placement by work."""
+        return self.attention + self.exposed <= (other.attention + other.exposed) * (1 + _FEWER_PIECES)
+
 
 NanoPlans = Sequence[tuple[Plan, Plan]]
 """The forward and the backward plan of every nano-batch."""
@@ -92,8 +101,7 @@ def once(scheduler: Scheduler) -> Scheduler:
 def cheaper(
     by_nano_batch: Callable[[], tuple[Layout, ...]],
     together: Callable[[], tuple[Layout, ...]],
-    planned: Callable[[Layout], tuple[Plan, Plan]],
-    price: Callable[[NanoPlans], Price],
+    price: Callable[[tuple[Layout, ...]], Price],
     whole: bool,
 ) -> tuple[Layout, ...]:
     """Returns the layouts of the cheaper placement.
@@ -101,17 +109,16 @@ def cheaper(
     Args:
         by_nano_batch: places nano-batches apart.
         together: places nano-batches together.
-        planned: returns the forward and the backward plan of a layout.
-        price: returns the price of all nano-batches' plans.
+        price: returns the price of the plans of all nano-batches' layouts.
         whole: whether no document has too much work for one rank. If True, ``together`` is tried even if ranks wait for
             no transfer.
     """
     apart = by_nano_batch()
-    before = price([planned(layout) for layout in apart])
+    before = price(apart)
     if not before.bytes or not (before.exposed or whole):
         return apart
     both = together()
-    after = price([planned(layout) for layout in both])
+    after = price(both)
     return both if after.beats(before) else apart
 
 

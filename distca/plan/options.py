@@ -53,6 +53,7 @@ class PlanOptions:
         non_attention: seconds of linear layers, to be balanced together with attention; None balances attention alone.
         scheduler: plans one nano-batch, for tests; None takes the default scheduler.
         server_gb_s: GB/s over the network of a server without a model; 0 takes the rate of ``links``.
+        recurrent: whether the model has recurrent layers, in which documents on several ranks take longer.
 
     Raises:
         PlanError: an option is out of its range. Several stages have ``resend`` False, or unequal numbers of layers.
@@ -77,6 +78,7 @@ class PlanOptions:
     scheduler: Scheduler | None = None
     servers: int = 0
     server_gb_s: float = 0.0
+    recurrent: bool = False
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.stages) < 1:

@@ -13,7 +13,7 @@ same document lengths always give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from distca.errors import PlanError
-from distca.plan.choice import Scheduler, cheaper, once, price_of
+from distca.plan.choice import Price, Scheduler, cheaper, once, price_of
 from distca.plan.cost.model import Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import seconds_by_kind, traffic
@@ -221,12 +221,34 @@ def _laid_out(
 ) -> tuple[Layout, ...]:
     """Returns the layouts of one micro-batch, one for each nano-batch.
 
-    With few ranks, two placements are planned, and the cheaper one is returned."""
+    With few ranks or recurrent layers, two placements are planned, and the cheaper one is returned."""
     # Idle stages help with one nano-batch at a time. So with several stages, both nano-batches get about equal work.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
     if not options.disaggregate or homes is not None:
         return laid()
+
+    def planned(layout: Layout) -> tuple[Plan, Plan]:
+        forward = scheduler(layout, "both" if options.keeps else "forward")
+        return forward, forward if options.keeps else scheduler(layout, "backward")
+
+    def price(layouts: tuple[Layout, ...]) -> Price:
+        return price_of([planned(each) for each in layouts], options.cost, options.links, options.resend)
+
+    by_work = _by_work(options, lengths, laid, price)
+    room = int(lengths.sum()) // options.ranks // options.align * options.align
+    # Over a network more rows are not known to pay.
+    one_node = not options.servers and len(set(options.links.nodes(options.homes))) == 1
+    if not options.recurrent or options.ranks == 1 or not one_node or lengths.max(initial=0) > room:
+        return by_work
+    whole = laid(placement="whole", cost=options.cost)
+    return whole if price(whole).is_worth_fewer_pieces(price(by_work)) else by_work
+
+
+def _by_work(
+    options: PlanOptions, lengths: np.ndarray, laid: Callable[..., tuple[Layout, ...]], price: Callable[..., Price]
+) -> tuple[Layout, ...]:
+    """Returns layouts in which ranks have about equal attention work."""
     together = partial(laid, placement="spread", cost=options.cost, ranks_per_node=options.stage_node)
     by_nano_batch = partial(laid, placement="spread_by_nano_batch", cost=options.cost)
     if options.ranks == 1:
@@ -234,15 +256,9 @@ def _laid_out(
     # With servers without a model, most rows travel anyway.
     if options.ranks > SMALL_POOL or options.servers:
         return together()
-
-    def planned(layout: Layout) -> tuple[Plan, Plan]:
-        forward = scheduler(layout, "both" if options.keeps else "forward")
-        return forward, forward if options.keeps else scheduler(layout, "backward")
-
-    price = partial(price_of, cost=options.cost, links=options.links, resend=options.resend)
     work = options.cost.per_direction("both", lengths, lengths)
     whole = bool((work.max(axis=1, initial=0.0) <= work.sum(axis=1) * _WHOLE / options.ranks).all())
-    return cheaper(by_nano_batch, together, planned, price, whole)
+    return cheaper(by_nano_batch, together, price, whole)
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:

@@ -112,6 +112,7 @@ def plan_options(
         non_attention=non_attention,
         servers=len(machines),
         server_gb_s=given.server_gb_s,
+        recurrent=bool(layer_kinds.recurrences),
     )
 
 

@@ -2,10 +2,11 @@
 
 The *home rank* of a token holds its row. A micro-batch is computed as one or two *nano-batches*, ping and pong: the
 transfers of one run beside the computation of the other. If a document is cut in two, its first rows are in ping and
-its last rows in pong. ``step.py`` calls :func:`lay_out`, which places documents in one of four ways:
+its last rows in pong. ``step.py`` calls :func:`lay_out`, which places documents in one of five ways:
 
 - by attention work, ping and pong together (``shares.py``, ``home_rows.py``);
 - by attention work, each nano-batch by itself (``by_nano_batch.py``);
+- whole, as far as ranks have room (``whole.py``);
 - one document after the other;
 - on given ranks.
 
@@ -36,9 +37,10 @@ from distca.plan.place.nano_batches import (
     without_short_tail,
 )
 from distca.plan.place.shares import deal, work_of
+from distca.plan.place.whole import whole_documents
 from distca.plan.sorting import order_by
 
-Placement = Literal["in_order", "spread", "spread_by_nano_batch"]
+Placement = Literal["in_order", "spread", "spread_by_nano_batch", "whole"]
 """How the tokens of a nano-batch are placed on ranks; see :func:`lay_out`."""
 
 
@@ -89,6 +91,8 @@ def lay_out(
     _check(length, ranks, nano_batches, rank_of, align, dealing, placement)
     if rank_of is not None:
         placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64), dealing)
+    elif placement == "whole":
+        placed = _fill_whole(length, ranks, nano_batches, align, cost or area_cost(), dealing)
     else:
         cost = cost or area_cost()
         found = None
@@ -235,18 +239,55 @@ def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.n
 def _place_whole(
     length: np.ndarray, ranks: int, nano_batches: int, rank_of: np.ndarray, dealing: Dealing
 ) -> list[tuple[Shards, np.ndarray]]:
-    """Places whole documents on their ranks ``rank_of`` [D]; each rank deals its documents to the nano-batches.
+    """Places whole documents on their ranks ``rank_of`` [D]; each rank deals its documents to the nano-batches."""
+    nothing = Stream(*(np.zeros(0, np.int64),) * 3)
+    return _dealt_at_home(length, ranks, nano_batches, rank_of, nothing, nothing.document, dealing)
 
-    Unless dealing is "in_order", a rank's longest document goes to the nano-batch that has less work so far."""
+
+def _fill_whole(
+    length: np.ndarray, ranks: int, nano_batches: int, align: int, cost: CostModel, dealing: Dealing
+) -> list[tuple[Shards, np.ndarray]]:
+    """Places documents whole on ranks of about equal tokens, and cuts those for which no rank has room."""
+    room = np.diff(_even_bounds(int(length.sum()), ranks, align))
+    if len(length) and length.max() > room.max():
+        raise PlanError(
+            f"A document of {int(length.max()):,} tokens does not stay whole on ranks of {int(room.max()):,}; choose "
+            "another placement."
+        )
+    work = cost.per_direction("both", length, length).sum(axis=0)
+    return _dealt_at_home(length, ranks, nano_batches, *whole_documents(length, room, work), dealing, align)
+
+
+def _dealt_at_home(
+    length: np.ndarray,
+    ranks: int,
+    nano_batches: int,
+    rank_of: np.ndarray,
+    rest: Stream,
+    rank_of_rest: np.ndarray,
+    dealing: Dealing,
+    align: int = 1,
+) -> list[tuple[Shards, np.ndarray]]:
+    """Deals each rank's documents to the nano-batches; pieces of the ``rest`` go to the last nano-batch.
+
+    Unless dealing is "in_order", a rank's longest document goes to the nano-batch that has less work so far.
+    ``rank_of`` [D] is -1 for documents of the rest. ``rank_of_rest`` [N] has the rank of each piece."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
     ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far
     for rank in range(ranks):
-        mine = np.flatnonzero(rank_of == rank)
+        mine, pieces = np.flatnonzero(rank_of == rank), np.flatnonzero(rank_of_rest == rank)
         if nano_batches == 2 and dealing != "in_order":
             mine = dealt_evenly(length, mine, ping_first=ahead <= 0)
-        cut = without_short_tail(length, mine, -(-int(length[mine].sum()) // 2))
-        for nano, stream in enumerate(streams_of(length, mine, nano_batches, cut)):
+        tokens, more = int(length[mine].sum()), int((rest.stop - rest.start)[pieces].sum())
+        cut = without_short_tail(length, mine, min(-(-(tokens + more) // 2), tokens)) // align * align
+        streams = streams_of(length, mine, nano_batches, cut)
+        streams[-1] = Stream(
+            np.concatenate((streams[-1].document, rest.document[pieces])),
+            np.concatenate((streams[-1].start, rest.start[pieces])),
+            np.concatenate((streams[-1].stop, rest.stop[pieces])),
+        )
+        for nano, stream in enumerate(streams):
             own = stream.stop - stream.start
             row = np.cumsum(own) - own
             parts[nano].append(Shards(stream.document, stream.start, stream.stop, np.full(len(own), rank), row))

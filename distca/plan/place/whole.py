@@ -1,0 +1,61 @@
+"""Places a micro-batch's documents on ranks so that as few documents as possible lie on several ranks.
+
+Recurrent layers (linear attention, SSM) want this placement. In these layers, each *piece* of a document on another
+rank or in another nano-batch is a call of its own, and pieces on other ranks send each other states. In layers with
+attention, documents lie here with unequal work, which servers level by sending rows (``distca/plan/scheduler``).
+``distca/plan/choice.py`` compares this placement with the usual one.
+
+Documents are given to ranks whole, the longest first, each to the rank with the least work among those that have room.
+Documents for which no rank has room are laid end to end into the room that is left. Those that are cut there are the
+*rest*.
+
+Array legend: D documents, R ranks, N pieces of the rest. Arrays are int64.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from distca.plan.place.nano_batches import Stream, laid_end_to_end
+
+_ONE_BY_ONE = 2048
+"""The most documents that are given to ranks one by one: the longest. All others are laid end to end, which is faster,
+but cuts one document at the end of each rank's room."""
+
+
+def whole_documents(length: np.ndarray, room: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, Stream, np.ndarray]:
+    """Gives documents to ranks.
+
+    Args:
+        length: [D] tokens.
+        room: [R] tokens of each rank, as many as the documents have together.
+        work: [D] work of each document.
+
+    Returns:
+        [D] rank of each document, -1 for the rest; the pieces of the rest; and the [N] rank of each piece.
+
+    Example: documents of 6, 3 and 3 tokens on two ranks of 6 tokens stay whole. Of documents of 4, 4 and 4 tokens the
+    third is cut, and both ranks get 2 tokens of it.
+    """
+    rank_of = np.full(len(length), -1, np.int64)
+    left: list[int] = room.tolist()
+    least: list[tuple[float, int]] = [(0.0, at) for at in range(len(left))]  # a heap of (work, rank)
+    for document in np.argsort(-length, kind="stable")[:_ONE_BY_ONE].tolist():
+        own, full = int(length[document]), []
+        while least and left[least[0][1]] < own:
+            full.append(heapq.heappop(least))
+        if least:
+            done, rank = least[0]
+            heapq.heapreplace(least, (done + float(work[document]), rank))
+            left[rank] -= own
+            rank_of[document] = rank
+        for each in full:
+            heapq.heappush(least, each)
+    others = np.flatnonzero(rank_of < 0)
+    laid, at = laid_end_to_end(Stream(others, np.zeros_like(others), length[others]), np.array(left, np.int64))
+    whole = laid.stop - laid.start == length[laid.document]
+    rank_of[laid.document[whole]] = at[whole]
+    rest = Stream(laid.document[~whole], laid.start[~whole], laid.stop[~whole])
+    return rank_of, rest, at[~whole]
