@@ -31,8 +31,8 @@ tiny gain would cost precision: the gradient of a k,v row that both nano-batches
 
 _FEWER_PIECES = 0.02
 """The most that attention and exposed transfers may take longer if recurrent layers get fewer pieces of documents, as a
-fraction. A cut of Qwen3.5-9B on two H200 then took 1 to 2 % of a step less, and its attention is 6 to 22 % of a step
-(benchmarks/results/README.md)."""
+fraction. On two H200 steps of a Qwen3.5-9B cut then took 1 to 2 % less time. Attention is 6 to 22 % of these steps
+(benchmarks/results/hybrid_whole_documents_2_gpus.json)."""
 
 
 class Scheduler(Protocol):

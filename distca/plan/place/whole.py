@@ -1,9 +1,8 @@
 """Places a micro-batch's documents on ranks so that as few documents as possible lie on several ranks.
 
-Recurrent layers (linear attention, SSM) want this placement. In these layers, each *piece* of a document on another
-rank or in another nano-batch is a call of its own, and pieces on other ranks send each other states. In layers with
-attention, documents lie here with unequal work, which servers level by sending rows (``distca/plan/scheduler``).
-``distca/plan/choice.py`` compares this placement with the usual one.
+Models with recurrent layers (linear attention, SSM) want this placement. If a document lies on several ranks, each of
+these layers runs more kernels for it, and its ranks send each other states. Attention is then less even between ranks,
+so more of its rows travel. ``distca/plan/step.py`` compares this placement with one by attention work.
 
 Documents are given to ranks whole, the longest first, each to the rank with the least work among those that have room.
 Documents for which no rank has room are laid end to end into the room that is left. Those that are cut there are the
