@@ -54,8 +54,8 @@ class MicroBatchBalance:
         nano_rows: number of this rank's rows in each nano-batch.
         documents: number of documents in the micro-batch, over all ranks.
         training: whether backward follows.
-        peers: a copy to the host: [expert-parallel ranks, nano-batches] numbers of rows. None if there is one such
-            rank.
+        peers: [expert-parallel ranks, nano-batches] numbers of rows, which are being copied to the host. None without
+            expert parallelism.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class MicroBatchBalance:
     ) -> MicroBatchBalance:
         """Returns zero counts; all expert-parallel ranks call this method together.
 
-        The arguments are those of the class. With sequence parallelism they describe the rows of all tensor-parallel
-        ranks.
+        The arguments are those of the class, but with sequence parallelism ``documents_N`` and ``nano_rows`` are for
+        the rows of all tensor-parallel ranks.
         """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
@@ -163,7 +163,7 @@ class MicroBatchBalance:
         """
         assert not self._counting, "backward comes after the whole forward pass"
         config, best_DE = self._config, self._best[self._index[layer]]
-        rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)  # c_i counts each row at topk experts
+        rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)  # the sum of all c_i is T x topk
         share_DE = best_DE / rows_times_topk * best_DE.shape[1]
         if self.per_document:
             whole = best_DE.sum(0, keepdim=True)
@@ -217,8 +217,8 @@ class ExpertLoad:
 
     Attributes:
         layers: numbers of the stage's layers with experts, from 1.
-        total: the sum of :meth:`MicroBatchBalance.report` since the last :meth:`take`, or None. It is not changed in
-            place, so ``lost_step.py`` can put it back.
+        total: the sum of :meth:`MicroBatchBalance.report` since the last :meth:`take`, or None. ``lost_step.py`` keeps
+            this tensor, so it must not be changed in place.
     """
 
     def __init__(self, layers: Sequence[int], topk: int) -> None:

@@ -4,8 +4,9 @@ A layer's experts are divided over the expert-parallel ranks. A layer gets the r
 micro-batch, or a part of one. A router chose K experts for each row. The row travels once to each rank that has any of
 them. There it makes a *pair* with each of its experts, and the sum of these pairs' outputs travels back.
 
-The device counts rows, and the host needs the counts. If few rows lack an expert on a given rank, every row is sent to
-all ranks (``goes_everywhere``). Then the host reads the counts when rows have arrived, else before rows are sent.
+The device counts rows, and the host needs the counts. If most rows choose an expert of a given rank, every row is sent
+to all ranks (``goes_everywhere``). Then the host reads the counts after rows have arrived. Otherwise the counts are the
+sizes of the all-to-all, and the host waits for them before rows are sent.
 
 Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row, H hidden.
 S rows that this rank sends; a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs that
@@ -54,12 +55,12 @@ class Dispatch:
         expert_NK: int32 numbers of each row's experts.
         experts: number of the layer's experts.
         group: the expert-parallel ranks; rank r has the r-th of G equal ranges of experts.
-        question: a copy to the host: [G, E], how many rows of each rank go to each expert. With ``goes_NG`` it has G
-            more columns: how many rows of each rank go to each rank.
+        question: [G, E] counts, which are being copied to the host: how many rows from each rank go to each expert.
+            With ``goes_NG`` there are G more columns: how many rows from each rank go to each rank.
         counts_GE: the first E columns of ``question``, on the device.
         rows_G: number of rows in each rank's nano-batch; read without ``goes_NG``.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
-        last_first: whether this rank computes its experts in reverse order, as weights may lie so in memory.
+        last_first: whether this rank computes its experts in reverse order, the order of their weights in memory.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 class Exchange:
-    """The transfers of one layer and nano-batch, in forward and backward. They never overlap each other.
+    """The transfers of one layer and nano-batch, in forward and backward. At most one transfer is under way at a time.
 
     Args:
         dispatch: the indices by which rows travel.
@@ -47,7 +47,8 @@ class Exchange:
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
         """Starts to send rows and probabilities to the ranks of experts; returns the graph token for :meth:`join_rows`.
 
-        The numbers of the rows' experts are sent too, unless the receivers have them from an earlier forward.
+        The numbers of the rows' experts are sent too. If backward computes the whole layer again, receivers have these
+        numbers already.
         """
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token

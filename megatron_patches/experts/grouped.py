@@ -27,7 +27,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """Returns [P, H] the output of each pair's expert, times the pair's probability.
 
-    If a grouped product would not do the same, Megatron's loop runs, for example if a linear layer has a hook.
+    Megatron's loop runs where a grouped product would leave something out, for example a linear layer's hook.
     ``groups`` has the number of pairs of each expert, and whether experts come in reverse order.
     """
     pairs = _linears(experts)
@@ -50,8 +50,8 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
 def lie_last_first(experts: SequentialMLP) -> bool:
     """Whether the experts' weights lie in memory in reverse order, at equal distances.
 
-    Megatron's DDP lays them out so with a distributed optimizer. A grouped product must copy weights, unless they lie
-    in the order in which it computes the experts.
+    This is the layout of Megatron's DDP with a distributed optimizer. A grouped product copies weights, unless experts
+    are computed in the order of their weights in memory.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):
@@ -64,7 +64,7 @@ def _linears(experts: SequentialMLP) -> list[tuple[Any, Any]]:
 
 
 def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether a grouped product does the same as the modules."""
+    """Whether a grouped product leaves out nothing that the modules do."""
     bare = all(map(_is_bare, (linear for pair in pairs for linear in pair)))
     return bare and not experts.config.activation_func_fp8_input_store
 

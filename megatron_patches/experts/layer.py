@@ -74,8 +74,7 @@ class BalancedRouter(TopKRouter):
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores, scores).sum(-1)
             nano_batch.balance.count(self.layer_number, nano_batch, best, chosen, entropy)
-            # If backward computes the router again, it runs twice. The first run is without gradients, and only the
-            # second adds rows here.
+            # If backward computes the router again, only that second run is with gradients. So rows are added once.
             if graded and self.enable_expert_bias:
                 self.local_tokens_per_expert += (chosen & nano_batch.real_N[:, None]).sum(0)
         if graded and (coefficient(config, "aux_loss") or coefficient(config, "seq_aux_loss")):
@@ -122,7 +121,7 @@ class NanoBatchExperts(MoELayer):
             return Dispatch.of(chosen[0], self.router.topk, self.ep_group, rows_G, last_first)
 
         dispatch = nano_batch.balance.dispatch(self.layer_number, nano_batch, make)
-        chosen.clear()
+        chosen.clear()  # with ``again`` autograd keeps ``route`` until backward, and would keep the tensor too
         return probs, dispatch
 
 
@@ -166,8 +165,9 @@ def take_nano_batches(model: torch.nn.Module) -> list[int]:
         layer.__class__ = NanoBatchExperts
         layer.router.__class__ = BalancedRouter
         for parameter in layer.experts.parameters():
-            # With allreduce False, DDP adds up gradients over all ranks that hold the same experts. Megatron sets this
-            # only with several expert-parallel ranks. Here tensor-parallel ranks have different rows too.
+            # With allreduce False, DDP adds up gradients over all ranks that hold the same experts. These include
+            # tensor-parallel ranks, which have different rows here. Megatron-Core 0.16.1 sets allreduce False only with
+            # several expert-parallel ranks.
             parameter.allreduce = False
             # With sequence_parallel True, Megatron would add up gradients over tensor-parallel ranks once more. This
             # would count rows twice, or mix gradients of different experts.

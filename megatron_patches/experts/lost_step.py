@@ -16,7 +16,7 @@ from megatron_patches.experts.layer import BalancedRouter
 
 
 def remember(model: LanguageModule) -> Callable[[], None]:
-    """Copies the routers' buffers and keeps the log's counts; returns a function that puts both back.
+    """Copies the routers' buffers, and keeps the counts of rows for the log; returns a function that puts both back.
 
     The model must be attached to ``distca.CAD``.
     """

@@ -64,7 +64,7 @@ def experts_spec(config: TransformerConfig) -> Any:
 
     Older versions of Megatron-Core use a ModuleSpec here, and newer versions a partial of a class.
     """
-    # Megatron-Core 0.16.1 does not define this name without Transformer Engine, but its router reads it.
+    # Megatron-Core 0.16.1 defines te_general_gemm only with Transformer Engine, but its router reads this name.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)

@@ -2,7 +2,7 @@
 
 Each pipeline stage writes files with its own layers. A *slot* (``slots.py``) links a parameter to the folder's tensors.
 A rank has a *share* of a parameter: its tensor-parallel part, or the weight of one of its experts. The ranks of a stage
-exchange the shares of one parameter after the other. One of them makes the folder's tensors and writes these.
+exchange the shares of one parameter after the other. One rank of each stage makes the folder's tensors and writes them.
 """
 
 from __future__ import annotations
@@ -155,5 +155,5 @@ def _whole_tensors(
 
 
 def _as_is(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns ``buffer``, which is never in FP8."""
+    """Takes the place of ``values`` for buffers, whose values need no conversion."""
     return buffer

@@ -56,9 +56,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The embedding or the output layer, with one of ``vocabulary`` rows for each token id.
+    """The embedding or the output layer, with a row for each of ``vocabulary`` token ids.
 
-    All ranks have equally many rows. Further rows of the last ranks are zero.
+    All ranks have equally many rows. Rows beyond the last token id are zero.
     """
 
     names: tuple[str, ...]
@@ -213,7 +213,7 @@ class QueryKeyValue:
         """Swaps the two dimensions ``order`` of rows that are [groups, order[0] · order[1] · head_dim, ...].
 
         A folder has the order (query heads, 2), in which 2 stands for query and gate. Megatron has (2, query heads).
-        Without gates it is 1 in place of 2.
+        Without gates the 2 is a 1.
         """
         return rows.unflatten(1, (*order, self.head_dim)).transpose(1, 2).flatten(1, 3)
 

@@ -35,8 +35,7 @@ from megatron_patches.hugging_face.slots import (
 from megatron_patches.te.fp8_weights import set_values
 
 _CHOICE_BIAS = "mlp.router.expert_bias"
-"""The end of the name of a router's bias of experts, which is a buffer of the model. Routers add it to scores before
-they choose experts."""
+"""The end of a buffer's name. The buffer is a bias that a router adds to scores before the choice of experts."""
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: int = 1) -> Slot:

@@ -115,7 +115,7 @@ class DisaggregatedForward(MegatronModule):
 
 
 class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
-    """A GPTModel's block. A GPTModel builds Megatron's own, so :func:`disaggregate_block` changes the block's class."""
+    """The class to which :func:`disaggregate_block` changes the TransformerBlock that a GPTModel has built."""
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
@@ -142,7 +142,7 @@ def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) 
 
 
 def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
-    """Gives a GPTModel's block the forward of :class:`DisaggregatedForward`, and sets that class's attributes.
+    """Gives a GPTModel's block the forward of :class:`DisaggregatedForward`, and sets two of that class's attributes.
 
     A HybridModel's stack is built with that forward, so only the attributes are set.
 

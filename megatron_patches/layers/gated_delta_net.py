@@ -21,7 +21,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
     """Megatron's module, built without fla. :class:`SplitRecurrentLayer` calls its projections and norm directly."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        with patch.object(common, "HAVE_FLA", True):
+        with patch.object(common, "HAVE_FLA", True):  # else Megatron's constructor refuses to build the module
             super().__init__(*arguments, **named)
 
     def _setup_variant_attrs(self) -> None:
@@ -43,8 +43,8 @@ def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, n
 
     Args:
         attention_layer: the block's spec of a layer with attention.
-        column: class of linear layers that are split by outputs.
-        row: class of linear layers that are split by inputs.
+        column: class of column-parallel linear layers.
+        row: class of row-parallel linear layers.
         norm: class of the norm of each output head.
     """
     layer = deepcopy(attention_layer)

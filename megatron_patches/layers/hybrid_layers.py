@@ -1,7 +1,8 @@
 """Transformer layers of hybrid models such as Qwen3.5: with a gated delta net, or with a gate on attention's output.
 
-A gated delta net is a recurrence in place of attention. The *core* of a layer is softmax(QKᵀ)V or the recurrence, which
-other ranks may compute. ``pre`` computes everything before the core, and ``mixed`` the output projection behind it.
+A gated delta net is a recurrence in place of attention. Either is the layer's *mixer*. The *core* of a mixer is
+softmax(QKᵀ)V or the recurrence, which other ranks may compute. ``pre`` computes everything before the core, and
+``mixed`` the output projection behind it.
 
 Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution. H query or output heads, G
 key/value heads, D head_dim, V elements of an output head. In kv_N2GD, index 0 of the dimension of size 2 is keys, and
@@ -78,7 +79,7 @@ class GatedAttentionLayer(SplitTransformerLayer):
         hidden, mixed_NF = self._projected(hidden, attention.linear_qkv)
         groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         heads = mixed_NF.unflatten(1, (groups, -1, width))
-        queries = heads.shape[2] // 2 - 1
+        queries = heads.shape[2] // 2 - 1  # shape[2] is queries, as many gates, one key and one value
         q, gate, kv = heads.split((queries, queries, 2), dim=2)
         gate = gate.clone(memory_format=torch.contiguous_format)  # A view would keep the whole projection.
         return hidden, gate.flatten(1), *self._heads(torch.cat((q, kv), dim=2).flatten(1), rotation)

@@ -88,8 +88,8 @@ def hybrid_stack_spec(config: TransformerConfig, *, options: ModelOptions = MEGA
     """Returns the spec of a HybridModel's stack. With ``te`` linear layers are Transformer Engine's."""
     norm, (column, row) = norm_class(config), linear_classes(te)
     layer = layer_spec(config, options=options, te=te)
-    # All layers but Mamba's are made from the spec of a layer with attention and an MLP. A layer with an MLP alone uses
-    # its ``self_attn_bda`` too, to add the output of the mixer before it to the residual.
+    # All layers but Mamba's are made from the spec of a layer with attention and an MLP. In a layer with an MLP
+    # alone, ``self_attn_bda`` adds the output of the mixer before this layer to the residual.
     attention, mlp = deepcopy(layer), deepcopy(layer)
     attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
     mlp.module = SplitTransformerLayer

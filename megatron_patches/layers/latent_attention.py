@@ -47,7 +47,7 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class WholeRows(IdentityOp):
-    """Stands where models may have a norm of latent rows, and copies the rows into a contiguous tensor.
+    """Takes the place of a norm of latent rows in models without one, and makes the rows contiguous.
 
     Latent rows are a slice of a wider tensor, but NCCL gathers only contiguous tensors.
     """
@@ -59,8 +59,8 @@ class WholeRows(IdentityOp):
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with another constructor.
 
-    Without Transformer Engine, Megatron's own omits the norm of key/value latent rows if queries have no latent rows.
-    ``norm_epsilon`` is the epsilon of all norms of latent rows.
+    Without Transformer Engine, Megatron's constructor can build no norm of key/value latent rows if queries have no
+    latent rows. ``norm_epsilon`` is the epsilon of all norms of latent rows.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ class SplitLayerParts:
     """Methods that all cut layers share, with attention or with a recurrence.
 
     Attributes:
-        keeps_outputs: whether outputs of norms stay in memory until backward. If not, backward computes again those
-            that it reads.
+        keeps_outputs: whether outputs of norms stay in memory until backward. If not, outputs that backward
+            needs are computed again.
     """
 
     options = MEGATRONS
@@ -141,7 +141,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def _normalize_heads(self, mixed_NF: torch.Tensor) -> torch.Tensor:
         attention = self.self_attention
         shape = (attention.num_query_groups_per_partition, -1, attention.hidden_size_per_attention_head)
-        heads = mixed_NF.unflatten(1, shape)
+        heads = mixed_NF.unflatten(1, shape)  # for each key/value head: its query heads, the key, the value
         q, k, v = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]
         return torch.cat((attention.q_layernorm(q), attention.k_layernorm(k), v), dim=2).flatten(1)
 
@@ -167,7 +167,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         ``hidden`` is the residual, [rows, 1, hidden].
 
         Args:
-            branch: this layer's mixer's output, or the output of the layer before. None if nothing is left to add.
+            branch: the output of the mixer, or of the last MLP behind the mixer. None if the residual is complete.
             nano_batch: as in :meth:`post`.
 
         Returns:
@@ -274,7 +274,7 @@ def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
     """Sets whether norms and MLPs' activations keep their outputs for backward.
 
-    With Megatron's ``recompute_granularity`` set, activations always do.
+    With Megatron's ``recompute_granularity`` set, activations keep theirs even if ``keep`` is False.
     """
     for module in model.modules():
         if isinstance(module, SplitLayerParts):

@@ -2,7 +2,7 @@
 
 Megatron's own DotProductAttention refuses packed documents. The forward here runs if each rank computes the attention
 of its own documents, for example with ``distca.CAD(disaggregate=False)``. If ranks compute attention for each other,
-this module only holds the learned sinks.
+this module only holds a parameter, the learned sinks.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PackedAttention(MegatronModule):
         assert self.kernel is not None and self.timeline is not None
         rows, padding = attention_mask.rows, len(query) - attention_mask.rows
         q, k, v = (x.squeeze(1)[:rows] for x in (query, key, value))
-        timer = partial(self.timeline.serve, self.layer, 0)
+        timer = partial(self.timeline.serve, self.layer, 0)  # 0: a micro-batch is not split in two here
         o = attention_mask.attend(self.kernel, q, k, v, self.kind, timer, self.softmax_offset)
         if padding:
             padded = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
@@ -101,5 +101,5 @@ class PackedAttention(MegatronModule):
         return o.flatten(1).unsqueeze(1)
 
 
-def _fill_rows(padded_NHD: torch.Tensor, out_NHD: torch.Tensor) -> None:
-    out_NHD.copy_(padded_NHD[: len(out_NHD)])
+def _fill_rows(padded: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(padded[: len(out)])

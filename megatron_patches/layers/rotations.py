@@ -126,7 +126,7 @@ class LayerRotary(torch.nn.Module):
         return RowRotations(rotations, self._of_layer)
 
     def _rotation(self, embedding: PositionRotary | None, factor: float, positions: torch.Tensor) -> Rotation:
-        if embedding is None:  # a rotation by zero changes no bit
+        if embedding is None:  # a rotation by zero changes no value
             return Rotation.of(torch.zeros(len(positions), 1, 1, self._head_dim, device=positions.device))
         rotation = Rotation.of(embedding(), self._head_dim, self._interleaved)
         if factor == 1.0:

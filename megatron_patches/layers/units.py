@@ -44,6 +44,8 @@ def units_in(layers: Iterable[Any]) -> list[Unit]:
     units: list[Unit] = []
     before: list[SplitTransformerLayer] = []
     for layer in layers:
+        # A layer with an MLP alone has IdentityOp as ``self_attention``. Mamba's layer has no ``self_attention`` and no
+        # ``mlp``.
         if not isinstance(getattr(layer, "self_attention", None), IdentityOp):
             units.append(Unit(layer, before, []))
             before = []

@@ -45,7 +45,7 @@ def expert_fields(shape: ModelShape) -> dict[str, Any]:
 def _clamped(limit: float) -> dict[str, Any]:
     """Returns the fields of gpt-oss's activation, which clamps gate and up projection to ``limit``.
 
-    Megatron's fused activation is off, as it adds biases after clamping, and gpt-oss before.
+    gpt-oss adds biases before clamping. Megatron's fused activation adds them after clamping, so it is off.
     """
     return {
         "activation_func": sigmoid_gelu,

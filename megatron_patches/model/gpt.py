@@ -110,8 +110,9 @@ def build_gpt(
     """
     if rotary_percent < 1.0 and shape.rope_scaling.resolved_attention_factor != 1.0:
         raise SupportError(
-            f"rotary_percent is {rotary_percent} and rope_scaling has an attention factor, which would multiply scores "
-            "of whole heads: give CAD ModelOptions with `rotations` for all layers in place of both settings."
+            f"rotary_percent is {rotary_percent} and rope_scaling has an attention factor. The factor belongs to the "
+            "rotated dimensions alone, but would multiply whole scores: give CAD ModelOptions with `rotations` for all "
+            "layers in place of both settings."
         )
     tp, alike = parallel_state.get_tensor_model_parallel_world_size(), shape.variant.turns_alike
     rows = -(-vocabulary // tp) * tp
