@@ -81,6 +81,8 @@ class RecurrentCall(LayerCall):
         self._last_states: dict[int, torch.Tensor] = {}
         self._last_state_gradients: dict[int, torch.Tensor] = {}
         self._halo_gradients_of_pong: torch.Tensor | None = None  # in ping, pong's gradient of ping's halo rows
+        # In backward: q, k and v with their graph, and the leaves: mixed_NC, halo rows, the convolution's weights.
+        self._graph: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = ((), [])
         self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and halo rows, between two nodes
         self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta, between two nodes
         # Numbers of this rank's pieces: only, first, inner or last piece of a document.
@@ -198,7 +200,7 @@ class RecurrentCall(LayerCall):
 
     def _launch_state_gradients(self, do_NHV: torch.Tensor) -> None:
         with self._pool.timeline.compute("summarise", *self._where, "backward"):
-            rows, do_NHV = self._core_rows(), do_NHV.contiguous()
+            rows, do_NHV = self._core_rows(differentiable=True), do_NHV.contiguous()
             gradients = rows.zeros_like()
             self._backward(rows, self._only, {}, do_NHV, {}, gradients, wanted=False)
             behind = self._backward(rows, self._last, self._states, do_NHV, {}, gradients)
@@ -234,16 +236,9 @@ class RecurrentCall(LayerCall):
         return of_kernel, of_bias, of_skip
 
     def _convolution_backward(self, gradients: CoreRows) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        assert self._parameters is not None
-        (mixed, g, beta), given = self._rows, self._parameters
-        leaves = [each.detach().requires_grad_() for each in (mixed, self._halo_rows(), given.kernel)]
-        if given.bias is not None:
-            leaves.append(given.bias.detach().requires_grad_())
-        with torch.enable_grad():
-            parameters = CoreParameters(*leaves[2:])
-            rows = core_rows(leaves[0], g, beta, leaves[1], parameters, self._routes.pieces, self._what)
+        (outputs, leaves), self._graph = self._graph, ((), [])
         wanted = gradients.q, gradients.k, gradients.v
-        found = torch.autograd.grad((rows.q, rows.k, rows.v), leaves, wanted, materialize_grads=True)
+        found = torch.autograd.grad(outputs, leaves, wanted, materialize_grads=True)
         # In pong, the first rows of of_halo belong to halo rows that arrived in ping.
         of_halo = found[1]
         if self._before is not None:
@@ -254,7 +249,7 @@ class RecurrentCall(LayerCall):
         self._gradients = found[0], gradients.g, gradients.beta, of_halo
         self._before = self._halo = self._halo_gradients_of_pong = None
         self._rows = ()
-        return found[2], found[3] if given.bias is not None else None
+        return found[2], found[3] if len(found) == 4 else None
 
     def _launch_halo_gradients(self) -> None:
         *others, of_halo = self._gradients
@@ -280,10 +275,19 @@ class RecurrentCall(LayerCall):
         assert self._before._halo is not None, "ping's backward came before pong's"
         return torch.cat((self._before._halo, self._halo))
 
-    def _core_rows(self) -> CoreRows:
+    def _core_rows(self, differentiable: bool = False) -> CoreRows:
+        """Computes the core's rows; with ``differentiable`` the graph is kept for :meth:`_convolution_backward`."""
         assert self._parameters is not None
-        mixed, g, beta = self._rows
-        return core_rows(mixed, g, beta, self._halo_rows(), self._parameters, self._routes.pieces, self._what)
+        (mixed, g, beta), given = self._rows, self._parameters
+        leaves = [each.detach() for each in (mixed, self._halo_rows(), given.kernel, given.bias) if each is not None]
+        with torch.set_grad_enabled(differentiable):
+            for leaf in leaves:
+                leaf.requires_grad_(differentiable)
+            parameters = CoreParameters(*leaves[2:])
+            rows = core_rows(leaves[0], g, beta, leaves[1], parameters, self._routes.pieces, self._what)
+        if differentiable:
+            self._graph = (rows.q, rows.k, rows.v), leaves
+        return CoreRows(*(each.detach() for each in rows.all))
 
     def _spans(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
         return [self._routes.pieces.spans[each] for each in numbers]
