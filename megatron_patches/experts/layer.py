@@ -94,14 +94,14 @@ class NanoBatchExperts(MoELayer):
         again = self.moe_layer_recompute and torch.is_grad_enabled()
         probs, dispatch = self._routed(hidden, nano_batch, again)
         exchange = Exchange(dispatch, again)
-        token = exchange.launch_rows(hidden.flatten(0, -2), probs)
+        launched = exchange.launch_rows(hidden.flatten(0, -2), probs)
         shared = None if self.shared_experts is None else _perhaps_again(again, self.shared_experts, hidden)
         yield
-        arrived = exchange.join_rows(token)
+        arrived = exchange.join_rows(launched)
         compute = partial(computed, self.experts, dispatch.groups)
-        token = exchange.launch_outputs(_perhaps_again(again, compute, *arrived))
+        launched = exchange.launch_outputs(_perhaps_again(again, compute, *arrived))
         yield
-        summed = exchange.join_outputs(token).view_as(hidden)
+        summed = exchange.join_outputs(launched).view_as(hidden)
         return summed if shared is None else summed + shared
 
     def _routed(self, hidden: torch.Tensor, nano_batch: NanoBatch, again: bool) -> tuple[torch.Tensor, Dispatch]:

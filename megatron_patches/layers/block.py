@@ -58,8 +58,8 @@ class DisaggregatedForward(MegatronModule):
         pre_process: whether this is the first pipeline stage.
         input_tensor: the stage's input, if it is not the first stage.
         recompute_segments: whether backward computes everything but cores again.
-        in_phases: whether this project's pipeline schedule runs. There a phase is a forward on all stages together, or
-            a backward.
+        in_phases: whether this project's pipeline schedule runs. Its phases are forward and backward of all stages, and
+            the i-th layers of all stages run together.
     """
 
     pool: AttentionPool
@@ -81,7 +81,7 @@ class DisaggregatedForward(MegatronModule):
         rotary_pos_emb: RowRotations | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Runs all layers of this pipeline stage; returns [rows, 1, hidden], on the last stage after its norm.
+        """Runs all layers of this pipeline stage; returns [rows, 1, hidden], on the last stage normed.
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of every nano-batch.
@@ -95,7 +95,7 @@ class DisaggregatedForward(MegatronModule):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         recompute = self.recompute_segments and torch.is_grad_enabled()
-        # In phases all stages run the backward of a layer together. So backward must reach frozen layers too.
+        # In phases the i-th layers of all stages run backward together. So backward must reach frozen layers too.
         if recompute or self.in_phases:
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
