@@ -183,6 +183,7 @@ class CAD:
 
     def _terms(self) -> PoolTerms:
         spec = attention_spec(self.config, self._kinds, self.device, self._given)
+        # All stages have the same layers. Servers need the numbers of a stage's layers with attention.
         of_stage = self._kinds.recurrences[: len(self._kinds.recurrences) // self._stages]
         layers = tuple(number for number, recurrence in enumerate(of_stage) if recurrence is None)
         return PoolTerms(self.options, spec, self._how, layers)
@@ -193,10 +194,13 @@ class CAD:
         numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
         homes, given = self.options.homes, self._given
         speeds = given.speeds
-        if speeds:  # a server that came later has speed 1: as fast as the cost table says
+        # A server has ``tp`` numbers, one for each tensor-parallel rank, but one speed. A server that came later has
+        # speed 1: as fast as the cost table says.
+        if speeds:
             of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
-        # `ranks_per_node` must divide the number of servers. 0 takes nodes from machines' names.
+        # `ranks_per_node` must divide the number of servers, with a model and without. 0 takes nodes from machines'
+        # names.
         nodes = given.ranks_per_node
         if nodes and (homes + len(numbers) // tp) % nodes:
             nodes = 0
@@ -297,7 +301,8 @@ class CAD:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
             model.position_embedding_type = "rope"  # with "none" a HybridModel would not call rotary_pos_emb
-        # Any model of this CAD may run a step, so steps have what one of the models needs.
+        # Any model of this CAD may run a step. So steps have lengths if one model needs them, and token ids that
+        # every model knows.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
@@ -305,7 +310,7 @@ class CAD:
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         model.expert_load = ExpertLoad(take_nano_batches(model), self.config.moe_router_topk)
-        # With recompute "all" these outputs live only from a layer's recomputation to its backward.
+        # With recompute "all" outputs of norms and SwiGLU live only from a layer's recomputation to its backward.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate or pattern:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -351,8 +356,8 @@ class CAD:
 
         Args:
             documents: for each micro-batch the list of documents of all data-parallel ranks, the same on every rank. A
-                document is anything with a length and slices of token ids. A rank reads the ids of its own tokens, and
-                16 ids of each of 8 documents to compare ranks.
+                document is anything with a length and slices of token ids. A rank reads the ids of its own tokens. To
+                check that ranks have equal documents, it reads 16 ids of each of 8 documents.
 
         Raises:
             PlanError: an object is no document; fields of ``StepDocuments`` do not go together; documents have more
@@ -421,7 +426,7 @@ class CAD:
         Raises:
             SupportError: the model is not from :meth:`data_parallel`, or has changed since; its weights differ between
                 data-parallel ranks; a CAD with other options planned the step; or ``forward_step`` or the loss function
-                returned something else.
+                returned values of another form.
 
         Returns:
             The loss function's reports, by micro-batch; empty on stages without the loss.
@@ -475,7 +480,7 @@ class CAD:
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
         """Returns the log-probability of every token of a step's documents, on all data-parallel ranks.
 
-        All ranks call it together. It runs forward only.
+        All ranks call it together. There is no backward.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.

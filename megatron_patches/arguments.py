@@ -57,9 +57,10 @@ class CadArguments(CadOptions):
         deal: True lets a plan move documents to other micro-batches of the step, so that ranks exchange fewer rows.
             Nothing moves if the script gives documents their ranks, or without ``disaggregate``.
         level: what a plan makes about equal on all ranks: the seconds of "attention", or the "time" of attention and
-            linear layers together. "time" needs ``ping_pong``, and one of pipeline stages, ``servers`` and ``speeds``.
-            "auto" is "time" on GPUs with ``ping_pong``, if there are stages, ``servers``, ``speeds`` or unlike
-            servers, and the transport is not "nvshmem". Else it is "attention".
+            linear layers together. "time" needs ``ping_pong`` (a micro-batch runs as two parts), and pipeline stages,
+            ``servers`` or ``speeds``. "auto" is "time" on GPUs with ``ping_pong`` and a transport other than "nvshmem",
+            if there are stages, ``servers``, ``speeds`` or different GPUs. Else, and if the cost table has no linear
+            layers, it is "attention".
         recompute: with "none" backward recomputes only modules that Megatron's configuration names. With "all" it
             recomputes everything but core attention, or, without ``disaggregate``, every layer as a whole.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It

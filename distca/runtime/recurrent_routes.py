@@ -35,10 +35,10 @@ class StateRoutes:
     Attributes:
         sends_state: this rank's pieces whose own state is sent, by number, in sending order.
         sends_transition: this rank's pieces whose transition is sent, by number, in sending order.
-        states: moves of own states; each is one row.
-        transitions: moves of transitions; each is one row.
+        states: moves of own states, a row for each state.
+        transitions: moves of transitions, a row for each transition.
         chains: for each document whose summaries this rank reads: its number, and a link for each piece. A link has the
-            rows where the summary arrives, and the piece's number if the piece is on this rank.
+            numbers of the received rows with the piece's A and B.
     """
 
     sends_state: list[int]
@@ -69,9 +69,9 @@ class RecurrentRoutes:
         closes: for each piece, whether it is the last of its document.
         given: int64 numbers of this rank's rows that are sent as halo rows.
         halo_to_pieces: moves of halo rows.
-        halo_to_home: moves of their gradients back. Gradients of one row are added up.
+        halo_to_home: moves of halo rows' gradients back to the ranks of the rows. Gradients of one row are added up.
         forward: transfers of summaries.
-        backward: transfers of gradients of states, and of transitions.
+        backward: transfers of transitions and of states' gradients.
     """
 
     pieces: PieceRows
@@ -103,12 +103,13 @@ class RecurrentRoutes:
     def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
         """Returns these routes with the backward transfers of ``other``.
 
-        Pipeline stages need this: backward of a micro-batch runs together with other micro-batches than forward."""
+        With pipeline stages, several micro-batches exchange rows together. In backward these are other micro-batches
+        than in forward."""
         return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 
 def _of(route: PieceRoute, arrived: int, device: Destination) -> RecurrentRoutes:
-    """Returns the routes of one nano-batch; ``arrived`` is the number of halo rows that have arrived by its end.
+    """Returns the routes of one nano-batch; ``arrived`` counts the halo rows that arrived in this and earlier ones.
 
     Before a document's first row, the convolution reads a row of zeros, which has the index ``arrived``."""
     picked = np.where(route.halo.picked < 0, arrived, route.halo.picked)

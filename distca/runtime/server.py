@@ -3,6 +3,8 @@
 - task: a range of a document's queries, with all keys and values that they see.
 - buffer: the k,v rows that came to the server. A row that several tasks read is there once.
 - region: a contiguous copy of one task's k,v rows, for the kernel. Backward adds up the regions' gradients.
+- range (``SharedRows``): buffer rows from ``first`` on, which one or more tasks read. ``places`` has three numbers for
+  each task: first row within the range, first row in the regions, number of rows.
 - ping, pong: the first and the second part of a micro-batch. Tasks of pong may read k,v rows that arrived in ping.
 
 Shape suffixes: T query rows of the tasks; U k,v rows of the buffer; V k,v rows that arrived in ping; S k,v rows of all
@@ -167,8 +169,7 @@ class AttentionPool:
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes keep them and send them again.
         offload: host memory for rows that homes keep with "resend", and for the inputs of recomputed layers; None
             leaves them on the device.
-        homes: moves rows of recurrent layers, between the ranks with a model alone; None takes ``transport``, which
-            then has no other ranks.
+        homes: transport between the ranks with a model, for recurrent layers; None takes ``transport``.
     """
 
     transport: Transport

@@ -36,8 +36,8 @@ class Timeline:
 
     Args:
         device: the device whose work is timed.
-        layers: the numbers that spans show for layers 0, 1 and so on, as a server without a model counts layers with
-            attention alone; empty shows the numbers as they are.
+        layers: spans show layers[n] as the number of layer n; empty shows n. A server without a model counts only
+            layers with attention.
 
     Attributes:
         clock: this rank's clock; on GPUs it takes times of the current stream.

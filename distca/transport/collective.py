@@ -57,7 +57,7 @@ class CollectiveTransport:
                 handle.hand_on()
         elif hops.second:
             self._newest = handle
-        # Transfers start first.
+        # Transfers run while these rows are copied.
         for part in parts:
             part.moves.copy_kept(part.source, part.destination)
         return handle

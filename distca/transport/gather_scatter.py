@@ -46,7 +46,7 @@ def sum_rows(
     """Adds packed rows to destination rows: in float32, in the order of ``copies``, with one rounding at the end.
 
     Example: packed rows 0 and 2 are added to destination row 5, and packed row 1 to row 9. Then destination_rows is
-    [5, 9], copies is [0, 2, 1] and borders is [0, 2, 3].
+    [5, 9], copies is [0, 2, 1] and borders is [0, 2, 3]. The rounds are ([0, 1], [0, 1]) and ([2], [0]).
 
     Args:
         packed: [N, ...] rows to add.

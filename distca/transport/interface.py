@@ -1,8 +1,8 @@
-"""The interface of transports, which move rows of tensors between the ranks of a *pool*.
+"""The interface of transports, which move rows of tensors between ranks.
 
-One *exchange* moves rows of several tensors between all ranks. Each tensor is a :class:`Part` of the exchange. A *hop*
-is one journey from rank to rank; rows for another node may take two. Implementations: ``collective.py`` (NCCL, gloo)
-and ``nvshmem/transport.py``.
+A *pool* is a group of ranks that compute attention for each other. One *exchange* moves rows of several tensors between
+all its ranks. Each tensor is a :class:`Part` of the exchange. A *hop* is one journey from rank to rank; rows for
+another node may take two. Implementations: ``collective.py`` (NCCL, gloo) and ``nvshmem/transport.py``.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Transport(Protocol):
     """Moves rows between the ranks of a pool.
 
     All ranks must launch the same exchanges in the same order, even if no row of a rank moves. On a GPU, a rank must
-    use one stream for all launches and waits, because torch's allocator reuses freed memory by stream.
+    use one stream for all launches and waits, because torch's allocator reuses freed memory without waiting for other
+    streams.
 
     Attributes:
         name: "nccl", "gloo" or "nvshmem", for logs.

@@ -162,7 +162,7 @@ class RowMoves:
 class Reduction:
     """The additions of packed rows that come back to a home.
 
-    A home row is *single* if it gets one value, and *shared* if it gets more. An earlier value of the row counts.
+    A home row is *single* if it gets one value, and *shared* if it gets more. A value already in the row counts.
 
     Example: packed rows 0, 1 and 2 are for home rows 5, 9 and 5. Row 9 is single: ``single`` is [1], ``single_home``
     [9]. Row 5 is shared: ``shared_home`` is [5], ``copies`` [0, 2], ``borders`` [0, 2]. The ``rounds`` are ([0], [0])

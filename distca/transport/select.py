@@ -1,7 +1,8 @@
 """The choice of a transport: NVSHMEM, NCCL or gloo move rows between the ranks of a *pool*.
 
-With NVSHMEM, GPUs write into each other's memory. NCCL and gloo run torch.distributed's all-to-all. All ranks must
-choose the same transport, so each rank tells the others why it cannot use NVSHMEM.
+A pool is a group of ranks that compute attention for each other. With NVSHMEM, GPUs write into each other's memory.
+NCCL and gloo run torch.distributed's all-to-all. All ranks must choose the same transport, so each rank tells the
+others why it cannot use NVSHMEM.
 """
 
 from __future__ import annotations

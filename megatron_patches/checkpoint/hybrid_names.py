@@ -1,7 +1,8 @@
 """The parameters of a HybridModel's layers, and their names in Megatron-Core's checkpoints.
 
 A HybridModel has a pattern with one symbol for each layer: attention, a gated delta net, Mamba, an MLP or experts.
-``whole_weights.py`` reads checkpoints without building the model, so this file lists the names.
+Gated delta nets and Mamba are *recurrences*. ``whole_weights.py`` reads checkpoints without building the
+model, so this file lists the names.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _RECURRENT_LAYERS: Final[dict[str, tuple[str, ...]]] = {
         *(f"mixer.{name}" for name in ("norm.weight", "out_proj.weight")),
     ),
 }
+"""The parameters of recurrent layers. The first is the norm before the recurrence."""
 _IN_PARTS: Final = {
     "self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
     "self_attention.conv1d.weight": ("query", "key", "value"),
@@ -51,7 +53,7 @@ def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
 
 
 def saved_as(symbol: str, parameter: str) -> tuple[str, ...]:
-    """Returns the checkpoint's keys for a recurrent layer's parameter, whose rows are divided over them in order."""
+    """Returns the checkpoint's keys for a recurrent layer's parameter. The keys divide its rows in order."""
     if parameter == _RECURRENT_LAYERS[symbol][0]:
         return (_NORM_KEYS[symbol],)
     key = parameter.replace("conv1d_", "conv1d.")

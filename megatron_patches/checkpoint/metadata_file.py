@@ -87,7 +87,7 @@ def _built(pickled: bytes) -> Metadata:
 
 
 def forget_metadata() -> None:
-    """Frees the last description, which is kept."""
+    """Frees the description that was read last."""
     _built.cache_clear()
 
 

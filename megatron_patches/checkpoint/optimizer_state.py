@@ -86,8 +86,8 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function from a weight of the model to the values that it would have without FP8.
 
-    All data-parallel ranks call that function together, because it gathers their ranges of the main weight. It returns
-    weights that are not FP8 detached, without a copy.
+    All data-parallel ranks call that function together, because it gathers their ranges of the main weight. Weights
+    that are not FP8 are detached and not copied.
     """
     ranges = {
         weight: (part, start, stop) for part in distributed_parts(optimizer) for weight, start, stop in _ranges(part)
@@ -210,8 +210,8 @@ def _boxes_of(
         prefix: stands before the weight's key in the checkpoint.
         values: the elements, flat.
     """
-    # Storage offsets say where a piece begins in the weight. An FP8 weight has no storage of its own, so an empty
-    # tensor of the same shape takes its place.
+    # Megatron saves a weight as one or more pieces. Storage offsets say where pieces begin in the weight.
+    # An FP8 weight has no storage of its own, so an empty tensor of the same shape takes its place.
     if is_fp8(weight):
         weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         described = replace(described, data=weight)

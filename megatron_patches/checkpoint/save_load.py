@@ -126,11 +126,12 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
             kind = {"param_state_sharding_type": _metadata()["distrib_optim_sharding_type"]}
             part.load_state_dict(own | {"param_state": state["param_state"]} | kind)
             continue
-        # An optimizer of float32 weights has Adam's state itself. Other optimizers have it under "optimizer".
+        # The state of a float32 optimizer is Adam's state. Other states have Adam's under "optimizer".
         inner, own = (state, own) if "param_groups" in own else (state.setdefault("optimizer", {}), own["optimizer"])
         inner["param_groups"] = own["param_groups"]
         numbers = inner.setdefault("state", {})
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            # Megatron gives this number to every weight. A checkpoint of another Adam has none.
             numbers.setdefault("common_step", torch.tensor(float(step)))
         part.load_state_dict(state)
 

@@ -28,10 +28,10 @@ class Put:
 
     Attributes:
         source: contiguous tensor.
-        ranges: [N, 3] int64 on the host. Each line is a range of rows: first source row, first row in the peer's
-            buffer, number of rows. The ranges have no gaps in the buffer.
+        ranges: [N, 3] int64 on the host. Each line is a range of rows: first source row, first row at the
+            peer, number of rows. At the peer, the ranges follow each other without gaps.
         rows: int64 on the device, the source rows of all ranges in order.
-        begin: byte of the peer's receive buffer at which row 0 lies.
+        begin: byte of the peer's receive buffer from which rows at the peer are counted.
     """
 
     source: torch.Tensor

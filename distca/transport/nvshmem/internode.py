@@ -290,7 +290,7 @@ class Peers:
         internode = {peer: pieces for peer, pieces in puts.items() if peer in self._internode_peers}
         if self._internode is None or not internode:
             return self._intranode.put(number, reuses, puts)
-        # These writes take longest.
+        # Writes between nodes take longest, so they are queued first.
         packed, written = self._internode.put(number, reuses, internode)
         intranode = self._intranode.put(number, reuses, {peer: puts[peer] for peer in puts if peer not in internode})
         return SentInternode(
@@ -300,5 +300,5 @@ class Peers:
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
         """Copies the rows of ``parts`` that stay on this rank.
 
-        Copy engines begin after the writes of the token ``behind`` to intra-node peers."""
+        Copy engines begin after the intra-node writes of the token ``behind``."""
         return self._intranode.keep(parts, behind.intranode if isinstance(behind, SentInternode) else behind)

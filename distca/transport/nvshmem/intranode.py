@@ -12,7 +12,8 @@ Copy engines and the kernel have a side stream each, with these steps:
 
     wait until the peers have room · write to one peer after the other · signal to all of them
 
-Copy engines are idle for a while when their stream signals. So the stream signals only after 256 MiB of copies.
+Copy engines are idle for a while when their stream signals. So the stream signals after each 256 MiB of copies and at
+the end of an exchange.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class ReceiveRing:
     def _next_place(self, size: int) -> tuple[int, int]:
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._in_use if a < begin + size and begin < b)
-        # self._in_use has dropped exchanges up to self._reused. A rank waits only for receivers of its rows. Others may
-        # not have consumed these exchanges yet. So the result must not become smaller.
+        # Exchanges up to self._reused are no longer in self._in_use. But a sender waited only for the receivers of its
+        # rows to consume them. The next exchange may have other receivers, so the result never becomes smaller.
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:

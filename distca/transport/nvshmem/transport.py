@@ -164,7 +164,8 @@ class OneSidedTransport:
         """
         if beside is not None:
             self._fabric.join(beside)
-        # Rows that are added to kept rows must wait for the copies of kept rows. Otherwise this wait comes last.
+        # If received rows are added to kept rows, kept rows must be copied before. Else the wait for these copies comes
+        # last.
         adds = any(part.moves.reduction is not None for landing in landings for part in landing.parts)
         for landing in landings:
             self._fabric.arrived(landing.number, landing.senders)
