@@ -56,7 +56,7 @@ def check_version() -> None:
         raise VersionError(f"megatron-core is {reason}.")
 
 
-# By logger, the beginning of the line that is dropped.
+# For each logger, the beginning of the line that is dropped.
 _DROPPED = {
     # Both GPTModel and its successor are supported here.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",

@@ -26,7 +26,7 @@ class AgreedSteps:
     All ranks create the object together, as it creates a process group.
 
     Args:
-        device: the device to which the thread copies rows and routes (lists of the rows that ranks exchange).
+        device: the device to which the thread copies what a step needs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ def _begin(device: torch.device) -> None:
 
 
 def _is_planning() -> bool:
-    """Whether the caller runs in a thread that makes steps, which would wait forever for a step."""
+    """Whether the caller runs in the planning thread, where waiting for a step would take forever."""
     return getattr(_here, "plans", False)
 
 
@@ -101,8 +101,7 @@ class StepsAhead:
             return next(self._steps, None)
 
     def close(self) -> None:
-        """Ends the loop. A step that was begun is still made, as other ranks wait to compare plans, and then
-        dropped."""
+        """Ends the loop. A step that was begun is finished before it is dropped: other ranks wait for its plan."""
         self._closed, begun, self._next = True, self._next, None
         # Garbage collection may call this in the planning thread, which cannot wait for itself.
         if begun is not None and not _is_planning():
@@ -111,8 +110,8 @@ class StepsAhead:
     def _take(self) -> Step | None:
         if _is_planning():
             raise PlanError(
-                "The documents of a step ask for a planned step themselves: the iterable that plan_ahead was given "
-                "calls CAD, in the thread that plans. Plan the other step before, or in the body of the loop."
+                "The iterable that plan_ahead was given asks for a planned step itself, so the thread that plans would "
+                "wait for itself. Plan the other step before the loop, or in the body of the loop."
             )
         self.start()
         assert self._next is not None
@@ -123,5 +122,6 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # Planning and queueing need Python's global lock, so the next step begins when this one's work is queued.
+        # `queued` is called when all work of this step is queued. Earlier planning would slow the queueing, as both
+        # need Python's global lock.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)

@@ -1,7 +1,7 @@
-"""Makes cost models of unlike servers: the seconds of a server's tasks follow from its own GPU and kernel.
+"""Makes cost models for servers with different GPUs or attention kernels.
 
-A *server* is a rank, or another process, that computes core attention. A *cost table* has the measured seconds of
-attention tasks on one GPU model by one kernel. These two are a server's *sort*.
+A *server* computes core attention. It is a rank or another process; with tensor parallelism it is several of them. A
+server's GPU model and kernel are its *sort*. A *cost table* has the measured seconds of attention tasks on one sort.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pool_sorts(tp: int, own: ServerSort, others: Sequence[ServerSort]) -> list[S
     Args:
         tp: number of tensor-parallel ranks, which together are one server. The slowest rank's kernel counts.
         own: the sort of this rank.
-        others: sorts of processes that are not ranks, ``tp`` for each server; they come last.
+        others: sorts of processes that are not ranks, ``tp`` for each server. Their servers end the result.
     """
     everyone = [*of_ranks(own), *others]
     return [_slowest(everyone[at : at + tp]) for at in range(0, len(everyone), tp)]
@@ -86,7 +86,7 @@ def costs_by_sort(
 
 
 def speeds_beside_others(speeds: Sequence[float], homes: int, sharing: Sequence[int]) -> tuple[float, ...]:
-    """Returns the speeds of servers of which some share a GPU. A server is slower by the number that share its GPU.
+    """Divides each server's speed by the number of servers on its GPU.
 
     Args:
         speeds: each server's speed alone on its GPU; empty if all are as fast as their tables say.

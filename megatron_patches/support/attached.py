@@ -25,11 +25,11 @@ _MAY_CHANGE = {
     "timers",
     "barrier_with_L1_time",
 }
-"""Fields of the configuration that may change: ``CAD`` sets them itself, or schedules read them in every step."""
+"""Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them anew in every step."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""Paths in a disaggregated layer of modules whose ``forward`` never runs, as only their parts are called. "" is the
-layer."""
+"""Modules of a disaggregated layer, by path, whose parts are called one by one. Their own ``forward`` never runs. "" is
+the layer itself."""
 
 
 @dataclasses.dataclass(frozen=True)

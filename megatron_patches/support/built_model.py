@@ -44,11 +44,12 @@ SERVED_ARGUMENTS_BY = {
     "further checks": "config transformer_layer_spec pg_collection",
     "megatron's modules": """
         vocab_size max_sequence_length pre_process post_process share_embeddings_and_output_weights""",
-    "the loss, which gets each rank's part of the logits in any case": "parallel_output",
+    "no code, since the loss is computed from each rank's part of the logits": "parallel_output",
     "our RoPE, which takes frequencies and interpolation from megatron's embedding": """
         rotary_base rotary_percent rope_scaling rope_scaling_factor seq_len_interpolation_factor""",
 }
-"""Arguments of GPTModel of which all values are supported, by the code that reads them."""
+"""Arguments of GPTModel of which all values are supported. The key names the code that reads them, or says why no code
+does."""
 SERVED_ARGUMENTS = {*" ".join(SERVED_ARGUMENTS_BY.values()).split()}
 
 ARGUMENTS = {
@@ -56,7 +57,7 @@ ARGUMENTS = {
     "mtp_block_spec": Limit("only the next token is predicted", (None,)),
     "vp_stage": Limit("a rank has one pipeline stage", (None,)),
     "fp16_lm_cross_entropy": Limit("losses are computed in float32", (False,)),
-    "scatter_embedding_sequence_parallel": Limit("a layer's input is this rank's share of the rows", (True,)),
+    "scatter_embedding_sequence_parallel": Limit("with sequence_parallel layers get only this rank's tokens", (True,)),
 }
 """Arguments of GPTModel of which some values are supported, with the reason for refusing others."""
 
@@ -82,7 +83,7 @@ def check_bare(model: Any, pattern: str = "") -> None:
     elif not isinstance(model, GPTModel):
         raise SupportError(
             f"The model is a {type(model).__module__}.{type(model).__name__}, but only a GPTModel is supported, or a "
-            "HybridModel with a CAD that was given its hybrid_layer_pattern: attach it as it was built, before "
+            "HybridModel with a CAD that was given its hybrid_layer_pattern: attach the model as built, before "
             "CAD.data_parallel, torch.compile or anything else wraps it."
         )
     if isinstance(model, PatchedForward):
@@ -96,8 +97,8 @@ def check_model(
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        layer: the required class of layers. With SplitTransformerLayer each kind of layer has its own class, for
-            example recurrent layers.
+        layer: the class that every layer must have. SplitTransformerLayer stands for the class of each kind of layer:
+            a recurrent layer then has to be a SplitRecurrentLayer.
         options: the model's options for which Megatron's configuration has no field.
 
     Raises:
@@ -212,7 +213,7 @@ def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, An
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Refuses norms of queries and keys of other classes than the configuration and the options require.
+    """Refuses norms of queries and keys that do not have the classes of the configuration and the options.
 
     Raises:
         SupportError: a norm has another class, is missing, or is there without ``qk_layernorm``.
@@ -229,8 +230,8 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
 
 
 def linears_like(linear: Any) -> tuple[type, type]:
-    """Returns the column-parallel and the row-parallel class of the library of ``linear``: Megatron or Transformer
-    Engine."""
+    """Returns the column-parallel and the row-parallel class: Transformer Engine's if ``linear`` is one of its layers,
+    else Megatron's."""
     if type(linear).__module__ == "megatron_patches.te.linears":
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 

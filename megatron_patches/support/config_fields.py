@@ -78,7 +78,7 @@ LIMITS = {
     # Core attention
     "softmax_type": Limit("sinks are learned or there are none", ("vanilla", "learnable")),
     "attention_dropout": Limit("core attention has no dropout", (0.0,)),
-    "apply_query_key_layer_scaling": Limit("it keeps scores small for float16, which attention does not use", (False,)),
+    "apply_query_key_layer_scaling": Limit("this scaling is for float16, which is not supported", (False,)),
     "qk_l2_norm": Limit("the only norms of query and key heads are those of qk_layernorm", (False,)),
     "qk_clip": Limit(
         "clipping needs the largest score, which attention servers do not report",

@@ -68,7 +68,8 @@ EXPERT_FIELDS = {
     *" ".join(limit.inert for limit in LIMITS.values()).split(),
     *LIMITS,
 } - {"fp8"}
-"""All fields about experts. Models without experts do not read them, so any values pass."""
+"""All fields about experts. Models without experts read none but ``expert_model_parallel_size``, which has to be 1; any
+values of the others pass."""
 
 _LOSSES = ("none", "aux_loss", "seq_aux_loss")
 

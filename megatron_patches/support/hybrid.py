@@ -74,7 +74,7 @@ def check_hybrid(
         "`disaggregate` is False: set it to True": not disaggregate and not pattern,
         "`offload` is True: set it to False": offload,
         "`model_options` are not the defaults: leave them out": options != MEGATRONS and not pattern,
-        f"`model_options` have more than {', '.join(_SERVED)}: leave it out": (
+        f"`model_options` have more than {', '.join(_SERVED)}: leave the rest out": (
             replace(options, **{name: getattr(MEGATRONS, name) for name in _SERVED}) != MEGATRONS
         ),
         f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts) and not pattern,
@@ -85,8 +85,8 @@ def check_hybrid(
     if recurrent:
         refused |= {
             f"normalization is {config.normalization!r}: set it to 'RMSNorm'": config.normalization != "RMSNorm",
-            "activation_func is not SiLU, which it is for convolutions too: set it to torch.nn.functional.silu": (
-                config.activation_func is not functional.silu and DELTA_NET in (pattern or DELTA_NET)
+            "activation_func is not SiLU, the only one for convolutions: set it to torch.nn.functional.silu": (
+                config.activation_func is not functional.silu and (delta_nets or DELTA_NET in pattern)
             ),
         }
     for other, found in refused.items():
@@ -97,7 +97,8 @@ def check_hybrid(
 
 
 def _check_stages(config: TransformerConfig) -> None:
-    """Refuses pipeline stages with different kinds of layers, as all stages run their layers number i together."""
+    """Refuses pipeline stages with different kinds of layers. All stages run their layer i at the same time, and these
+    must be of one kind."""
     recurrent, stages = (
         [is_recurrent(config, 1 + n) for n in range(config.num_layers)],
         config.pipeline_model_parallel_size,

@@ -85,13 +85,13 @@ def _check_layer(path: str, symbol: str, layer: Any, config: Any, options: Model
     attention = GatedAttentionLayer if has_output_gate(config) else SplitTransformerLayer
     classes = {ATTENTION: attention, DELTA_NET: SplitRecurrentLayer, MAMBA: SplitMambaLayer}
     expect(path, type(layer), classes.get(symbol, SplitTransformerLayer))
-    first = {
+    first_linear = {
         ATTENTION: "self_attention.linear_qkv",
         DELTA_NET: "self_attention.in_proj",
         MAMBA: "mixer.in_proj",
         MLP_ALONE: "mlp.linear_fc1",
     }
-    column, row = linears_like(layer.get_submodule(first[symbol]) if symbol in first else None)
+    column, row = linears_like(layer.get_submodule(first_linear[symbol]) if symbol in first_linear else None)
     of_symbol: dict[str, dict[str, Any]] = {
         ATTENTION: {
             "input_layernorm": norm,

@@ -42,7 +42,7 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}
     key_dim, value_dim = latent_dims(config)
     return {
-        # Latent attention needs 0.19, the first version with a gated delta net.
+        # Latent attention needs 0.19. ``has_gated_delta_net`` is True from 0.19 on.
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
             tp > 1 and not config.sequence_parallel

@@ -49,7 +49,7 @@ def check_layer_spec(spec: ModuleSpec) -> None:
     """
     if not isinstance(spec, ModuleSpec):
         raise SupportError(
-            f"the layer spec is a {type(spec).__name__}, but one ModuleSpec of all layers is needed{_LOCAL}"
+            f"the layer spec is a {type(spec).__name__}, but one ModuleSpec for all layers is needed{_LOCAL}"
         )
     _expect_in_spec("module", spec.module, TransformerLayer, SplitTransformerLayer)
     parts = spec.submodules
@@ -85,12 +85,12 @@ def has_te_linears(spec: ModuleSpec) -> bool:
 
 
 def mlp_submodules(spec: Any) -> Any:
-    """Returns the object in an MLP's spec that names the linear layers. Setting its attributes changes the spec."""
+    """Returns the part of an MLP's spec that names the linear layers. It is no copy: callers change the spec by it."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> None:
-    """Refuses a spec that has a norm twice or not at all: as a module, or inside the linear layer that follows."""
+    """Refuses a spec without the norm, or with two. A norm is a module, or is inside the linear layer that follows."""
     found = getattr(parts, norm)
     if linear is TELayerNormColumnParallelLinear and found is IdentityOp:
         return

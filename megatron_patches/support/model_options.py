@@ -78,35 +78,38 @@ def _values(options: ModelOptions) -> Iterator[str]:
 
 
 def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
-    """Yields a sentence for each option of norms, biases or logits that other settings leave without effect."""
+    """Yields a sentence for each option of norms, biases or logits that has no effect or conflicts with a setting."""
     if not config.qk_layernorm:
         for name in ("query_key_norm", "norm_after_rotation"):
             if getattr(options, name) != getattr(MEGATRONS, name):
                 yield (
                     f"`{name}` is {getattr(options, name)!r}, but qk_layernorm is False, so there are no norms of "
-                    "queries and keys: set qk_layernorm to True, or leave it out."
+                    f"queries and keys: set qk_layernorm to True, or leave {name} out."
                 )
     if options.query_key_norm == "width" and config.normalization != "RMSNorm":
         yield (
             f"`query_key_norm` is 'width', but normalization is {config.normalization!r}: only an RMSNorm goes over "
-            "all heads; set it to 'head'."
+            "all heads; set query_key_norm to 'head'."
         )
     if options.norm_after_rotation and options.query_scaling is not None:
         yield "`query_scaling` is set, but a norm after the rotation undoes it: set norm_after_rotation to False."
     if not options.norm_bias and config.normalization == "RMSNorm":
         yield "`norm_bias` is False, but normalization is 'RMSNorm', which has no bias anyway: leave norm_bias out."
     if options.parallel_mlp and options.norms != "pre":
-        yield f"`parallel_mlp` is True, but `norms` is {options.norms!r}: attention and MLP share a norm before them."
+        yield (
+            f"`parallel_mlp` is True, but `norms` is {options.norms!r}, and a parallel MLP reads the norm before "
+            "attention: set norms to 'pre', or parallel_mlp to False."
+        )
     for name in ("attention_output_bias", "mlp_bias"):
         if getattr(options, name) and config.add_bias_linear:
-            yield f"`{name}` is True, but add_bias_linear gives all linear layers biases: leave one of them out."
+            yield f"`{name}` is True, but add_bias_linear gives all linear layers biases: leave one of these out."
     if options.mlp_bias and config.num_moe_experts:
         yield (
-            "`mlp_bias` is True, but experts have biases by add_bias_linear alone: leave mlp_bias out, or set "
-            "add_bias_linear to True."
+            "`mlp_bias` is True, but it gives experts no biases: leave mlp_bias out; add_bias_linear gives all linear "
+            "layers biases."
         )
     if getattr(config, "use_mup", False) and options.final_softcap:
-        yield "`final_softcap` is set, but it is not supported with use_mup's factor on logits: leave one of them out."
+        yield "`final_softcap` is set, but it is not supported with use_mup's factor on logits: leave one of these out."
 
 
 def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:

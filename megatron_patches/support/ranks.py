@@ -45,8 +45,8 @@ def check_groups(config: TransformerConfig) -> None:
                 f"{name} is {getattr(config, name)} in the configuration, but Megatron's process groups were made with "
                 f"{size}: give the configuration and parallel_state.initialize_model_parallel the same {name}."
             )
-    # The key is the distance of neighbouring ranks in the group: with 2 tensor-parallel ranks, 2 data-parallel ranks
-    # and 2 stages 1, 2 and 4. If two keys are equal, the first group has one rank and needs no check.
+    # The key is the distance of neighbouring ranks in the group, for example 1, 2 and 4 in a 2 x 2 x 2 job. Equal keys
+    # keep the last group. The groups before it then have one rank each, and need no check.
     strides = {
         1: parallel_state.get_tensor_model_parallel_group(),
         tp: parallel_state.get_data_parallel_group(),

@@ -74,7 +74,7 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
 def check_trained_weights(model: DistributedDataParallel) -> None:
     """Refuses a model with weights that were frozen, unfrozen, added, replaced or moved after ``CAD.data_parallel``.
 
-    It also refuses hooks on gradients that would get unwritten memory.
+    It also refuses hooks that would read a gradient which backward wrote into ``main_grad`` only.
 
     Raises:
         SupportError: a weight is refused; the message names the first.
@@ -82,7 +82,7 @@ def check_trained_weights(model: DistributedDataParallel) -> None:
     reduced = model.param_to_bucket_group
     for name, weight in model.named_parameters():
         if weight.requires_grad != (weight in reduced):
-            what = "frozen" if weight in reduced else "added, replaced or set free to learn"
+            what = "frozen" if weight in reduced else "added, replaced or unfrozen"
             raise SupportError(
                 f"{_bare(name)} was {what} after CAD.data_parallel, which decides for which weights gradients are "
                 "reduced: set requires_grad, and add or replace weights, before CAD.data_parallel."
@@ -107,7 +107,8 @@ def _check_places(model: DistributedDataParallel) -> None:
 
 
 def _check_hooks(model: DistributedDataParallel) -> None:
-    """Refuses hooks on gradients that a matrix product adds to ``main_grad``: hooks would get unwritten memory."""
+    """Refuses hooks on gradients of weights in fused layers. Backward adds these gradients to ``main_grad`` alone.
+    A hook would get unwritten memory."""
     for weight in _fused_weights(unwrap_model(model)):
         if weight.requires_grad and (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)):
             raise SupportError(

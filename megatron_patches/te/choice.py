@@ -119,13 +119,13 @@ def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
         raise SupportError(f"`fp8` is {fp8}, but {reason}: set `fp8` to none.")
     if config.fp8_param and config.use_cpu_initialization:
         raise SupportError(
-            "fp8_param is True, but use_cpu_initialization draws weights after the FP8 numbers are made, so the "
-            "optimizer's main weights would be made of other numbers: set use_cpu_initialization to False."
+            "fp8_param is True, but use_cpu_initialization draws weights after copies for the optimizer were made, so "
+            "its main weights would differ from the model's: set use_cpu_initialization to False."
         )
     if config.fp8_param and config.tp_only_amax_red and fp8 == "delayed":
         raise SupportError(
-            "tp_only_amax_red is True, but with fp8_param each data-parallel rank casts a part of a weight, and all "
-            "data-parallel ranks need the same scales of delayed scaling: set tp_only_amax_red to False."
+            "tp_only_amax_red is True, so data-parallel ranks have different scales, but with fp8_param each of them "
+            "casts a part of a weight, and a weight has one scale: set tp_only_amax_red to False."
         )
     assert config.ffn_hidden_size is not None and config.num_query_groups is not None
     assert config.kv_channels is not None

@@ -1,4 +1,4 @@
-"""Says, without an import, whether a supported Transformer Engine is installed; hides Transformer Engine without a GPU.
+"""Says whether a supported Transformer Engine is installed, and hides Transformer Engine where torch has no GPU.
 
 Megatron-Core imports Transformer Engine wherever it is installed. Without a GPU that import fails with an error that
 Megatron-Core does not expect. A hook makes the import raise ModuleNotFoundError, as if the package were missing.

@@ -45,7 +45,7 @@ class _Linear:
 
     @is_first_microbatch.setter
     def is_first_microbatch(self, first: bool) -> None:
-        if first:  # set before a step: its first forward then makes new FP8 copies of the updated weight
+        if first:  # of a step: the FP8 copies are from before the weight's update
             self.__dict__.get("_fp8_workspaces", {}).clear()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -85,8 +85,8 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
         _unreduced = True
         _autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
-    # Transformer Engine's own context manager would also set new scales, which only end_step may do. The first False
-    # after the group says that the layer is not the first: backward of a first layer sets scales too.
+    # Transformer Engine's own context manager would also set new scales, which only end_step may do. So would backward
+    # of a layer with is_first_fp8_module, the value after the group.
     State.set_autocast_state((True, False, recipe, group, False, False))
     try:
         yield

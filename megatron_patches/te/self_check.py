@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 _WIDTH, _OUT, _ROWS = 256, 384, 512
 """Inputs, outputs and rows of the layer that is checked."""
 _MOST = {"none": 0.0078, "current": 0.10, "delayed": 0.10, "blockwise": 0.10}
-"""The largest relative error that passes, by the way of scaling to FP8; "none" is bfloat16.
+"""The largest relative error that passes, for each way of scaling to FP8; "none" is bfloat16.
 
 The error is the norm of the difference from float64, over the norm in float64. Rounding alone causes 0.2 % in bfloat16,
 and up to 5.8 % in FP8.
 """
 _MOST_FACTOR = 0.02
-"""The largest distance from 1 of the factor between a product and its exact value. Rounding averages out; a wrong scale
+"""How much larger or smaller a product may be on average, as a part of itself. Rounding averages out; a wrong scale
 does not."""
 
 

@@ -132,7 +132,7 @@ def build_optimizer(
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
     """Returns the fields of Megatron's optimizer configuration for bfloat16 moments and for FP8 weights."""
     # With "tensorwise" Megatron keeps float32 copies of FP8 weights. With "delayed" Transformer Engine's Adam would
-    # keep the 16 bits that a bfloat16 weight lacks of float32. An FP8 weight lacks more.
+    # keep 16 bits for each weight. These and a bfloat16 weight make a float32, but not these and an FP8 weight.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held

@@ -115,7 +115,7 @@ class _Stage:
         self._neighbours = Neighbours(group, self._config.pipeline_dtype, device)
         self.tokens = torch.zeros((), dtype=torch.int32, device=device)
         self.reports: list[Any] = []
-        units = units_in(self._gpt.decoder.layers)
+        units = units_in(self._gpt.decoder.layers)  # each has one mixer: attention or a recurrence
         self._layers = len(units)
         self._empties = [_empty_layer(unit.mixer, self._config, device) for unit in units]
 
@@ -132,7 +132,7 @@ class _Stage:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Makes the timeline, if it records, begin a span "head" (output layer and loss) after the last layer."""
+        """Records the times of the output layer and the loss as "head", if the run records a timeline."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
             yield

@@ -78,8 +78,8 @@ def made_ready(
         _zero_gradients(model)
     # Several models may share a configuration, so every step sets its model's function.
     if isinstance(model, DistributedDataParallel):
-        in_ticks = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
-        model.config.no_sync_func = refuse_other_schedule if in_ticks else no_sync_of(model)
+        own_schedule = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
+        model.config.no_sync_func = refuse_other_schedule if own_schedule else no_sync_of(model)
     return with_counted_tokens(forward_step)
 
 
@@ -132,10 +132,10 @@ def note_trained(model: DistributedDataParallel) -> None:
 def _check_replicas(model: Any) -> None:
     """Refuses a model whose weights differ between data-parallel ranks.
 
-    They differ if the model was wrapped for a distributed optimizer, but trained with another one. Each rank then has
-    reduced gradients for its own shard only, and the other optimizer updates all weights.
+    They differ if the model was wrapped for a distributed optimizer, but trained with an optimizer without shards. Each
+    rank then has reduced gradients for its own shard only, but updates all weights.
     """
-    if getattr(model, "weights_gathered", True):  # a distributed optimizer is at work
+    if getattr(model, "weights_gathered", True):  # by a distributed optimizer; also True without shards
         return
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     weights = [weight for weight in model.parameters() if not is_fp8(weight)]

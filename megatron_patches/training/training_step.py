@@ -30,8 +30,8 @@ from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
 
 _BUCKET_PARAMETERS = 100_000_000
-"""About how many weights have their gradients reduced together. Checkpoints of the distributed optimizer store buckets,
-so the size is the same for any number of ranks."""
+"""About how many elements of gradients are reduced together, as a *bucket*. Checkpoints of the distributed optimizer
+store buckets, so the size is the same for any number of ranks."""
 
 
 def wrap_for_data_parallel(
@@ -39,9 +39,9 @@ def wrap_for_data_parallel(
 ) -> DistributedDataParallel:
     """Wraps a model in Megatron's DistributedDataParallel, which reduces gradients over data-parallel ranks.
 
-    Without pipeline stages gradients are reduced during backward of a step's last micro-batch, a bucket of weights at a
-    time. Megatron starts a bucket once each of its weights has as many gradients as in the first step. So every step
-    must give each weight the same number of gradients, also on a rank without tokens.
+    Without pipeline stages gradients are reduced during backward of a step's last micro-batch, a bucket at a time.
+    Megatron reduces a bucket once each of its weights has as many gradients as in the first step. So every step must
+    give each weight the same number of gradients, also on a rank without tokens.
 
     Args:
         model: the model, which is cast to bfloat16 where its configuration says so.
@@ -80,10 +80,9 @@ def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Adds the attribute ``weights_gathered`` to the model, which becomes True when an optimizer gathers shards of
-    weights.
+    """Adds an attribute to the model: ``weights_gathered``, whether an optimizer has gathered shards of weights.
 
-    Without shards it is True from the start.
+    Without shards the attribute is True from the start.
     """
 
     def noting(gather: Callable[..., None]) -> Callable[..., None]:
@@ -216,7 +215,7 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
             "The loss function's second value is no integer tensor; return the number of target tokens, for example "
             "(loss_mask > 0).sum().int()."
         )
-    # Megatron's 1F1B empties the tensor that a stage returns, so it gets a new one.
+    # Megatron's 1F1B empties the tensor that a stage returns, and refuses views. So a [1] loss is summed, not reshaped.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
 
 

@@ -26,8 +26,8 @@ STEPS = 8
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 _still: WeakKeyDictionary[Optimizer, tuple[int, torch.Tensor]] = WeakKeyDictionary()
-"""For each watched optimizer the number of steps so far, and the sum of each weight. A number above ``STEPS`` ends the
-watch, because a weight has changed."""
+"""For each watched optimizer the number of steps so far, and the sum of each weight. The watch ends at ``STEPS``,
+or with ``STEPS`` + 1 as soon as a weight has changed."""
 _listening: list[Any] = []
 """The handle of the hook; empty until the first model is trained."""
 

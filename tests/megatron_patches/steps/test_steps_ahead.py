@@ -123,7 +123,7 @@ def test_loops_may_be_nested_and_left_early() -> None:
         assert found["nested"] == [[10, 1, 2], [20, 1], [30, 1, 2]]
         assert found["beside one that is held"] == [[1, 2], [6, 7]]
         assert found["after one that was dropped"] == [[4], [5]], "nobody takes the next step"
-        assert found["one inside another"].startswith("The documents of a step ask for a planned step themselves")
+        assert found["one inside another"].startswith("The iterable that plan_ahead was given asks for a planned step")
         assert found["other ids"].startswith("1 of 2 ranks (1) gave other documents to step 1 than rank 0, of the same")
         assert found["other lengths"].startswith("1 of 2 ranks (1) planned step 4 differently from rank 0")
         assert found["another loop"].startswith("1 of 2 ranks (1) planned another step than rank 0: ranks left a loop")

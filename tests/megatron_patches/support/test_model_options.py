@@ -61,7 +61,7 @@ def test_options_that_go_together(options, fields):
         (
             ModelOptions(mlp_bias=True),
             {"num_moe_experts": 2},
-            "`mlp_bias` is True, but experts have biases by add_bias_linear",
+            "`mlp_bias` is True, but it gives experts no biases",
         ),
         (ModelOptions(rotations=(None,)), {}, "`rotations` has 1 entries, but the model has 2 layers"),
         (

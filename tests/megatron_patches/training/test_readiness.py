@@ -288,7 +288,7 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
             assert said[name].startswith("softmax_scale of the model's configuration is 0.5, but was None when CAD att")
         assert said["activation"].startswith("activation_func of the model's configuration is ")
         assert said["frozen"].startswith("output_layer.weight was frozen after CAD.data_parallel")
-        assert said["set free"].startswith("output_layer.weight was added, replaced or set free to learn after CAD")
+        assert said["set free"].startswith("output_layer.weight was added, replaced or unfrozen after CAD")
         assert said["module"].startswith("decoder.layers.0.mlp of the model was replaced or removed after CAD.attach")
         assert said["hook on a layer"].startswith("decoder.layers.1 has a hook, which would never run")
         assert said["hook on attention"].startswith("decoder.layers.0.self_attention has a hook, which would never")
