@@ -431,6 +431,7 @@ class CAD:
         Returns:
             The loss function's reports, by micro-batch; empty on stages without the loss.
         """
+        # If a server without a model dies during the step, the step runs again without this server.
         while True:
             step = self._with_present_servers(step)
             counted = made_ready(model, step, forward_step, self.pool, self.options, forward_only=forward_only)
@@ -498,7 +499,7 @@ class CAD:
         """Makes the next step and all later steps run without server ``number``; all ranks call it together.
 
         Raises:
-            SupportError: the device is neither a CPU nor a GPU. Elsewhere servers stay to the end.
+            SupportError: the device is neither a CPU nor a GPU. On other devices servers stay to the end.
         """
         if self._remote is not None:
             self._remote.let_go(number)

@@ -52,8 +52,8 @@ class CadArguments(CadOptions):
     Attributes:
         tokens_per_rank: the most tokens of a micro-batch, divided by the number of data-parallel ranks. If the script
             gives documents their ranks, it also limits the tokens of each rank.
-        disaggregate: False is the baseline: every document stays whole on one rank, which computes its attention. The
-            kernels are the same. Layers and schedules are Megatron's own for most models.
+        disaggregate: False is the baseline: every document stays whole on one rank, which computes its attention with
+            the same kernels. Layers and schedules are Megatron's own for most models.
         deal: True lets a plan move documents to other micro-batches of the step, so that ranks exchange fewer rows.
             Nothing moves if the script gives documents their ranks, or without ``disaggregate``.
         level: what a plan makes about equal on all ranks: the seconds of "attention", or the "time" of attention and

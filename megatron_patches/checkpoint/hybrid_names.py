@@ -53,7 +53,7 @@ def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
 
 
 def saved_as(symbol: str, parameter: str) -> tuple[str, ...]:
-    """Returns the checkpoint's keys for a recurrent layer's parameter. The keys divide its rows in order."""
+    """Returns the checkpoint's keys for a recurrent layer's parameter. Each key has the parameter's next rows."""
     if parameter == _RECURRENT_LAYERS[symbol][0]:
         return (_NORM_KEYS[symbol],)
     key = parameter.replace("conv1d_", "conv1d.")

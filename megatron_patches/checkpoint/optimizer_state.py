@@ -114,7 +114,7 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
         yield (start,), (stop - start,)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
+    first, last = -(-start // row), stop // row  # rows [first, last) lie wholly inside the range
     if first > last:  # the range lies inside of one row
         yield from _in_row(start, stop, last, shape)
         return
