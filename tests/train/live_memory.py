@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,28 +24,55 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, peak: bool = True) -> None:
         super().__init__()
-        self.peak, self._count = 0, peak
-        self._seen: dict[int, weakref.ref[Any]] = {}
+        self.peak, self._count, self._alive = 0, peak, 0
+        self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}  # with its bytes, by the id of the memory's object
         tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
         self._before = {each.untyped_storage().data_ptr() for each in tensors}
         self._held = tensors  # so that their memory is not used again
+
+    def __enter__(self) -> Self:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> None:
+            resize(storage, size)
+            if id(storage) in self._seen:
+                self._count_anew(storage)
+
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        self._resizing.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizing.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                if storage.data_ptr() not in self._before:
-                    self._seen[storage._cdata] = weakref.ref(storage)
+                if id(storage) not in self._seen and storage.data_ptr() not in self._before:
+                    self._count_anew(storage)
         if self._count:
-            self.peak = max(self.peak, self.now())
+            self.peak = max(self.peak, self._alive)
         return out
+
+    def _count_anew(self, storage: Any) -> None:
+        """Memory that was not there, or had other bytes."""
+        key = id(storage)
+        self._forget(key)
+        self._seen[key] = weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes()
+        self._alive += storage.nbytes()
+
+    def _forget(self, key: int) -> None:
+        _, size = self._seen.pop(key, (None, 0))
+        self._alive -= size
 
     def now(self) -> int:
         """Bytes that are alive."""
-        there = {key: storage for key, each in self._seen.items() if (storage := each()) is not None}
-        self._seen = {key: self._seen[key] for key in there}
-        return sum(storage.nbytes() for storage in there.values())
+        there = [storage for each, _ in self._seen.values() if (storage := each()) is not None]
+        assert self._alive == sum(storage.nbytes() for storage in there)
+        return self._alive
 
 
 class LeanKernel:

@@ -109,23 +109,30 @@ def _parsed_once(line: list[str]) -> RunConfig:
     return config if theirs == line else parse_run_config(line)
 
 
+def open_small_corpus(config: RunConfig) -> Corpus:
+    """The run's corpus, where a mix has few documents."""
+    from functools import partial
+    from unittest.mock import patch
+
+    from distca.data.sources import open_source
+    from distca.train.data.corpus import open_corpus
+
+    with patch("distca.train.data.corpus.open_source", partial(open_source, mix_tokens=_MIX_TOKENS)):
+        return open_corpus(config)
+
+
 class StepByStep:
     """A trainer whose steps the caller runs, on the ranks that call this; ends with ``close``."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus | None = None) -> None:
-        from functools import partial
-        from unittest.mock import patch
-
+    def __init__(self, config: RunConfig) -> None:
         import torch
         import torch.distributed as dist
 
-        from distca.data.sources import open_source
-        from distca.train.data.corpus import dealt, open_corpus, open_sampler
+        from distca.train.data.corpus import dealt, open_sampler
         from distca.train.run.builder import build_trainer
         from megatron_patches.ranks.world import World
 
-        with patch("distca.train.data.corpus.open_source", partial(open_source, mix_tokens=_MIX_TOKENS)):
-            self.corpus = corpus or open_corpus(config)
+        self.corpus = open_small_corpus(config)
         self.world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
         self.trainer: Any = build_trainer(config, self.world, self.corpus.vocabulary)
         self._documents = dealt(

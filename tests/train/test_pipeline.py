@@ -20,6 +20,7 @@ from distca.train.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from tests.train.small_runs import open_small_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,6 @@ def _config(output: str, name: str, cad: CadConfig) -> RunConfig:
 
 
 def _train(output: str) -> None:
-    from distca.train.data.corpus import open_corpus
     from distca.train.run.main import run_on
     from megatron_patches.patches.cpu import use_cpu
     from megatron_patches.ranks.world import World
@@ -62,7 +62,7 @@ def _train(output: str) -> None:
     ):
         distca.CAD = partial(made, level=level)
         config = _config(output, name, cad)
-        run_on(world, config, open_corpus(config))
+        run_on(world, config, open_small_corpus(config))
 
 
 def test_ticks_train_as_1f1b_does(tmp_path: Path) -> None:
