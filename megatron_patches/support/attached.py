@@ -7,7 +7,9 @@ copies some settings. A later change could have no effect, or bring in an unsupp
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,19 +41,21 @@ class Attached:
     Attributes:
         pool: the kernel and transport of the CAD that attached the model; every CAD has its own pool.
         fields: values of the model's configuration, by field.
-        modules: all modules of the model, by name.
+        modules: all modules of the model but the model itself: the name, the module that holds it, and itself.
         disaggregated: whether other ranks compute parts of this rank's core attention.
     """
 
     pool: AttentionPool
     fields: dict[str, Any]
-    modules: dict[str, torch.nn.Module]
+    modules: list[tuple[str, torch.nn.Module, torch.nn.Module]]
     disaggregated: bool
 
 
 def note_attached(model: GPTModel, pool: AttentionPool, disaggregated: bool) -> None:
     """Stores the state of a model in its attribute ``attached``, after all changes of ``CAD.attach``."""
-    model.attached = Attached(pool, fields_of(model.config), dict(model.named_modules()), disaggregated)
+    named = dict(model.named_modules())
+    modules = [(name, named[name.rpartition(".")[0]], module) for name, module in named.items() if name]
+    model.attached = Attached(pool, fields_of(model.config), modules, disaggregated)
 
 
 def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
@@ -84,37 +88,41 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
             f"parts of the model keep the earlier value: set {name} back, or set {name} before CAD is made, and build "
             "and attach the model anew."
         )
-    modules = dict(model.named_modules())
-    for name, module in then.modules.items():
-        if modules.get(name) is not module:
+    for name, holder, module in then.modules:
+        if holder._modules.get(name.rpartition(".")[2]) is not module:
             raise SupportError(
                 f"{name} of the model was replaced or removed after CAD.attach: change the model before CAD.attach, "
                 "which checks it."
             )
     if then.disaggregated:
-        _check_hooks(model)
+        _check_hooks(then)
 
 
-def _check_hooks(model: Any) -> None:
-    for number, layer in enumerate(model.decoder.layers):
-        for part, module in layer.named_modules():
-            if part in _NEVER_CALLED and any(getattr(module, hooks) for hooks in _HOOKS):
-                place = f"decoder.layers.{number}.{part}".removesuffix(".")
-                raise SupportError(
-                    f"{place} has a hook, which would never run: a disaggregated layer's parts are called one by "
-                    "one. Put the hook on the layer's norms, linear_qkv, linear_proj or mlp."
-                )
+def _check_hooks(then: Attached) -> None:
+    for name, _, module in then.modules:
+        if any(getattr(module, hooks) for hooks in _HOOKS) and _is_never_called(name):
+            raise SupportError(
+                f"{name} has a hook, which would never run: a disaggregated layer's parts are called one by one. Put "
+                "the hook on the layer's norms, linear_qkv, linear_proj or mlp."
+            )
+
+
+def _is_never_called(name: str) -> bool:
+    layer = re.fullmatch(r"decoder\.layers\.\d+\.?(.*)", name)
+    return layer is not None and layer[1] in _NEVER_CALLED
 
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
     """Returns the values of a configuration by field, without fields that may change and without most functions."""
-    names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_CHANGE)
-    values = {name: getattr(config, name) for name in names}
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if name == "activation_func" or not name.endswith(("_func", "_method"))
-    }
+    values = {name: getattr(config, name) for name in _names(type(config))}
+    return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+@cache
+def _names(kind: type[TransformerConfig]) -> list[str]:
+    """Returns the names for :func:`fields_of`. It is called in every step, and a configuration has hundreds."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in _MAY_CHANGE]
+    return [name for name in names if name == "activation_func" or not name.endswith(("_func", "_method"))]
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -90,12 +90,14 @@ def _case_errors(path, tp, pp, disaggregate):
             ours = whole[: len(mine)][mine, : family_models.VOCABULARY]
             if len(ours):
                 errors.append(relative_error(ours, theirs))
-    for documents_of, found in zip(step.documents.micro_batches, cad.log_probabilities(step, ddp), strict=False):
+    # What follows the last hidden states is the same code where attention stays at home: one loss shows that it is.
+    scored = cad.log_probabilities(step, ddp) if disaggregate else ()
+    for documents_of, found in zip(step.documents.micro_batches, scored, strict=False):
         for document, ours in zip(documents_of, found, strict=True):
             each = reference[documents.index(document)].log_softmax(-1)[:-1]
             theirs = each.gather(1, torch.tensor(document[1:])[:, None])[:, 0]
             errors.append(relative_error(ours, theirs))
-    for loss_step in (summed_loss_step, _unfused):
+    for loss_step in (summed_loss_step, _unfused) if disaggregate else (summed_loss_step,):
         found = cad.forward_backward(step, loss_step, ddp, forward_only=True)
         errors.append(_loss_error(sum_over_ranks(found, cad.device)[0], reference))
     worst = torch.tensor(max(errors))
