@@ -68,8 +68,8 @@ class Plan:
         layout: the layout of the nano-batch.
         tasks: the tasks, which compute every query row once.
         before: the tasks of the previous nano-batch, if servers keep the k,v rows of these tasks; else None.
-        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys, and for kinds without
-            documents.
+        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys, and for a kind that no
+            document has.
         kind: [D] int64 index in ``windows`` of every document's kind; None if all documents have the first kind.
     """
 
@@ -154,8 +154,9 @@ class Plan:
     def kv_reads(self) -> Reads:
         """Returns the k,v rows that contexts need from homes, as ranges of shards.
 
-        Rows of documents without a window may come from a *gateway*: a server that sends its rows on to other servers
-        of its node. Without a window all servers read a shard from its first row on, so one of them has all rows."""
+        Rows of documents without a window may come from a *gateway*: the server of a node that reads most rows of a
+        shard. All servers read the shard from its first row on, so the gateway has the rows of the others. With a
+        window that is not true, and rows come *straight* from home."""
         reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
         if not any(self.windows):
             return reads

@@ -27,7 +27,7 @@ class Recurrence:
     """The shape and the formula of a recurrent layer, for the heads of one tensor-parallel rank.
 
     Attributes:
-        key_heads: heads of q and of k; ``heads`` / ``key_heads`` heads of v share one of each.
+        key_heads: heads of q and of k; ``heads`` / ``key_heads`` heads of v share one head of q and one of k.
         heads: heads of v and of the state.
         key_dim: K, channels of a head of q or k.
         value_dim: V, channels of a head of v.

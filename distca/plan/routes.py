@@ -41,7 +41,7 @@ class Route:
     Attributes:
         rank: this rank.
         ranks: number of ranks in the plan.
-        q: exchange of query rows; o returns by the reverse exchange.
+        q: exchange of query rows; attention's outputs return by the reverse exchange.
         kv: exchange of key and value rows from homes.
         relay: exchange of key and value rows from gateways, whose server buffers are the source tensors. It runs after
             ``kv``; for gradients it runs before ``kv``. None if no rank of the plan is a gateway.

@@ -253,7 +253,7 @@ def _by_work(
     by_nano_batch = partial(laid, placement="spread_by_nano_batch", cost=options.cost)
     if options.ranks == 1:
         return by_nano_batch()
-    # With servers without a model, most rows travel anyway.
+    # With servers without a model, most rows travel in any placement. So one placement is enough.
     if options.ranks > SMALL_POOL or options.servers:
         return together()
     work = options.cost.per_direction("both", lengths, lengths)

@@ -111,7 +111,7 @@ def read_step(path: str | Path) -> StepInputs | None:
         )
     try:
         options = {name: content["options"][name] for name in _PLAIN}
-        between = content["non_attention"]
+        non_attention = content["non_attention"]
         return StepInputs(
             [np.asarray(each, np.int64) for each in content["lengths"]],
             PlanOptions(
@@ -120,7 +120,7 @@ def read_step(path: str | Path) -> StepInputs | None:
                 kinds=tuple(AttentionKind(**each) for each in content["kinds"]),
                 layer_kinds=tuple(tuple(int(kind) for kind in stage) for stage in content["layer_kinds"]),
                 links=Links(**content["links"]),
-                non_attention=None if between is None else _between(**between),
+                non_attention=None if non_attention is None else _non_attention(**non_attention),
                 **options,
             ),
             content["homes"] and [None if each is None else np.asarray(each, np.int64) for each in content["homes"]],
@@ -134,7 +134,7 @@ def read_step(path: str | Path) -> StepInputs | None:
         ) from None
 
 
-def _between(factors: Sequence[float], **seconds: float) -> NonAttention:
+def _non_attention(factors: Sequence[float], **seconds: float) -> NonAttention:
     return NonAttention(**seconds, factors=tuple(factors))
 
 

@@ -67,7 +67,7 @@ class AttentionCall(LayerCall):
         self._sink: torch.Tensor | None = None
         self._home_rows = (0, 0)  # numbers of query rows and of k,v rows at home
         self._before = before if routes.forward.before else None
-        # In ping: gradients of ping's k,v rows from pong's backward; None until they are computed.
+        # Gradients of this call's k,v rows from pong's backward. None until pong has computed them; {} without pong.
         self._gradients_of_pong: Sums | None = {}
         if self._before is not None:
             self._before._gradients_of_pong = None
@@ -203,7 +203,7 @@ class AttentionCall(LayerCall):
             dq, dkv = compute_backward(self._pool.kernel, route, do, rows.q, regions, rows.o, rows.lse)
         if self._before is not None:
             self._before._gradients_of_pong, self._before = sums_of_before(dkv, route), None
-        assert self._gradients_of_pong is not None, "the next nano-batch has its backward first"
+        assert self._gradients_of_pong is not None, "pong's backward must run before ping's"
         self._gradients = (dq, added_up(dkv, self._gradients_of_pong, route))
         self._gradients_of_pong = {}
         self._kept.forget()
@@ -226,7 +226,7 @@ class AttentionCall(LayerCall):
     # Shared.
 
     def _moved_home(self, rows: torch.Tensor, moves: RowMoves) -> tuple[torch.Tensor, list[Part]]:
-        """Returns a tensor for this home's query rows, zero in padding rows, and the parts that fill it."""
+        """Returns a tensor for this home's query rows, zero in padding rows, and the parts that fill the tensor."""
         home, parts = moved(rows, moves, self._home_rows[0])
         if parts:
             home[moves.destination_rows :] = 0

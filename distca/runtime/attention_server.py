@@ -103,7 +103,7 @@ class KernelTerms:
     Attributes:
         servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.
         spec: heads, dtype, kinds and device of core attention on a home.
-        kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest that is right.
+        kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest correct kernel.
     """
 
     servers: tuple[Comer, ...]
@@ -130,8 +130,8 @@ class Generation:
 
     Attributes:
         number: number of the generation, from 0.
-        servers: the servers, in the order of their numbers in the pool. The homes have the lower numbers. With
-            tensor-parallel size ``tp``, each ``tp`` consecutive servers share a number.
+        servers: the servers, in the order of their ranks in the pool. Homes have the lower ranks. With tensor-parallel
+            size ``tp``, each ``tp`` consecutive servers have the same rank.
         terms: facts about the homes' model.
         told: number of the generation's first message in the store.
     """
@@ -158,8 +158,8 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         LaunchError: no homes come in time.
         SupportError: homes compute on GPUs and this process on a CPU, or the reverse.
         KernelError: the kernel that homes name cannot run in this process, or computes wrong results.
-        RefusedServerError: the server came while homes train. Homes have a server with this number, or one of the two
-            errors above occurred.
+        RefusedServerError: the server came while homes train, and its number is taken, its device differs from the
+            homes', or its kernel fails.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -434,6 +434,7 @@ class _TracedLayer:
         )
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
+        # With o in the output, autograd's backward passes through the attention of this layer.
         (hidden,) = residual
         o = o_NHD.reshape(0, self._empty.heads * self._empty.head_dim)
         return torch.cat((o, hidden[:, o.shape[1] :]), dim=1)

@@ -199,6 +199,7 @@ class _Run:
         residuals: list[tuple[torch.Tensor, ...]],
         graph_tokens: list[torch.Tensor],
     ) -> None:
+        """Runs posts that are generators, in turns: each runs to its next pause. All posts pause equally often."""
         split: Any = self._layers[layer]
         posts, last, paused = [], layer + 1 == len(self._layers), True
         for nano, call in enumerate(calls):

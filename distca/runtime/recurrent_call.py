@@ -372,7 +372,8 @@ class RecurrentCall(LayerCall):
                         reached = own + carried(transitions[link.transition], reached, backward)
                     else:
                         reached = own.clone()  # a view would keep the whole receive tensor alive
-            if reached is not None and links[-1].state >= 0:  # the document goes on in the other nano-batch
+            # A rank reads a piece's state only for a later piece of its own, here one in the other nano-batch.
+            if reached is not None and links[-1].state >= 0:
                 goes_on[document] = reached
         return found, goes_on
 

@@ -30,8 +30,8 @@ from distca.plan.sorting import in_turns, order_by
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
-"""In pools of up to this many ranks, ``distca/plan/step.py`` may plan two placements and take the cheaper. In larger
-pools it plans one, to save time, and each rank should read the keys of few documents."""
+"""For up to this many ranks, ``distca/plan/step.py`` may plan two placements and take the cheaper. For more ranks it
+plans one, to save time. With two nano-batches, :func:`deal` then lets each rank read the keys of few documents."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents are filler, as long as they have at most this part of all work together. With 0.1 instead,
 plans move 3.5 % more bytes."""
@@ -83,8 +83,8 @@ class NanoSplit:
     Attributes:
         ping: part of every rank's work that should be in ping.
         head: part of a long document's rows that is in ping.
-        most_work: the most work that all shares on a rank should have together; the mean rank's work is 1.
-        most_rows: the most rows that all shares on a rank should have together, as a part of the rank's budget.
+        most_work: the most work of long documents that a rank should have; the mean rank's work is 1.
+        most_rows: the most rows of long documents that a rank should have, as a part of the rank's budget.
     """
 
     ping: float
@@ -103,7 +103,7 @@ class NanoSplit:
         Args:
             shared: part of all work that long documents have.
             rows: part of all rows that long documents have.
-            sparse: work that a rank would have if all of its documents had little work per token.
+            sparse: work of a rank that has only documents with little work per token (``_DENSE`` in ``bins.py``).
             longest_other: rows of the longest document that is not long, over the largest budget.
             lean: whether long documents may be wholly in pong.
         """
@@ -148,8 +148,8 @@ class Dealt:
 def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
     """Returns a function from [N] starts and [N] stops to the [N] work of the query ranges [start, stop).
 
-    Work is the mean of forward time and backward time, each divided by the mean rank's time. The ranges given here have
-    the work ``ranks`` in all."""
+    Work is the mean of forward time and backward time, each divided by the mean rank's time. The arguments of
+    ``work_of`` are all ranges that the ``ranks`` ranks compute."""
     unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -171,9 +171,9 @@ def deal(
         nano_batches: 1, or 2 for ping and pong.
         lean: whether long documents may be wholly in pong.
     """
-    # "order" has documents longest first. The first "count" are dealt one by one, and the others are filler. A rank
-    # should have the surplus "wanted". A cut adds the work "added" for each share of a document, and "extra" for all of
-    # its shares. "filler" is the filler's work per token, and the number of its tokens.
+    # "order" has documents longest first. The first "count" are dealt one by one, and the others are filler. "filler"
+    # is a pair: work per token, and tokens. A rank should have the surplus "wanted". A cut adds the work "added" for
+    # each share of a document, and "extra" for all shares of the document.
     order = order_by(length.max() - length)
     rows, whole = length[order], work(np.zeros_like(length), length[order])
     from_here = np.append(np.cumsum(whole[::-1])[::-1], 0.0)
@@ -181,6 +181,7 @@ def deal(
     short = np.sort(order[count:])
     if count > ONE_BY_ONE * len(budgets):
         count = ONE_BY_ONE * len(budgets)
+        # Filler goes to ranks in this order. In turns, each rank gets longer and shorter documents.
         short = order[count:][in_turns(len(order) - count, len(budgets))]
     filler = (float(from_here[count]) / max(int(rows[count:].sum()), 1), int(rows[count:].sum()))
     rows, whole = rows[:count], whole[:count]
@@ -195,6 +196,7 @@ def deal(
         shared = float((whole + extra)[long].sum()) / (len(budgets) + float(extra.sum()))
         longest_other = float(rows[~long].max(initial=0)) / max(int(budgets.max()), 1)
         split = NanoSplit.of(shared, float(rows[long].sum() / budgets.sum()), sparse, longest_other, lean)
+        # Other documents, with little work per token, fill the rows that shares may not take.
         most = split.most_work - sparse * (1 - split.most_rows)
         extra = _shares_each(surplus, added, long, min(wanted, most)) * added
     limits = split.most_work, split.most_rows
@@ -232,20 +234,21 @@ def _dealt_in_nodes(
 ) -> tuple[Parts, list[tuple[int, float]]]:
     """Deals each node's parts of documents, ``by_node``, to the ranks of the node.
 
-    ``work`` [I] includes what cuts inside nodes add. Node n has the ranks from bounds[n] up to bounds[n + 1]. Returns
-    the parts on ranks, and (item, fraction of the item) for each part that found no room."""
+    ``work`` [I] includes what cuts inside nodes add. Node n has the ranks from bounds[n] up to bounds[n + 1].
+    ``filler``, ``most`` and ``few_keys`` are those of :func:`deal_to_bins`. Returns the parts on ranks, and (item,
+    fraction of the item) for each part that found no room."""
     # Each part becomes a new item, sorted by node in "inside". The items from "begin" up to "end" are dealt to the
     # ranks from "low" up to "high" of one node. Last, new items become indices of ``items`` again.
     order = order_by(by_node.bin)
     item, part = by_node.item[order], by_node.part[order]
     ends = np.searchsorted(by_node.bin[order], np.arange(len(bounds))).tolist()
-    inside, brings = items.of(item, part), work[item] * part
+    inside, part_work = items.of(item, part), work[item] * part
     nodes: list[Filled] = []
     left = []
     for (begin, end), (low, high) in zip(pairwise(ends), pairwise(bounds), strict=True):
         here, room = inside.between(begin, end), budgets[low:high].tolist()
         fill = filler[0], max(sum(room) - int(sum(here.rows.tolist())), 0)
-        target = (sum(brings[begin:end].tolist()) + fill[0] * fill[1]) / (high - low)
+        target = (sum(part_work[begin:end].tolist()) + fill[0] * fill[1]) / (high - low)
         (parts, *state), missed = deal_to_bins(here, target, room, [1] * (high - low), fill, most, few_keys)
         nodes.append(Filled(Parts(begin + parts.item, low + parts.bin, parts.part), *state))
         left += [(int(item[begin + i]), float(part[begin + i]) * more) for i, more in missed]
@@ -277,8 +280,8 @@ def _shares(
     """Returns the shares of ranks; and (document, low, high) of the ranges that no rank has.
 
     The parts of a document become neighbouring intervals. Example: parts 0.2, 0.3 and 0.5 become [0, 0.2), [0.2, 0.5)
-    and [0.5, 1). The outermost rows go to the rank that has most keys (``keys`` [I], summed over its items).
-    ``head_cuts.py`` reverses the intervals in pong, so this rank gets inner rows there, which read fewer keys."""
+    and [0.5, 1). The outermost rows go to the rank that reads most keys: ``keys`` [I], summed over the rank's items.
+    ``head_cuts.py`` reverses the intervals in pong. There this rank gets inner rows, which read fewer keys."""
     # Parts are sorted by document, then by their ranks' keys, most first. "ends" adds up the parts of all documents.
     # "before" is the sum of the parts of earlier documents.
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)

@@ -60,8 +60,9 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
     picked = [np.full((int((~pieces.opens[pieces.of_rank(rank, n)]).sum()), width), -1) for n in range(nano_batches)]
     for number in range(nano_batches):
         now = np.flatnonzero(nano == number)
-        # given: the different rows that any server reads. at [H]: the index of each halo row in "given". travels: the
-        # different pairs of a server and a given row, in the order in which rows arrive.
+        # given: the different rows that any server reads. at [H]: the index of each halo row in "given". place: the
+        # index of each given row among those of its sender. travels: the different pairs of a server and a given row,
+        # in the order in which rows arrive.
         given, at = np.unique(sender[now] * span + row[now], return_inverse=True)
         place = numbered(given // span)
         travels, arrives = np.unique(server[now] * len(given) + at, return_inverse=True)
@@ -87,7 +88,7 @@ def halo_routes(pieces: DocumentPieces, nano_batches: int, width: int, rank: int
 def halo_rows(pieces: DocumentPieces, nano_batches: int, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Returns, for each nano-batch, two arrays over halo rows: the rank that holds the row, and a rank that reads it.
 
-    A row is listed once for each rank that reads it, even if this rank holds it."""
+    A row is listed once for each reading rank, even if the rank that holds the row is the one that reads."""
     reader, source, position, _ = _reads(pieces, width)
     shards, ranks = pieces.shards, pieces.ranks
     row = shards.row[source] + position - shards.start[source]
@@ -118,6 +119,6 @@ def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, 
 def _row_in_picked(pieces: DocumentPieces, rank: int, nano: int) -> np.ndarray:
     """Returns the row in :attr:`HaloRoute.picked` of each piece of a rank and nano-batch.
 
-    The numbers of pieces that are the first of their document have no meaning."""
+    The results for pieces that are the first of their document have no meaning."""
     continues = ~pieces.opens[pieces.of_rank(rank, nano)]
     return np.cumsum(continues) - continues

@@ -46,7 +46,7 @@ class DocumentPieces:
         nano = nano[order].astype(np.int64)
         document, start, stop, rank, row = (column[order] for column in columns)
         goes_on = (document[1:] == document[:-1]) & (start[1:] == stop[:-1])
-        assert bool(goes_on[document[1:] == document[:-1]].all()), "a document has a gap between its shards"
+        assert bool(goes_on[document[1:] == document[:-1]].all()), "a document has a gap between its ranges"
         joins = goes_on & (nano[1:] == nano[:-1]) & (rank[1:] == rank[:-1])
         joins &= row[1:] == row[:-1] + (stop - start)[:-1]
         heads = np.flatnonzero(np.append(True, ~joins)[: len(document)])

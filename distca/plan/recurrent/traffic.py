@@ -77,8 +77,8 @@ class RecurrentNano:
     backward: Summaries
 
     def travelling_bytes(self, what: Recurrence, value_bytes: int = 2) -> int:
-        """Returns the bytes that travel in one layer, forward and backward; a number of a halo row has ``value_bytes``
-        bytes."""
+        """Returns the bytes that travel in one layer, forward and backward. Halo rows consist of numbers of
+        ``value_bytes`` bytes."""
         states = self.forward.travelling_bytes(what) + self.backward.travelling_bytes(what)
         return states + 2 * self.halo.total * what.channels * value_bytes
 

@@ -43,7 +43,7 @@ tolerance: ``unlike.py`` raises their limits and tries again."""
 _PARTNERS = 8
 """The most receivers that are tried for an exchange of pieces: those with most room."""
 _CRUMB = 64
-"""A piece is a *crumb* if this many times its seconds are less than the sender should lose. Crumbs move together,
+"""A piece is a *crumb* if it takes less than 1/64 of the seconds that the sender should lose. Crumbs move together,
 because a thousand moves of one crumb each take long to plan."""
 _MOST_EXCHANGED = 1024
 """The most pieces of each server that are tried for an exchange: the shortest. All pairs of two servers' pieces are
@@ -90,8 +90,8 @@ class Balancer:
         """Moves work; returns whether all servers are then within their limits.
 
         Balancing ends early if a server is stuck at more than ``at_most`` above its target. It also ends after many
-        failed cuts (``_FAILED``), if servers are at most ``enough`` above their targets. Both are parts of the mean
-        load."""
+        failed cuts (``_FAILED``), if servers are at most ``enough`` above their targets. ``at_most`` and ``enough`` are
+        parts of the mean load."""
         state = self.state
         self.stuck[:], self.failed = False, 0
         room = state.limit - state.load
@@ -305,10 +305,10 @@ class Balancer:
         return split_range(excess, receivers, replace(self.timer, sender=sender, receivers=receivers.rank))
 
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
-        """Returns the ranks with room, in the order of bytes per second of work, fewest first.
+        """Returns the ranks with room. First are ranks to which few bytes travel for each second of work.
 
-        More room allows a longer range, and bytes per second fall with the square root of a range's time. So ranks are
-        sorted by "worth": room over squared price. A rank that has k,v rows of the document is cheaper."""
+        More room allows a longer range. Bytes for each second of work fall with the square root of a range's time. So
+        ranks are sorted by "worth": room over squared price. A rank that has k,v rows of the document is cheaper."""
         state, network = self.state, self.state.links.network_price
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared

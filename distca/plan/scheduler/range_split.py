@@ -191,6 +191,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
             size[at] = pairs * fit * 0.999
         missing = max(need / max(own, 1e-300) for need, own in zip(excess.need, relief, strict=True))
         wanted = min(max(sum(got) * missing, least), whole)
+        # The first range gives up what is too much. If nothing of it is left, or all ranges are too small together,
+        # receivers are chosen again.
         sizes = size.take(chosen).tolist()
         sizes[0] = min(sizes[0], wanted - sum(sizes[1:]))
         if sizes[0] <= 0 or sum(sizes) < wanted * (1 - 1e-12):
@@ -220,8 +222,9 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
 
 
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[int], list[float]]:
-    """Returns [N] chosen receivers and the pairs that each gets, fewest pairs first, because that needs fewest k,v
-    rows.
+    """Returns [N] chosen receivers and the pairs that each gets, fewest pairs first.
+
+    A receiver reads all keys up to the end of its range. With short ranges first, these are fewest.
 
     Receivers are filled in order of preference. The rest goes to the receiver with the least room that suffices, on the
     sender's node if possible. Example: 60 pairs should go, and receivers have room for 50, 40, 30 and 12. The first
@@ -353,6 +356,7 @@ def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
     the cut before it."""
     wasteful, cuts, most = [True] * len(split.chosen), split.cuts, timer.most_overhead
     # "seconds" has each range joined with the rows behind it, and last the first range joined with the rows before it.
+    # "alone" has each range by itself. All are seconds on the sender.
     seconds = timer.seconds([*cuts[:-1], excess.start], [*cuts[2:], excess.stop, cuts[1]])
     alone = split.moved if timer.work.of_server is None else timer.seconds(cuts[:-1], cuts[1:])
     for moved, (before, behind), joined in zip(alone, split.kept, seconds, strict=True):

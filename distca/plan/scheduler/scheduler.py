@@ -72,7 +72,7 @@ def training_tolerance(servers: int) -> float:
     """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing in proportion to 0.02 for 128 or
     more.
 
-    In small pools a finer plan costs only a few milliseconds of planning and some percent more bytes."""
+    With few servers a finer plan costs only a few milliseconds of planning and some percent more bytes."""
     return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 
 
@@ -93,7 +93,7 @@ def schedule(
         layout: the rows of each rank.
         cost: seconds per task.
         tolerance: how far a server may be above its target, as a part of the mean load. A plan may exceed it, for
-            example if only ranges that are too short to pay could level the servers.
+            example if every range that could move is too short to pay.
         direction: the direction that is balanced; "both" finds one set of tasks for forward and backward.
         resend: whether homes send rows again for backward, which changes the price of a moved row.
         links: which ranks share a node, and prices of bytes between ranks; None prices all pairs alike.
@@ -161,7 +161,7 @@ class _Search:
         plan.
 
         First a few rising limits are tried, then all limits with costlier cuts. Limits below ``least``, the least
-        possible imbalance, are left out."""
+        possible imbalance, are left out. So are limits above the tolerance that the best plan already keeps."""
         more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf

@@ -28,7 +28,7 @@ _MOST_KEPT = 1.5
 """A server that would read more than this many times the mean server's k,v rows gets work only if other servers do not
 suffice. This limits memory. The mean is taken before any work moves."""
 _FEW_KEPT = 6
-"""Any server may read this many times the mean server's query rows, even if ``_MOST_KEPT`` allows fewer."""
+"""Any server may read as many k,v rows as the mean server has query rows, times this."""
 
 
 class Pieces(NamedTuple):
@@ -53,7 +53,7 @@ class Pieces(NamedTuple):
     def shortest(self, most: int) -> np.ndarray:
         """Returns the indices of the ``most`` shortest pieces, or of all pieces if there are no more than ``most``.
 
-        The shortest pieces have no two with equal rows and equal stops."""
+        In the first case, only one of several pieces with equal rows and equal stops is returned."""
         if len(self) <= most:
             return np.arange(len(self))
         # Rows and stop become one number, which np.unique sorts.

@@ -111,7 +111,7 @@ class TargetLoad:
     def tolerated(self, mean: np.ndarray) -> np.ndarray:
         """Returns the [K] seconds that a tolerance is a fraction of: the ``mean`` [K].
 
-        If servers differ in speed, both directions get the average of the two."""
+        If servers differ in speed, each direction gets the average over directions."""
         return mean if self._slowness is None else np.full_like(mean, mean.mean())
 
     def work_in(self, seconds: np.ndarray) -> np.ndarray:
@@ -141,7 +141,7 @@ def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> 
 
     ``total`` [K] is the attention of all servers together."""
     # A direction takes at least its longest other work, and the time that its attention needs by itself. If these times
-    # do not suffice, a longer forward time is searched: at most the time with which backward takes its least time.
+    # do not suffice, a longer forward time is searched. At its upper bound, "high", backward takes its least time.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
     # For each direction with attention: when each server begins, and the fraction of all attention that it does per
@@ -181,7 +181,8 @@ def _share(times: np.ndarray, begin: np.ndarray, speed: np.ndarray) -> np.ndarra
 def _time_for(begin: np.ndarray, speed: np.ndarray, most: np.ndarray | None = None) -> float:
     """Returns the earliest time at which servers have done all attention together, or each has done its ``most``.
 
-    Server r begins at begin[r], does the fraction speed[r] of all attention per second, and most[r] in all."""
+    Server r begins at begin[r], does the fraction speed[r] of all attention per second, and stops at the fraction
+    most[r]."""
     # The fraction done grows linearly between "edges": times at which a server begins, or has done its most.
     edges, change = begin, speed
     if most is not None:
