@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="global batches of a cell")
     parser.add_argument("--servers", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--gpus", nargs="+", default=["A100", "H20", "H100"], choices=list(GPUS))
-    parser.add_argument("--model", default="8b", choices=["8b", "qwen3-30b-a3b"])
+    parser.add_argument("--model", default="8b", choices=["8b", "qwen3-30b-a3b", "qwen3.5-9b"])
     parser.add_argument("--backward", nargs="+", default=list(get_args(Backward)), choices=get_args(Backward))
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512], help="in K tokens")
     given = parser.parse_args()

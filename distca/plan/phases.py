@@ -53,7 +53,7 @@ class Phase:
 
 
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
-    """Returns [R] seconds of linear layers between two attention layers; for "both", [2, R].
+    """Returns [R] seconds of linear layers beside the attention of a layer; for "both", [2, R].
 
     All are 0 if ``options.non_attention`` is None."""
     each = options.non_attention

@@ -362,8 +362,8 @@ class Job:
 
     @cached_property
     def non_attention(self) -> NonAttention | None:
-        """The seconds between two attention layers that plans level together with attention; None where plans level
-        attention alone."""
+        """The seconds beside core attention that plans level together with attention; None where plans level attention
+        alone."""
         if not self.level_time or (self.pp == 1 and not self.unlike):
             return None
         return replace(self._seconds.non_attention(), factors=self.home_factors)

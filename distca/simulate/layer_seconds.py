@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from distca.models.layer_bytes import Recompute
 from distca.models.shape import LayerKind, ModelShape
 from distca.plan.cost.linear import LayerWork, LinearRate, NonAttention, between_attentions
-from distca.plan.cost.recurrent import NO_CORE, core_weights
+from distca.plan.cost.recurrent import core_weights
 from distca.plan.recurrence import Recurrence
 from distca.simulate.rates import Rates
 
@@ -168,16 +168,16 @@ class LayerSeconds:
         )
 
     def non_attention(self) -> NonAttention:
-        """Returns the seconds between two attention layers, as plans with ``level_time`` count them."""
-        return between_attentions(self.linear, [self._work(kind) for kind in self._kinds], self.tp)
+        """Returns the seconds beside core attention, as plans with ``level_time`` count them."""
+        attending = [kind for kind in self._kinds if not kind.recurrent]
+        return between_attentions(self.linear, [self._work(kind) for kind in attending], self.tp)
 
     def _work(self, kind: LayerKind) -> LayerWork:
-        """Returns a layer's work; without recurrent layers it is the mean over the model's layers."""
+        """Returns the work of a layer with attention; without recurrent layers it is the mean over all layers."""
         model, hybrid = self.model, self.model.hybrid
         mlp, weights = model.mlp_weights, model.layer_weights
         if hybrid.pattern:
             mlp = kind.mlp.weights(model.hidden)
             weights = model.mixer_weights(kind) + mlp
         recomputed = {"none": 0, "mlp": mlp, "all": weights}[self.recompute]
-        core = core_weights(hybrid.recurrence(kind.recurrent)) if kind.recurrent else NO_CORE
-        return LayerWork(not kind.recurrent, weights, recomputed, core)
+        return LayerWork(weights, recomputed)

@@ -10,39 +10,33 @@ from __future__ import annotations
 from megatron.core.transformer import TransformerConfig
 
 from distca.plan.cost.linear import LayerWork, layer_weights
-from distca.plan.cost.recurrent import NO_CORE, CoreWeights, core_weights
-from distca.recurrent import Recurrence
 from megatron_patches.experts.weights import expert_weights, mlp_weights, weights_of_mlp
 from megatron_patches.model.latent import is_latent, latent_of
-from megatron_patches.model.layer_kinds import LayerKinds
-from megatron_patches.model.pattern import EXPERTS, MLP, layers_of, units_of
+from megatron_patches.model.pattern import ATTENTION, EXPERTS, MLP, layers_of, units_of
 from megatron_patches.model.recurrences import has_output_gate
 
 
-def layer_works(
-    config: TransformerConfig, layer_kinds: LayerKinds, pattern: str, tp: int, recompute_segments: bool
-) -> list[LayerWork]:
-    """Returns the work of each of the model's units, over all tensor-parallel ranks.
+def layer_works(config: TransformerConfig, pattern: str, recompute_segments: bool) -> list[LayerWork]:
+    """Returns the work of each of the model's units with attention, over all tensor-parallel ranks.
 
     Every layer of a GPTModel is given the mean weights of all layers' MLPs and experts.
 
     Args:
-        layer_kinds: the kinds of the model's layers; recurrences have the heads of one tensor-parallel rank.
         pattern: the layers of a HybridModel, a letter for each layer; empty for a GPTModel.
         recompute_segments: whether backward recomputes everything but core attention. If False, it recomputes the MLPs
             if ``config`` says so.
     """
     units, layers = units_of(config, pattern), layers_of(pattern)
-    recurrences = layer_kinds.recurrences or (None,) * len(units)
     ends = [unit.layer_number - 1 for unit in units[1:]] + [len(layers)]
     works = []
-    for unit, end, what in zip(units, ends, recurrences, strict=True):
+    for unit, end in zip(units, ends, strict=True):
+        if unit.symbol != ATTENTION:
+            continue
         behind = layers[unit.layer_number : end]  # the letters of the MLPs up to the next unit
         mlp = sum(_weights_of(config, letter) for letter in behind) if pattern else mlp_weights(config)
-        weights = mlp + (_attention(config) if what is None else _recurrent(config, what, tp))
+        weights = mlp + _attention(config)
         recomputed = weights if recompute_segments else mlp if config.recompute_granularity else 0
-        core = NO_CORE if what is None else core_weights(what)
-        works.append(LayerWork(what is None, weights, recomputed, CoreWeights(tp * core.forward, tp * core.backward)))
+        works.append(LayerWork(weights, recomputed))
     return works
 
 
@@ -58,12 +52,3 @@ def _attention(config: TransformerConfig) -> int:
     assert config.num_query_groups is not None and config.kv_channels is not None
     gate = hidden * heads * config.kv_channels * has_output_gate(config)
     return layer_weights(hidden, 0, heads, config.num_query_groups, config.kv_channels) + gate
-
-
-def _recurrent(config: TransformerConfig, what: Recurrence, tp: int) -> int:
-    """Returns the weights of the projections before and after a recurrent layer's core.
-
-    The input projection yields the convolution's channels, the output's gate, and one or two scalars for each head.
-    """
-    values, gates = what.heads * what.value_dim, what.heads * (2 if what.delta else 1)
-    return int(config.hidden_size * tp * (what.channels + 2 * values + gates))

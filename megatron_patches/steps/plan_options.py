@@ -83,7 +83,7 @@ def plan_options(
         unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
         # CPU ranks may share cores. With NVSHMEM an idle server could get more rows than its receive memory holds.
         usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
-        works = partial(layer_works, config, layer_kinds, given.hybrid_layer_pattern, tp, given.recompute == "all")
+        works = partial(layer_works, config, given.hybrid_layer_pattern, given.recompute == "all")
         non_attention = _non_attention(config, cost, given.level, usual, works)
     if non_attention is not None and isinstance(costs[0], PoolCost):
         non_attention = replace(non_attention, factors=linear_factors(costs[0], homes))
@@ -238,13 +238,13 @@ def _costs_on(
 def _non_attention(
     config: TransformerConfig, cost: CostModel, level: Level, usual: bool, works: Callable[[], Sequence[LayerWork]]
 ) -> NonAttention | None:
-    """Returns a rank's seconds per row between two attention layers; None if plans make only attention's seconds equal.
+    """Returns a rank's seconds per row beside core attention; None if plans make only attention's seconds equal.
 
     Args:
         cost: the seconds of attention tasks; ``cost.linear`` has the seconds of linear layers, or is None.
         level: what a plan makes equal: "attention", "time" (attention and linear layers together), or "auto".
         usual: whether ``level`` "auto" means "time".
-        works: a function that returns the work of the model's layers.
+        works: a function that returns the work of the model's layers with attention.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import simulated_servers
 from distca.baselines import BaselineError, parse_mode
 from distca.models.hybrid import Hybrid
 from distca.plan import StepPlan, analytic_cost
 from distca.plan.cost.linear import LayerWork, LinearRate, between_attentions
 from distca.plan.cost.pool import PoolCost
-from distca.plan.cost.recurrent import CoreWeights, core_weights
+from distca.plan.cost.recurrent import core_weights
 from distca.plan.recurrence import Recurrence
 from distca.plan.recurrent.routes import piece_routes
 from distca.simulate import Cluster, Job, SimulationError, Workload, dense, simulate
@@ -144,15 +145,19 @@ def test_summaries_can_count_as_nothing() -> None:
     assert steps[0].step_s > 1.1 * steps[1].step_s and (steps[0].sent_bytes > steps[1].sent_bytes).all()
 
 
-def test_what_lies_between_two_attentions_by_hand() -> None:
-    rate, core = LinearRate(1.0, 2.0), CoreWeights(3.0, 5.0)
-    net, full = LayerWork(False, 10, 4, core), LayerWork(True, 20, 6)
-    found = between_attentions(rate, [net, full, net, net, full, net], 2)
-    # The first attention's own layer and the two recurrent ones behind it, over two attentions and two ranks.
-    assert found.forward == (20 + 2 * (10 + 3)) / 4
-    assert found.backward == (2 * 20 + 6 + 2 * (2 * (10 + 5) + 4)) / 4
-    alone = between_attentions(rate, [full] * 4, 1)
-    assert (alone.forward, alone.backward) == (20 * 3 / 4, (40 + 6) * 3 / 4)
+def test_what_lies_beside_attention_by_hand() -> None:
+    # The first attention's own layer, over two attentions and two ranks.
+    found = between_attentions(LinearRate(1.0, 2.0), [LayerWork(20, 6), LayerWork(24, 6)], 2)
+    assert (found.forward, found.backward) == (20 / 4, (2 * 20 + 6) / 4)
+    net, full = (job_of(4, pp=2, pattern=pattern, times=2, level_time=True) for pattern in ("GG*-", "*-"))
+    assert net.non_attention == full.non_attention is not None
+
+
+def test_servers_get_no_attention_for_time_in_which_recurrent_layers_run() -> None:
+    (workload,) = simulated_servers.workloads("pretrain", 128, 1)
+    alone, served = (simulated_servers.job_of("qwen3.5-9b", servers, "H100") for servers in (0, 16))
+    mode = parse_mode("distca")
+    assert simulate(served, mode, workload).step_s < 0.95 * simulate(alone, mode, workload).step_s
 
 
 @pytest.mark.parametrize(("tp", "recompute"), [(1, "none"), (1, "mlp"), (2, "mlp"), (1, "all")])

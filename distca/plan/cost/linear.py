@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distca.errors import PlanError
-from distca.plan.cost.recurrent import NO_CORE, CoreWeights
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: in
 
 @dataclass(frozen=True)
 class NonAttention:
-    """Seconds per row that a rank computes between two attention layers.
+    """Seconds per row that a rank computes beside core attention.
 
     Attributes:
         forward: seconds in forward.
@@ -86,39 +85,32 @@ class NonAttention:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The matrix products of a layer, without core attention.
+    """The matrix products of a layer with core attention.
 
     Attributes:
-        attends: whether the layer has core attention.
         weights: number of weights in the products.
         recomputed: number of weights in the forward products that backward computes again.
-        core: the number of weights that take as long as a recurrent layer's core; zero for attention layers.
     """
 
-    attends: bool
     weights: int
     recomputed: int
-    core: CoreWeights = NO_CORE
 
 
 def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
-    """Returns a rank's seconds per row between two attention layers.
+    """Returns the seconds per row that a rank computes beside each core attention, in the mean.
 
-    It is the time from the first attention layer of a pipeline stage to the last, divided by the number of attention
-    layers. Norms, rotation and activations do not count.
+    A micro-batch runs in two parts, and one part's attention runs beside the other part's products right before and
+    after attention. Recurrent layers do not count, as no attention is under way while they run. Norms, rotation and
+    activations do not count either.
 
     Args:
         rate: seconds of matrix products.
-        layers: the stage's layers, in order; at least one has attention.
+        layers: a pipeline stage's layers with core attention, in order; at least one.
         tp: number of tensor-parallel ranks, which split the weights.
     """
     # Between two neighbouring attention layers lie the first one's products behind attention and the second one's
     # products before attention: together one layer. So the last attention layer is left out.
-    attending = [number for number, layer in enumerate(layers) if layer.attends]
-    between = layers[attending[0] : attending[-1]]
-    forward = sum(rate.forward * (each.weights + each.core.forward) for each in between)
-    backward = sum(
-        rate.backward * (each.weights + each.core.backward) + rate.forward * each.recomputed for each in between
-    )
-    shared = len(attending) * tp
+    forward = sum(rate.forward * each.weights for each in layers[:-1])
+    backward = sum(rate.backward * each.weights + rate.forward * each.recomputed for each in layers[:-1])
+    shared = len(layers) * tp
     return NonAttention(forward / shared, backward / shared)

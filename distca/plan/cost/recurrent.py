@@ -2,7 +2,7 @@
 
 The *core* is the layer without its projections. A matrix product's time is proportional to its rows and its weights. A
 core's time is proportional to its rows and to the numbers in its state. So a core takes as long as a matrix product
-with some number of weights (:class:`CoreWeights`). ``linear.py`` adds this number to a layer's real weights.
+with some number of weights (:class:`CoreWeights`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ class CoreWeights:
 
     forward: float
     backward: float
-
-
-NO_CORE = CoreWeights(0.0, 0.0)
-"""For layers without a recurrent core."""
 
 
 def core_weights(what: Recurrence) -> CoreWeights:

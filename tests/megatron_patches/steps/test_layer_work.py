@@ -34,7 +34,6 @@ def test_between_attentions(name: str, recompute: str) -> None:
     from megatron.core import parallel_state
 
     from megatron_patches.model.gpt import transformer_config
-    from megatron_patches.model.layer_kinds import LayerKinds
     from megatron_patches.steps.layer_work import layer_works
     from megatron_patches.versions import has_gated_delta_net
 
@@ -46,8 +45,7 @@ def test_between_attentions(name: str, recompute: str) -> None:
         for size, ranks in (("tensor", tp), ("pipeline", 1)):
             patch.setattr(parallel_state, f"get_{size}_model_parallel_world_size", lambda ranks=ranks: ranks)
         config = transformer_config(shape, torch.float32, recompute_mlp=recompute == "mlp")
-        kinds = LayerKinds.of(config, pattern=pattern)
-        found = between_attentions(RATE, layer_works(config, kinds, pattern, tp, recompute == "all"), tp)
+        found = between_attentions(RATE, layer_works(config, pattern, recompute == "all"), tp)
     seconds = LayerSeconds(shape, shape.units, tp, recompute, False, RATE, RATE, load_rates(), 0.0)  # type: ignore[arg-type]
     wanted = seconds.non_attention()
     assert (found.forward, found.backward) == pytest.approx((wanted.forward, wanted.backward))
@@ -60,7 +58,6 @@ def test_all_mlps_behind_a_mixer_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from megatron_patches.experts.weights import weights_of_mlp
     from megatron_patches.model.gpt import transformer_config
-    from megatron_patches.model.layer_kinds import LayerKinds
     from megatron_patches.steps.layer_work import layer_works
     from megatron_patches.versions import has_gated_delta_net
 
@@ -68,8 +65,8 @@ def test_all_mlps_behind_a_mixer_count(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("megatron-core has no such layers")
     for size in ("tensor", "pipeline"):
         monkeypatch.setattr(parallel_state, f"get_{size}_model_parallel_world_size", lambda: 1)
-    shape = replace(SHAPE, layers=6, hybrid=replace(NET, pattern="G--G-G", output_gate=False))
+    shape = replace(SHAPE, layers=6, hybrid=replace(NET, pattern="*--*-*", output_gate=False))
     pattern = shape.hybrid.symbols(shape.layers)
     config = transformer_config(shape, torch.float32)
-    two, one, none = layer_works(config, LayerKinds.of(config, pattern=pattern), pattern, 1, False)
+    two, one, none = layer_works(config, pattern, False)
     assert two.weights - one.weights == one.weights - none.weights == weights_of_mlp(config)

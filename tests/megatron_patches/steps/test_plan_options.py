@@ -101,7 +101,6 @@ def test_pipelines_level_attention_with_linear_layers_in_fp8(
 ) -> None:
     from megatron.core import parallel_state
 
-    from megatron_patches.model.layer_kinds import LayerKinds
     from megatron_patches.steps.layer_work import layer_works
     from megatron_patches.steps.plan_options import _non_attention
 
@@ -113,7 +112,7 @@ def test_pipelines_level_attention_with_linear_layers_in_fp8(
     )  # fmt: skip
     cost = find_table("NVIDIA H200", "flash4", 16, 4, 128)
     assert cost is not None and cost.linear is not None
-    works = partial(layer_works, config, LayerKinds((), ()), "", 1, False)
+    works = partial(layer_works, config, "", False)
     plain = _non_attention(config, cost, "time", True, works)
     config.gated_linear_unit = False
     ungated = _non_attention(config, cost, "time", True, works)
