@@ -1,8 +1,9 @@
-"""Servers without a model beside homes, simulated: what A100 or H20 GPUs bring to 64 H100 that train the 8B shape, or
-Qwen3-30B-A3B.
+"""Servers without a model beside homes, simulated: what A100 or H20 GPUs bring to 64 H100 that train the 8B shape,
+Qwen3-30B-A3B or Qwen3.5-9B.
 
     python -m benchmarks.simulated_servers --output benchmarks/results/simulated_servers.json
     python -m benchmarks.simulated_servers --model qwen3-30b-a3b --backward keep --output FILE
+    python -m benchmarks.simulated_servers --model qwen3.5-9b --backward keep --output FILE
 
 Every home is one H100 with 64K tokens of a micro-batch; nodes have 8 GPUs and 50 GB/s per GPU between them, those of
 A100 25. Homes recompute all but core attention. Nothing was measured on A100 or H20: their cost tables are those of the
@@ -13,7 +14,8 @@ Planning is timed in CPU milliseconds of one core.
 
 A3B's experts are on the 8 homes of a node. Homes wait for rows of experts, as in training where layers are recomputed
 as wholes. Its 32 query heads have half as many key/value heads as those of the table that was measured, whose seconds
-count for them too: the products are the same.
+count for them too: the products are the same. So it is with 9B's 16 heads of 256. Of 9B's layers three in four are
+gated delta nets, which stay on homes.
 """
 
 from __future__ import annotations
