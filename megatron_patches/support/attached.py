@@ -114,7 +114,7 @@ def _is_never_called(name: str) -> bool:
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
     """Returns the values of a configuration by field, without fields that may change and without most functions."""
-    values = {name: getattr(config, name) for name in _names(type(config))}
+    values = {name: getattr(config, name) for name in _names(type(config))}  # type: ignore[arg-type]  # a class is hashable
     return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
