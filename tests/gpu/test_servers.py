@@ -18,6 +18,7 @@ from tests.train.small_runs import ROOT, steps_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
+NET = {"pattern": "G-*-", "key_heads": 4, "value_heads": 8, "key_dim": 64, "value_dim": 64}
 CASES: dict[str, tuple[int, int, dict[str, Any], float]] = {
     "1 + 1": (1, 1, {}, 2e-3),
     "1 + 1, float32": (1, 1, {"train.precision": "fp32"}, 1e-5),
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], float]] = {
     "3 + 1": (3, 1, {}, 2e-3),
     "2 + 2, stages": (2, 2, {"parallel.pp": 2}, 2e-3),
     "2 + 2, TP": (2, 2, {"parallel.tp": 2}, 2e-3),
+    "1 + 1, gated delta nets": (1, 1, {f"model.hybrid.{name}": value for name, value in NET.items()}, 2e-3),
     "2 + 2, TP, one GPU for both servers": (2, 2, {"parallel.tp": 2}, 2e-3),
 }
 """Homes, servers, settings, and how far losses may be apart: bfloat16 rounds sums of gradients in another order."""
@@ -47,6 +49,8 @@ def _train(output: Path, name: str, homes: int, servers: int, settings: dict[str
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_homes_alone(tmp_path: Path, case: str) -> None:
     homes, servers, settings, apart = CASES[case]
+    if "gated delta nets" in case:
+        pytest.importorskip("fla", reason="needs fla-core")
     per_gpu = servers if "one GPU" in case else 1
     if torch.cuda.device_count() < homes + servers // per_gpu:
         pytest.skip(f"needs {homes + servers // per_gpu} GPUs")
