@@ -33,7 +33,9 @@ class AgreedSteps:
         self._agreement, self._thread = Agreement(), planning_thread(device)
 
     def ahead(self, steps: Iterable[Step], first: int) -> Generator[Step, None, None]:
-        """Yields the steps, each made one ahead; all ranks call it for the same loops in the same order.
+        """Yields the steps, and makes each while the step before runs.
+
+        All ranks call it for the same loops in the same order.
 
         Args:
             steps: an iterator that makes a step at each ``next``.

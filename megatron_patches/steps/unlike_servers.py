@@ -23,7 +23,7 @@ class ServerSort(NamedTuple):
 
     Attributes:
         gpu: the name of the GPU model; "cpu" without a GPU.
-        kernel: the name of the kernel, such as "flash4", or "flash4+torch" for one kernel in each direction.
+        kernel: the name of the kernel, such as "flash4", or "flash4+torch": forward with flash4, backward with torch.
     """
 
     gpu: str
@@ -58,10 +58,10 @@ def costs_by_sort(
 ) -> tuple[CostModel, ...]:
     """Returns for each kind of layer a cost model in which each server has the table of its own GPU and kernel.
 
-    If a table is missing, all servers get the cost model of the first.
+    If a table is missing, all servers get the first server's cost model.
 
     Args:
-        costs: for each kind of layer, the cost model of the first server's sort.
+        costs: the first server's cost model for each kind of layer, such as layers with a window and layers without.
         sorts: [servers] each server's sort.
         find: returns for a sort the cost models of all kinds of layers, or None if it has no table.
         warns: whether to log a warning if a table is missing.
@@ -78,8 +78,8 @@ def costs_by_sort(
         return tuple(PoolCost(tables, of_server) for tables in zip(*of_sort, strict=True))
     if warns:
         logger.warning(
-            "The pool has unlike servers (%s), and not each has a cost table for these heads. So plans take all "
-            "servers for as fast as the first: measure tables with `distca profile`, or set `speeds`.",
+            "The pool has unlike servers (%s), and some have no cost table for these heads. So plans count all servers "
+            "as fast as the first: measure tables with `distca profile`, or set `speeds`.",
             ", ".join(map(str, unlike)),
         )
     return costs

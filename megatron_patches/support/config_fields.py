@@ -76,7 +76,7 @@ _TRANSFORMER_ENGINE = "of Transformer Engine's modules only the linear layers ar
 
 LIMITS = {
     # Core attention
-    "softmax_type": Limit("sinks are learned or there are none", ("vanilla", "learnable")),
+    "softmax_type": Limit("attention sinks are learned, or there are none", ("vanilla", "learnable")),
     "attention_dropout": Limit("core attention has no dropout", (0.0,)),
     "apply_query_key_layer_scaling": Limit("this scaling is for float16, which is not supported", (False,)),
     "qk_l2_norm": Limit("the only norms of query and key heads are those of qk_layernorm", (False,)),

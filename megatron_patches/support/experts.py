@@ -133,7 +133,7 @@ def check_experts(config: TransformerConfig) -> None:
         check_limit(
             "moe_router_load_balancing_type",
             kind,
-            Limit("losses go over the micro-batch (aux_loss) or each document (seq_aux_loss)", _LOSSES),
+            Limit("a balance loss is for each micro-batch (aux_loss) or each document (seq_aux_loss)", _LOSSES),
         )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise SupportError(

@@ -36,7 +36,7 @@ def keep_rows_only(weight: Any) -> None:
     weight._quantizer.set_usage(rowwise=True, columnwise=False)
     forget_columns(weight)
     _cast_parts_by_rows()
-    # Megatron calls this function after every update; its own version makes transposed copies of all weights.
+    # Megatron calls this function after every update. Megatron's version makes transposed copies of all weights.
     fp8_utils.te_post_all_gather_processing = forget_columns
 
 

@@ -196,6 +196,7 @@ class _Stage:
 
     def _backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Runs backward of a micro-batch; returns the gradient of the stage's input, None on the first stage."""
+        # The span "head" goes on past the start of a transfer.
         self._pool.timeline.open("head", self._layers - 1, 0, "backward", past_launches=True)
         gradient = backward_step(
             self._inputs.pop(micro_batch),

@@ -52,7 +52,7 @@ def test_a_model_with_experts_is_served():
         ({"moe_latent_size": 16}, "moe_latent_size is 16, but experts read and write whole rows"),
         ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, but two nano-batches would draw other noise"),
         ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap is True, but shared experts run"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn', but losses go"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn', but a balance"),
         ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "moe_router_load_balancing_type is 'gl"),
         ({"fp8": "hybrid"}, "fp8 is 'hybrid', but experts are computed in the type of their weights"),
         (
