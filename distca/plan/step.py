@@ -45,8 +45,8 @@ token count of a given micro-batch. If documents do not fit, the limit is ``room
 class StepPlan:
     """All phases of one step.
 
-    A micro-batch is computed in one or two parts, the *nano-batches*. Array legend: D documents of a micro-batch, P
-    phases, R ranks, K kinds of attention layers, for example with and without a window.
+    A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. Array legend: D documents of a
+    micro-batch, P phases, R ranks, K kinds of attention layers, for example with and without a window.
 
     Attributes:
         options: how the step was planned.
@@ -222,7 +222,7 @@ def _laid_out(
     """Returns the layouts of one micro-batch, one for each nano-batch.
 
     With few ranks or recurrent layers, two placements are planned, and the cheaper one is returned."""
-    # Idle stages help with one nano-batch at a time. So with several stages, both nano-batches get about equal work.
+    # With several stages, idle stages help with ping, then with pong. So ping and pong get about equal work.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
     if not options.disaggregate or homes is not None:

@@ -155,7 +155,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         patience: the longest wait for homes.
 
     Raises:
-        LaunchError: no homes come in time.
+        LaunchError: no homes come in time, or homes are silent for ``HOMES_QUIET``.
         SupportError: homes compute on GPUs and this process on a CPU, or the reverse.
         KernelError: the kernel that homes name cannot run in this process, or computes wrong results.
         RefusedServerError: the server came while homes train, and its number is taken, its device differs from the

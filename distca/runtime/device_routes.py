@@ -232,7 +232,7 @@ class StepRoutes:
                 for one, other, previous in zip(there, back, before, strict=False)
             )
 
-        # All stages run their layer i at the same time. The kinds of these layers are a combination, with own plans.
+        # All stages run their layer i at the same time. Each combination of these layers' kinds has its own plans.
         def routes(there: Phase, back: Phase) -> tuple[LayerRoutes, ...]:
             of_combination = [of_plans(*each) for each in zip(there.by_combination, back.by_combination, strict=True)]
             return tuple(of_combination[number] for number in options.layer_combinations)

@@ -132,7 +132,7 @@ class Dealt:
         work: [D] work of every document.
         short_rate: the filler's work per token.
         split: the split of work between ping and pong.
-        long: [D] bool, whether a document is long. Other documents have several shares only if no rank had room for the
+        long: [D] bool, whether a document is long. Other documents have several shares only if no rank could take the
             whole document.
     """
 
@@ -173,7 +173,8 @@ def deal(
     """
     # "order" has documents longest first. The first "count" are dealt one by one, and the others are filler. "filler"
     # is a pair: work per token, and tokens. A rank should have the surplus "wanted". A cut adds the work "added" for
-    # each share of a document, and "extra" for all shares of the document.
+    # each share of a document, and "extra" for all shares of the document. "from_here" is the work of each document and
+    # all shorter documents.
     order = order_by(length.max() - length)
     rows, whole = length[order], work(np.zeros_like(length), length[order])
     from_here = np.append(np.cumsum(whole[::-1])[::-1], 0.0)

@@ -177,6 +177,7 @@ class Balancer:
         half = rows_around(middle, wanted, 1.0) / 2
         middle = np.minimum(np.maximum(middle, start + half), np.maximum(stop - half, 1.0))
         rows = np.minimum(rows_around(middle, wanted, 0.5), stop - start)
+        # The receiver reads all keys up to the range's end.
         return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, stop)) / wanted
 
     def _move_whole(

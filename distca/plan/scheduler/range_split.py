@@ -279,6 +279,7 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
     high = excess.start + math.ceil((edges[-1] - excess.start) / block) * block
     if high > excess.stop - max(block / 2, (edges[-1] - edges[-2]) / _SLIVER):
         high = excess.stop
+    # From the last range to the second one:
     cuts = [high]
     for begin, end in zip(edges[-2:0:-1], edges[:1:-1], strict=True):
         cuts.append(cuts[-1] - max(int((end - begin) // block), 1) * block)
