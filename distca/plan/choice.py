@@ -55,8 +55,8 @@ class Price:
 
     Attributes:
         attention: seconds of the slowest server, summed over nano-batches.
-        exposed: seconds that ranks wait for transfers. A nano-batch's transfers take longer than the other
-            nano-batch's attention by this time.
+        exposed: seconds that ranks wait for transfers, summed over nano-batches. Example: a nano-batch's transfers take
+            5 ms, and the other nano-batch's attention takes 3 ms. Then ranks wait 2 ms.
         bytes: bytes that travel between ranks.
     """
 
@@ -67,8 +67,8 @@ class Price:
     def beats(self, other: Price) -> bool:
         """Returns whether this price of placing together beats the ``other`` price, of placing apart.
 
-        There are two cases. In the first, placing together lets no row travel, and attention takes no longer. In the
-        second, ranks wait for transfers if placed apart, and placing together saves time without more bytes."""
+        There are two cases. In the first, no row travels if placed together, and attention takes no longer. In the
+        second, ranks wait for transfers if placed apart; placing together saves time and moves no more bytes."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
@@ -110,8 +110,8 @@ def cheaper(
         by_nano_batch: places nano-batches apart.
         together: places nano-batches together.
         price: returns the price of the plans of all nano-batches' layouts.
-        whole: whether no document has too much work for one rank. If True, ``together`` is tried even if ranks wait for
-            no transfer.
+        whole: whether every document has little enough work for one rank. If True, ``together`` is tried even if ranks
+            wait for no transfer.
     """
     apart = by_nano_batch()
     before = price(apart)
@@ -135,7 +135,8 @@ def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> P
     # Forward and backward often have the same plan, so each plan's traffic is remembered.
     rows_of: dict[Plan, Traffic] = {}
     q, o = shape.q_bytes, shape.o_bytes
-    # For each direction: the bytes of a query row to the server, and the bytes that return home.
+    # For each direction: the bytes of a query row to the server, and the bytes that return home. Backward sends dO, or
+    # q, o and dO if homes resend. dQ returns, and is as large as q.
     directions: tuple[tuple[Direction, int, int], ...] = (
         ("forward", q, o),
         ("backward", q + 2 * o if resend else o, q),

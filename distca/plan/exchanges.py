@@ -4,8 +4,8 @@ The *home* of a row is the rank that holds the row. A *server* is a rank that co
 query rows of one document on one server. A *nano-batch* is a whole micro-batch, or one of its two parts.
 
 In each nano-batch, q goes from homes to servers in one exchange, and k and v in another exchange. o, dQ, dK and dV
-return by the same exchanges, with source and destination swapped. An exchange is a list of *segments*: ranges of rows
-that follow each other in both tensors.
+return by the same exchanges, with source and destination swapped. An exchange is a list of *segments*. A segment copies
+consecutive rows of the sender's tensor to consecutive rows of the receiver's tensor.
 
 Array legend: R ranks, T tasks, N ranges of rows; all arrays are int64.
 """
@@ -70,8 +70,8 @@ class RowExchange:
     regions.
 
     Attributes:
-        source_rows: rows of the home tensor.
-        destination_rows: rows of the server buffer.
+        source_rows: number of rows of the home tensor.
+        destination_rows: number of rows of the server buffer.
         send: rows that this home sends to other servers.
         receive: rows that this server receives from other homes.
         keep: rows from this rank's home tensor to its own server buffer.
@@ -79,7 +79,7 @@ class RowExchange:
             if the buffer already consists of the regions.
         before: copies from the previous nano-batch's server buffer to regions. In backward, gradients of the copies are
             added to the gradients of that buffer.
-        travelling: rows that travel between all ranks together. If the number is 0, all ranks leave the exchange out.
+        travelling: number of rows that travel, summed over all ranks. If it is 0, all ranks leave the exchange out.
         ahead_at_server: [R] rows that each server receives from ranks below this rank. A server stores received rows in
             the order of senders, so this rank's rows begin there.
         ahead_at_home: [R] rows that each home gets back from ranks below this rank.
@@ -138,11 +138,12 @@ class Pieces:
         start = np.maximum(begin[reads.task], shards.start[reads.shard])
         source = shards.row[reads.shard] + start - shards.start[reads.shard]
         destination = offset[reads.task] + start - begin[reads.task]
-        at, on, by = reads.in_hops(links, ranks)
+        from_home, on, gateway = reads.in_hops(links, ranks)
         home, server, rows = reads.home, reads.server, reads.rows
+        # A gateway sends rows "on" from its own server buffer.
         return (
-            Pieces(home[at], server[at], source[at], destination[at], rows[at]),
-            Pieces(server[by], server[on], destination[by], destination[on], rows[on]),
+            Pieces(home[from_home], server[from_home], source[from_home], destination[from_home], rows[from_home]),
+            Pieces(server[gateway], server[on], destination[gateway], destination[on], rows[on]),
         )
 
 
@@ -189,7 +190,7 @@ class Exchanges:
 
 
 class _Grouped:
-    """The segments of all ranks, grouped by ``owner`` [N]: the rank at the end that is not the peer.
+    """The segments of all ranks, grouped by ``owner`` [N]. A segment runs between its owner and its peer.
 
     Segments that continue each other become one segment. Example: rows 0 to 3 go to rows 10 to 13 of a peer, and rows 4
     and 5 go to rows 14 and 15. Together they are one segment of 6 rows."""
@@ -233,6 +234,7 @@ class _Arrivals:
     def __init__(
         self, sender: np.ndarray, receiver: np.ndarray, rows: np.ndarray, ranks: int, only: int | None
     ) -> None:
+        # If only one rank will be asked for, only the senders below this rank are stored.
         order = np.argsort(sender, kind="stable") if only is None else np.flatnonzero(sender < only)
         self._sender, self._receiver, self._rows = sender[order], receiver[order], rows[order]
         self._ranks, self._all_below = ranks, only is not None

@@ -145,7 +145,7 @@ class Layout:
 
         ``window`` is the number of keys that a query sees; 0 for all keys."""
         # Queries see the "window" - 1 rows before their document's first query row. The other carried rows are left
-        # out. Then all k,v rows of a rank get new row numbers.
+        # out. The carried rows that stay are numbered from 0 in their old order, and the rank's other k,v rows follow.
         carried = self.carried
         if not window or not carried.any():
             return self

@@ -24,7 +24,8 @@ from distca.plan.plan import Plan
 from distca.plan.sorting import order_by
 
 _LEAST_GB = 0.25
-"""The least memory for received rows, in GiB. The usual 4.5 rows per token can be too few if a rank has few tokens."""
+"""The least memory for received rows, in GiB. If a rank has few tokens, memory in proportion to tokens can be too
+little."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,8 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:
     """Returns the GiB of memory for the rows that a rank receives.
 
-    The memory holds 4.5 rows of q, k and v per token of the rank, or 5 rows with ``resend``. Plans without pipeline
-    stages fit, for the documents in tests/plan/test_receive_buffer.py.
+    The memory holds 4.5 rows of q, k and v per token of the rank, or 5 rows with ``resend``. This is enough for plans
+    without pipeline stages, as tested on the documents of tests/plan/test_receive_buffer.py.
 
     Args:
         shape: heads of one rank.

@@ -30,7 +30,8 @@ class NanoPlan:
     Attributes:
         layout: the home and row of every token; the same for all kinds.
         forward: the tasks and their servers in forward.
-        backward: the tasks and their servers in backward; the same object as ``forward`` if servers keep rows.
+        backward: the tasks and their servers in backward; the same object as ``forward`` if servers keep the rows of
+            forward until backward.
         cost: seconds per task in these layers.
         share: the fraction of the model's layers that are of this kind.
     """
@@ -103,6 +104,7 @@ class MicroBatchPlan:
     @property
     def by_kind(self) -> tuple[tuple[NanoPlan, ...], ...]:
         """Returns the plan of each nano-batch, for each kind of layer."""
+        # Without pipeline stages, each *combination* of a step consists of one kind.
         step, options = self.step, self.step.options
         (layouts,), (forward,), (backward,) = step.layouts, step.forward, step.backward
         costs = [options.cost_of_kind[kind] for (kind,) in options.combinations]

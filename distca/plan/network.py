@@ -95,8 +95,8 @@ class Reads:
     def in_hops(self, links: Links | None, ranks: int) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
         """Returns which pieces come from home, and which come from a gateway.
 
-        Pieces that are not ``straight`` must begin with the first row of a shard, and a server may have one of them per
-        shard.
+        A piece that is not ``straight`` must begin with the first row of its shard. Each server may have one such piece
+        of a shard.
 
         Args:
             links: which ranks share a node; None if all ranks share one.
@@ -116,9 +116,8 @@ class Reads:
         if not len(far):
             return slice(None), none, none
         # Pieces that cross the network are sorted into groups of one shard and one node. The first piece of a group is
-        # the gateway's, and has the most rows. Among pieces with equal rows, the home's number inside its node decides:
-        # the server with this number comes first, then the server with the next number. This spreads gateways over
-        # ranks.
+        # the gateway's, and has the most rows. Servers with equally many rows take turns, which spreads gateways over
+        # ranks. Example with 4 ranks per node: for home 2, the servers of node 1 have the order 6, 7, 4, 5.
         rows, group = self.rows[far], self.shard[far] * (ranks // links.ranks_per_node + 1) + node[far]
         turn = (self.server[far] - self.home[far]) % links.ranks_per_node
         order = order_by(group, rows.max() - rows, turn)

@@ -42,7 +42,7 @@ class PlanOptions:
             multiple of ``shares``.
         shares: tensor-parallel ranks that split the rows of a home; 1 without sequence parallelism.
         resend: True if homes send rows again for backward; False if servers keep the rows of a forward until backward.
-            With several stages it must be True.
+            With several stages and ``disaggregate``, ``resend`` must be True.
         disaggregate: False computes the attention of every row at its home.
         tolerance: the most that the slowest server may take above the mean, as a fraction of the mean. None takes a
             value that depends on the number of servers.
@@ -56,7 +56,7 @@ class PlanOptions:
         recurrent: whether the model has recurrent layers, in which documents on several ranks take longer.
 
     Raises:
-        PlanError: an option is out of its range. Several stages have ``resend`` False, or unequal numbers of layers.
+        PlanError: an option is out of its range. Several stages need ``resend``, or have unequal numbers of layers.
             ``cost``, ``costs`` or ``non_attention`` are for another number of servers, kinds or homes. A layer's kind
             is unknown.
     """
@@ -205,4 +205,5 @@ class PlanOptions:
         return size if size > 1 and self.ranks % size == 0 else 0
 
     def pool_rank(self, stage: int, rank: int) -> int:
+        """Returns the number among all servers of the data-parallel rank ``rank`` of a stage."""
         return stage * self.ranks + rank

@@ -55,7 +55,7 @@ class Phase:
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
     """Returns [R] seconds of linear layers beside the attention of a layer; for "both", [2, R].
 
-    All are 0 if ``options.non_attention`` is None."""
+    If ``options.non_attention`` is None, the result is [R] zeros."""
     each = options.non_attention
     if each is None:
         return np.zeros_like(layout.q_rows, np.float64)
@@ -119,7 +119,7 @@ def _of_combination(
     windows = [options.kinds[kind].window for kind in kinds]
     if not any(windows):
         plans = [_with_kinds(scheduler(_joined(nano, options), direction), nano, kinds, options) for nano in nanos]
-        if options.keeps:  # rows that servers keep for backward need not travel to them again
+        if options.keeps:  # k,v rows that a server keeps from the nano-batch before need not travel again
             plans[1:] = [replace(plan, before=before.tasks) for before, plan in pairwise(plans)]
         return tuple(plans)
     plans = []
@@ -161,7 +161,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
-    growth: Growth = {}  # shared by all plans of the step
+    growth: Growth = {}  # by how much cuts made work grow in the plan before, as a first guess for the next plan
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)
@@ -189,6 +189,7 @@ def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost
+    # far: whether a server's rows come over the network, because no rank of its node has rows.
     node = options.links.nodes(options.pool_ranks)
     far = np.isin(node, node[has_rows], invert=True)
     rate = np.where(far, options.network_bytes_per_s, options.links.bytes_per_s(far=False))

@@ -1,10 +1,8 @@
 """Cost models by formula: a fit to measured rates, and a model that counts query-key pairs only.
 
 A cost model tells the planner the seconds of attention tasks. A *task* is the query range [kv_rows - q_rows, kv_rows)
-of a document. Each query sees all keys up to its own position, or with a *window* the last of these keys. A *pair* is a
-query and a key that the query sees. The planner uses a formula, for example, if no measured table fits.
-
-Array legend: K directions (forward, backward), N tasks.
+of a document. Each query sees all keys up to its own position, or with a *window* of w keys the last w of these keys. A
+*pair* is a query and a key that the query sees. The planner uses a formula, for example, if no measured table fits.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from distca.plan.geometry import causal_pairs, keys_seen, pairs
 from distca.plan.kinds import AttentionKind
 
 _LONG = 32768
-"""The tokens of the document for which a formula is made equal to a measured table. The document is long enough to fill
-a GPU."""
+"""A document of this many tokens fills a GPU. A formula is scaled so that this document takes as long as in a measured
+table (:func:`cost_of_kind`)."""
 
 _WAYS = ("forward", "backward")
 
@@ -111,6 +109,7 @@ def analytic_cost(
     # The mean width of attention's matrix products. Forward has one product as wide as k and one as wide as v, and
     # backward has three and two.
     width, width_backward = heads * (head_dim + values) / 2, heads * (3 * head_dim + 2 * values) / 5
+    # 4096 is the fit's width: 32 heads of size 128.
     share, share_backward = width / 4096, width_backward / 4096
     # A product has 2 FLOPs per pair and column: 4 in forward and 10 in backward. All other figures are the fit.
     return AnalyticCost(

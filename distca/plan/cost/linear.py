@@ -30,7 +30,7 @@ class LinearRate:
     fp8: Mapping[str, float] = field(default_factory=dict)
 
     def in_fp8(self, scaling: str) -> LinearRate | None:
-        """Returns the rate with a ``scaling`` to FP8, or in bfloat16 with "none"; None if it was not measured."""
+        """Returns the rate with a ``scaling`` to FP8, or in bfloat16 for "none"; None if no rate was measured."""
         factor = 1.0 if scaling == "none" else self.fp8.get(scaling)
         return None if factor is None else LinearRate(factor * self.forward, factor * self.backward)
 
@@ -57,8 +57,8 @@ class LinearRate:
             return LinearRate(forward, backward, fp8)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
             raise PlanError(
-                "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token, "
-                "and in fp8 a number above 0 for each scaling; measure it again with `distca profile`."
+                "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token "
+                "above 0, or lacks in fp8 a number above 0 for each scaling; measure it again with `distca profile`."
             ) from None
 
 

@@ -46,11 +46,12 @@ class AttentionShape:
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim, self.value_bytes) < 1 or self.heads % self.kv_heads:
             raise PlanError(
-                f"{self.heads} query heads cannot share {self.kv_heads} key/value heads of size {self.head_dim}: "
-                "heads must be a positive multiple of kv_heads."
+                f"{self.heads} query heads cannot share {self.kv_heads} key/value heads of size {self.head_dim}, "
+                f"with {self.value_bytes} bytes per number: "
+                "heads must be a positive multiple of kv_heads, and head_dim and value_bytes at least 1."
             )
         if not 0 <= self.value_dim <= self.head_dim:
-            raise PlanError(f"Values of size {self.value_dim} must not be wider than keys of size {self.head_dim}.")
+            raise PlanError(f"value_dim is {self.value_dim}; it must be from 0 to the keys' size {self.head_dim}.")
 
     @property
     def q_bytes(self) -> int:

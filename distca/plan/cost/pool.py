@@ -39,7 +39,7 @@ class PoolCost(CostModel):
         if not self.tables or set(self.of_server) - set(range(len(self.tables))):
             raise PlanError(
                 f"Servers name cost tables {sorted(set(self.of_server))}, counted from 0, but there are "
-                f"{len(self.tables)}; give one for each sort of server."
+                f"{len(self.tables)} tables; give one table for each kind of GPU and kernel."
             )
         first = self.tables[0]
         for table in self.tables[1:]:
@@ -93,7 +93,7 @@ class PoolCost(CostModel):
         """
         # seconds [C, K]: all tasks by each table. ratio [C, K]: seconds over the first table's seconds. speeds [R, K]:
         # each server's speed, where the first table has speed 1. of_table [C, K]: the slowness of each table. both
-        # [C, 2]: the factors from a table's seconds to work, in forward and in backward.
+        # [C, 2]: the factors from a table's seconds to work, in forward and in backward. If K is 1, they are equal.
         seconds = np.stack([table.per_direction(direction, q_rows, kv_rows).sum(axis=1) for table in self.tables])
         ratio = np.divide(seconds, seconds[:1], out=np.ones_like(seconds), where=seconds[:1] > 0)
         speeds = 1.0 / ratio[self._table]
@@ -107,6 +107,7 @@ def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
     """Returns ``cost`` with the seconds of server r divided by speeds[r], in both directions."""
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * len(speeds))
     each = [(number, float(speed)) for number, speed in zip(of_server, speeds, strict=True)]
+    # Methods without a server use the first table, so it stays first, with speed 1.
     unlike = list(dict.fromkeys([(0, 1.0), *each]))
     return PoolCost(
         tuple(scaled(tables[number], 1.0 / speed, 1.0 / speed) for number, speed in unlike),

@@ -18,10 +18,10 @@ _FORWARD, _BACKWARD = 39.5, 56.8
 | femtoseconds per row | forward | backward | source |
 |---|---|---|---|
 | a weight | 2.79 | 5.84 | distca/plan/cost/tables |
-| a number of the state, with the gated delta rule | 110 | 332 | fla 0.5.1: 1.89 ms and 5.70 ms |
+| a number of the state, with the gated delta rule | 110 | 332 | flash-linear-attention 0.5.1: 1.89 ms and 5.70 ms |
 
-fla's times are for 32,768 rows and 32 states of 128 × 128 numbers. They are in benchmark/benchmark_results_H200.txt of
-github.com/QwenLM/FlashQLA."""
+The milliseconds are for 32,768 rows and 32 states of 128 × 128 numbers. They are in
+benchmark/benchmark_results_H200.txt of github.com/QwenLM/FlashQLA."""
 _BY_CHANNEL, _WITHOUT_DELTA = 1.5, 2 / 3
 """Factors on the time of the gated delta rule: if the decay differs by channel, and without the delta rule. The first
 is a guess, and the second is the ratio of operations. Neither was measured."""
@@ -36,7 +36,7 @@ class CoreWeights:
 
 
 def core_weights(what: Recurrence) -> CoreWeights:
-    """Returns the time of the core of recurrence ``what``."""
+    """Returns the weights that take as long as the core of the recurrence ``what``."""
     factor = (1.0 if what.delta else _WITHOUT_DELTA) * (_BY_CHANNEL if what.decay_by_channel else 1.0)
     size = factor * math.prod(what.state_shape)
     return CoreWeights(_FORWARD * size, _BACKWARD * size)

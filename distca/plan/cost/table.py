@@ -30,8 +30,8 @@ _FEW = 8
 """The most tasks that plain Python computes; numpy computes more tasks. Eight tasks take 12 µs in Python and 19 µs in
 numpy, as measured on a CPU."""
 _LINES_PER_BIT = _STEPS / 2.0**52
-"""Grid lines per unit of a float64's bits, read as an integer. From a power of two to the next power, this integer
-grows by 2^52, and the number of lines by ``_STEPS``."""
+"""The factor from a float64's bits, read as an integer, to grid lines. From a power of two to the next power, the
+integer grows by 2^52, and the number of lines by ``_STEPS``."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,8 @@ class _Lines:
         """Returns the index of the cell with ``rows``, and the place of ``rows`` in this cell, from 0 to 1.
 
         Rows outside the grid are moved to the nearest line."""
-        # frexp gives rows = fraction · 2^exponent, where fraction is at least 1/2. So e is exponent - 1.
+        # frexp gives rows = fraction · 2^exponent, where fraction is at least 1/2. So e is exponent - 1, and i / _STEPS
+        # is 2 · fraction - 1.
         fraction, exponent = math.frexp(rows)
         at = (exponent - 2 + 2 * fraction) * _STEPS - self.first
         if at <= 0.0:
@@ -304,7 +305,7 @@ def _cells(corners: np.ndarray) -> np.ndarray:
 def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
     """Returns [Q, V] measured ``seconds`` over the formula's seconds ``base``.
 
-    A point that was not measured takes the factor of the nearest measured point in its column."""
+    A point that was not measured takes the factor of the nearest measured point with equal ``kv_rows``."""
     table = np.asarray(seconds, np.float64)
     if table.shape != base.shape:
         raise PlanError(

@@ -136,7 +136,7 @@ def load_table(path: str | Path) -> TableCost:
     - linear is optional: hidden, ffn, forward_s_per_token, backward_s_per_token and fp8 (:class:`LinearRate`).
 
     Raises:
-        PlanError: there is no such file, it lacks a key, or a value is not usable.
+        PlanError: there is no such file, a key is missing, or a value is not usable.
     """
     content = _read(Path(path))
     return _table(Path(path), content, content["heads"], content["kv_heads"])

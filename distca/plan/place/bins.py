@@ -33,8 +33,8 @@ OVERFULL = 0.012
 """A bin may exceed the work that it should get by this much if an item then stays whole; the mean rank's work is 1.
 Beyond this limit the item is cut, unless a share would be below ``LEAST_SHARE``."""
 _OVERFULL_WITH_KEYS = 0.09
-"""The limit in place of ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if ranks should read
-few keys. It is larger, because otherwise one more rank would read all keys of the document for little work."""
+"""The limit in place of ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), with ``few_keys`` of
+:func:`deal_to_bins`. With a smaller limit, one more rank would read all keys of the document for little work."""
 _LEVELLINGS = 3
 """Rounds in which :func:`levelled` resizes shares. Without these rounds plans move 1.2 % more bytes."""
 _NO_SURPLUS = 1e-6
@@ -127,8 +127,8 @@ def deal_to_bins(
         room: [B] tokens that each bin has room for.
         ranks: [B] number of ranks in each bin.
         filler: work per token of the filler, and the number of its tokens.
-        most: the most work of all shares on a bin, over the work that the bin should get; and the most tokens of all
-            shares, over the bin's tokens.
+        most: two limits on the shares in a bin: the part of the bin's work that they may have, and the part of the
+            bin's tokens. With (0.8, 0.5), a bin of 1.0 work and 100 tokens takes shares of 0.8 work and 50 tokens.
         few_keys: whether each rank should read the keys of few documents. A long document may then begin on the bin
             where the long document before ended. A very long document (``_FEW_SHARES``) then has no small last share.
 
@@ -155,8 +155,8 @@ def deal_to_bins(
             if long[item]:
                 bins.very_long = few_keys and keys[item] > most_rows
                 part = bins.put_parts(item, part, rows[item], work[item], added[item], within_need=True)
-                few = item + 1 < end and long[item + 1] and max(keys[item], keys[item + 1]) <= most_rows
-                bins.take_back(first=few and part <= 0)
+                next_may_join = item + 1 < end and long[item + 1] and max(keys[item], keys[item + 1]) <= most_rows
+                bins.take_back(first=next_may_join and part <= 0)
             elif bins.put_whole(item, rows[item], work[item]):
                 continue
             if part > 0:
@@ -278,14 +278,15 @@ class _Bins:
     def put_whole(self, item: int, rows: float, work: float) -> bool:
         """Puts an item whole into one bin; returns whether the bin took it.
 
-        The bin is the one that lacks most surplus among those with enough tokens. It refuses work beyond
-        ``OVERFULL``."""
+        The bin is the one that lacks most surplus among those with enough tokens. ``OVERFULL`` says when the bin
+        refuses an item."""
         aside = []
         while self._heap and self._space[self._heap[0][1]] < rows:
             aside.append(heapq.heappop(self._heap))
         found = bool(self._heap)
         if found:
             at = self._heap[0][1]
+            # "over" is the work beyond what the bin should get, if sparse items then fill its free tokens.
             over = work - self._sparse * rows - (self._need[at] - self._sparse * self._space[at])
             found = work <= self.least or over <= self._over or work - over < self.least
             if found:
@@ -319,7 +320,8 @@ class _Bins:
         aside = []
         while self._full:
             heapq.heappush(self._heap, self._full.pop())
-        most = work - self._sparse * rows
+        # "extra" is the item's work minus the work of as many tokens of sparse items.
+        extra = work - self._sparse * rows
         over = max(self._over, _OVERFULL_WITH_KEYS * self._mean) if self.very_long else self._over
         least = min(self.least / max(work, 1e-12), 1.0)
         while self._heap and part > 0:
@@ -328,12 +330,12 @@ class _Bins:
             if within_need:
                 lacks = min(self._need[at] - self._sparse * self._space[at], self._need_shares[at])
                 space = min(self._space[at], self._space_shares[at])
-                if most * part > lacks + over or rows * part > space:
-                    taken = min((lacks - added) / most if most > 0 else part, space / rows)
+                if extra * part > lacks + over or rows * part > space:
+                    taken = min((lacks - added) / extra if extra > 0 else part, space / rows)
                     # If the rest is less than a least share, this bin takes the rest too, or it takes less and leaves a
                     # least share.
                     if part - taken < least:
-                        taken = part if (part - taken) * most <= over else part - least
+                        taken = part if (part - taken) * extra <= over else part - least
                 if taken < least and taken < part:
                     taken = 0.0
             if taken * rows > self._space[at]:

@@ -35,8 +35,8 @@ _SHORT_DOCUMENTS = 0.03
 """The shortest documents are filler, as long as they have at most this part of all work together. With 0.01 instead,
 the slowest server takes 0.1 % longer."""
 _ENOUGH_OVER = 0.005
-"""A document is cut only if its surplus exceeds a rank's wanted surplus by more than this part. Cutting is repeated
-until the mean work changes by less than this."""
+"""A document is cut only if its surplus exceeds the surplus that a rank should have by more than this part. Cutting is
+repeated until the mean rank's work changes by less than this."""
 _LEAST_PART = 0.05
 """No document is cut if ranks should have less surplus than this part of the mean work. Filler then gives them enough
 work."""
@@ -55,7 +55,7 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
         budgets: [R] tokens per rank; they add up to the stream's tokens.
         cost: seconds per task.
         backwards: whether ranks get documents in the opposite order. The rank with a document's last part reads most
-            keys. If only pong is placed backwards, this is one rank in ping and another in pong.
+            keys. If only pong is placed backwards, one rank reads most keys in ping, and another rank in pong.
 
     Returns:
         The ranges, some of them cut, and the [N] rank of each.
@@ -111,28 +111,28 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     surplus = whole - short_rate * rows
     long = np.flatnonzero(dense & (surplus > enough))
     surplus = surplus[long]
-    pairs_per_work = range_pairs(start[long], stop[long]) / surplus
+    pairs_per_surplus = range_pairs(start[long], stop[long]) / surplus
     corrections = _CORRECTIONS
     cut: list[Stream] = []
     parts = 0
     # In each round all long documents lose a part [middle, high), until no document is long or every rank has a part.
-    # The first guess of "middle" takes surplus to grow with query-key pairs. The next uses the surplus per pair of the
-    # guess before.
+    # The first guess of "middle" assumes that a part's surplus is proportional to its query-key pairs. The next guess
+    # uses the surplus per pair of the part [middle, high) guessed before.
     while parts < len(ranks) and len(long):
         order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
-        long, pairs_per_work = long[order], pairs_per_work[order]
+        long, pairs_per_surplus = long[order], pairs_per_surplus[order]
         low, high = start[long], stop[long]
         for _ in range(corrections):
-            middle = np.rint(start_before(high, pairs_per_work * wanted)).astype(np.int64)
+            middle = np.rint(start_before(high, pairs_per_surplus * wanted)).astype(np.int64)
             middle = np.clip(middle, np.maximum(low, high - most_rows), high - 1)
             gained = work(middle, high) - short_rate * (high - middle)
-            pairs_per_work = range_pairs(middle, high) / np.maximum(gained, 1e-3 * wanted)
+            pairs_per_surplus = range_pairs(middle, high) / np.maximum(gained, 1e-3 * wanted)
         cut.append(Stream(stream.document[long], middle, high))
         parts += len(long)
         stop[long] = middle
         surplus = work(low, middle) - short_rate * (middle - low)
         still = surplus > enough
-        long, surplus, pairs_per_work = long[still], surplus[still], pairs_per_work[still]
+        long, surplus, pairs_per_surplus = long[still], surplus[still], pairs_per_surplus[still]
         corrections = 1  # the part before gives a good guess
     some = stop > start
     rest = Stream(stream.document[some], start[some], stop[some])
@@ -159,7 +159,8 @@ def _deal(
     """Deals ranges, longest first, each to the rank that lacks most surplus among those with enough tokens.
 
     Returns the ranges that were dealt, the rank of each, and the ranges that are left as filler."""
-    # Ranges [begin, end) are one group of similar length. All shorter ranges have "short_rate" work per token.
+    # Ranges [begin, end) are one group of similar length. All shorter ranges together have "short_rate" work per token.
+    # The first "count" ranges are dealt, at most ``ONE_BY_ONE`` for each rank.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))

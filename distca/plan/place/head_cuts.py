@@ -27,8 +27,8 @@ from distca.plan.place.shares import Dealt, Work
 from distca.plan.sorting import order_by
 
 _CLOSE = 0.003
-"""No document is cut if the rank's work in ping is off by at most this; the mean rank's work is 1. A cut costs time,
-because the keys of the head are read in both nano-batches."""
+"""No document is cut if the rank's work in ping differs from the wanted work by at most this. The mean rank's work is
+1. A cut costs time, because the keys of the head are read in both nano-batches."""
 
 _HALVINGS = 16
 """Steps of the bisection for the row up to which a rank's documents are in ping. After 16 steps the error is a 65,536th
@@ -45,13 +45,6 @@ these ranks."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """[N] document, start, stop and rank of query ranges [start, stop), all int64."""
-
-
-def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the [S] begins and [S] ends of the shares [low, high) in the nano-batch ``nano``: 0 is ping, 1 is pong.
-
-    In pong a share becomes [1 - high, 1 - low). So a rank with outer rows of the head gets inner rows of the tail."""
-    return (1 - high, 1 - low) if nano else (low, high)
 
 
 def ranges_of_shares(
@@ -80,6 +73,13 @@ def ranges_of_shares(
     stop = np.concatenate((np.where(middle, last - outer, first + inner), last - outer))
     some = np.concatenate((np.ones(len(middle), bool), ~middle)) & (stop > start)
     return np.tile(document, 2)[some], start[some], stop[some], np.tile(rank, 2)[some]
+
+
+def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the [S] begins and [S] ends of the shares [low, high) in the nano-batch ``nano``: 0 is ping, 1 is pong.
+
+    In pong a share becomes [1 - high, 1 - low). So a rank with outer rows of the head gets inner rows of the tail."""
+    return (1 - high, 1 - low) if nano else (low, high)
 
 
 def cut_whole(
@@ -128,8 +128,8 @@ def cut_whole(
         off = np.zeros(ranks)
         for rank, (begin, end) in enumerate(pairwise(bounds)):
             if begin < end:
-                first, second, third, fourth = (column[begin:end] for column in columns)
-                there = _OnRank(first, second, third, fourth, spaces[0][rank], spaces[1][rank])
+                rows, surpluses, squares, slopes = (column[begin:end] for column in columns)
+                there = _OnRank(rows, surpluses, squares, slopes, spaces[0][rank], spaces[1][rank])
                 cuts, off[rank] = there.cuts(float(wanted[rank]))
                 found += cuts
         head = np.array(found, np.int64)
@@ -154,7 +154,7 @@ def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarr
     """Returns [N] ``square`` and [N] ``slope``: a head with the part p of a document's rows has the work square · p² +
     slope · rows · p.
 
-    They follow from the work of whole documents, ``whole`` [N], and of their first halves."""
+    Both follow from the work of whole documents, ``whole`` [N], and the work of their first halves."""
     half = length // 2
     part = np.maximum(half / length, 1e-9)
     # whole = square + slope * rows. For the first halves, work = square * part² + slope * rows * part.
@@ -272,7 +272,8 @@ class _Documents(NamedTuple):
             part = _head_with(float(wanted[rank]), 1.0, float(self.square[here].sum()), slope)
             part = min(max(part, 1 - pong[rank] / total[rank]), ping[rank] / total[rank], 1.0)
             heads[here] = part * own[here]
-        # Heads were rounded down, so pong may have too many rows. They go back to ping, document by document.
+        # Heads were rounded down, so pong may have too many rows. They go back to ping, document by document. "before"
+        # is the spare rows of the same rank's documents before this one.
         over = total - np.bincount(at, heads, ranks) - np.floor(pong)
         spare = own - heads
         before = np.cumsum(spare) - spare

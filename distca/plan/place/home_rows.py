@@ -26,8 +26,8 @@ from distca.plan.place.nano_batches import Stream, laid_end_to_end
 from distca.plan.place.shares import Dealt, Work
 
 _HEAD = 0.5
-"""The part of the rows that is in ping, for documents in shares that are not long: no rank had room for the whole
-document."""
+"""The part of a document's rows in ping, if the document is in shares only because no rank had room for all of it. For
+*long* documents, which have too much work or tokens for one rank, ``shares.py`` chooses this part."""
 
 
 def home_rows(
@@ -55,9 +55,9 @@ def home_rows(
     found = []
     in_ping = 0
     for nano, budget in enumerate(budgets):
-        # This nano-batch has the rows [low, high) of every document. The rows of shares are placed first. Rows beyond a
-        # rank's budget move to a rank with room. Rows that no rank has room for, "fixed", and then filler are laid end
-        # to end over the ranks.
+        # This nano-batch has the rows [low, high) of every document. The rows of shares are placed first. Ranges beyond
+        # a rank's budget move to a rank with room. Ranges that fit on no rank whole, "fixed", and then filler are laid
+        # end to end over the ranks, and cut there.
         low, high = (np.zeros_like(cut), cut) if nano == 0 else (cut, length)
         begin, end = bounds_in_nano_batch(nano, shares.low, shares.high)
         placed = [ranges_of_shares(shares.document, shares.rank, begin, end, low, high)]
@@ -91,7 +91,9 @@ def home_rows(
 
 
 def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns documents, ranks (all 0), lows and highs."""
+    """Returns the columns document, rank, low and high of ``left``: (document, low, high) of ranges without a rank.
+
+    The rank is 0, which stands for no rank."""
     document, low, high = zip(*left, strict=True) if left else ((), (), ())
     none = np.zeros(len(document), np.int64)
     return np.array(document, np.int64), none, np.array(low, np.float64), np.array(high, np.float64)

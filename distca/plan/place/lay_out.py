@@ -202,8 +202,8 @@ def _in_shares(
 ) -> list[tuple[Shards, np.ndarray]] | None:
     """Places the documents of ping and pong together by work.
 
-    Returns the shards and the [R] rows per rank of each nano-batch; None if documents do not fit. ``lean`` first tries
-    to put documents on several ranks wholly into pong."""
+    Returns the shards and the [R] rows per rank of each nano-batch; None if documents do not fit. With ``lean``,
+    documents on several ranks are first tried wholly in pong."""
     if not len(length):
         return None
     total = int(length.sum())
@@ -228,8 +228,8 @@ def _in_shares(
 def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
     """Numbers the rows of placed ranges on their ranks; returns the shards, and [R] rows per rank.
 
-    A rank's rows are in order of document and position. Documents with ``goes_on`` [D] come last: pong needs their rows
-    again, as the last rows of ping."""
+    A rank's rows are in order of document and position. But documents with ``goes_on`` [D], which have rows in ping and
+    in pong, come last. So in ping, the keys that pong needs again are consecutive rows."""
     order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
     document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
     row = np.cumsum(stop - start) - (stop - start) - bounds[rank]

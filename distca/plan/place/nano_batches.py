@@ -22,7 +22,7 @@ Dealing = Literal["in_order", "even", "lean"]
 dealt by length, for about equal work. "even" and "lean" differ only where ``lay_out.py`` places ping and pong
 together."""
 _DEALT_ONE_BY_ONE = 64
-"""The most documents that are dealt one by one, by their work: the longest. Shorter documents are dealt in turns, which
+"""This many of the longest documents are dealt one by one, by their work. Shorter documents are dealt in turns, which
 is faster. With 8 instead, the slowest server takes 0.1 % longer."""
 _SHORT_TAIL = 1 / 32
 """A document's tail behind the cut moves to ping if it has at most this part of the head's rows. The cut moves by at
@@ -102,8 +102,8 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     """Returns ``documents`` in an order whose first and second half have about equal attention work.
 
     The longest documents go one by one to the nano-batch with less work. Shorter documents go to ping, pong, pong,
-    ping, and so on. Ping's documents come first, then pong's. The shortest of both stand in the middle, so that the cut
-    between equal tokens falls on short documents. All others are in order of their indices.
+    ping, and so on. Ping's documents come first, then pong's. The middle, where the line is cut into equal halves, has
+    the shortest documents of ping and of pong. All other documents are in order of their indices.
 
     Args:
         length: [D] tokens of all documents.
@@ -120,6 +120,8 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     ping, pong = ranking[in_ping], ranking[~in_ping]
     difference = abs(int(length[ping].sum()) - int(length[pong].sum()))
 
+    # If ping and pong have unequal tokens, the middle is not where pong begins. So the shortest
+    # documents, with at least "difference" tokens together, stand on either side of pong's begin.
     def near_cut(nano: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shortest = nano[::-1]
         count = int(np.searchsorted(np.cumsum(length[shortest]), difference)) + 1

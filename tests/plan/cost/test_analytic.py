@@ -207,3 +207,17 @@ def test_moved_bytes() -> None:
     assert narrow.moved_bytes("backward", resend=True) == (2 * (q + o) + 128, 2 * kv)
     with pytest.raises(PlanError, match="multiple of kv_heads"):
         AttentionShape(30, 8, 128)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((3, 2, 8), "heads must be a positive multiple of kv_heads"),
+        ((4, 2, 0), "head_dim and value_bytes at least 1"),
+        ((4, 2, 8, 2, -1), "value_dim is -1; it must be from 0 to the keys' size 8"),
+        ((4, 2, 8, 2, 9), "value_dim is 9; it must be from 0 to the keys' size 8"),
+    ],
+)
+def test_unusable_heads_are_sentences(sizes: tuple[int, ...], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        AttentionShape(*sizes)
