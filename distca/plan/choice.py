@@ -30,9 +30,9 @@ tiny gain would cost precision: the gradient of a k,v row that both nano-batches
 0.05 give about equal plans (benchmarks/results/planner.md)."""
 
 _FEWER_PIECES = 0.02
-"""The most that attention and exposed transfers may take longer if recurrent layers get fewer pieces of documents, as a
-fraction. On two H200 steps of a Qwen3.5-9B cut then took 1 to 2 % less time. Attention is 6 to 22 % of these steps
-(benchmarks/results/hybrid_whole_documents_2_gpus.json)."""
+"""The fraction by which attention and exposed transfers may take longer if recurrent layers get fewer pieces of
+documents. With a shortened Qwen3.5-9B on two H200s, steps then took 1 to 2 % less time. Attention is 6 to 22 % of these
+steps (benchmarks/results/hybrid_whole_documents_2_gpus.json)."""
 
 
 class Scheduler(Protocol):
@@ -75,7 +75,9 @@ class Price:
         return other.exposed > 0 and gains and self.bytes <= other.bytes
 
     def is_worth_fewer_pieces(self, other: Price) -> bool:
-        """Compares this price of a placement that cuts few documents with the ``other``, of a placement by work."""
+        """Returns whether this price, of a placement that cuts few documents, is low enough (``_FEWER_PIECES``).
+
+        The ``other`` price is that of a placement by work."""
         return self.attention + self.exposed <= (other.attention + other.exposed) * (1 + _FEWER_PIECES)
 
 

@@ -123,6 +123,7 @@ def cut_whole(
     room = [np.maximum(each, 0.0) for each in room]
     spaces, level = [each.tolist() for each in room], dealt.split.ping
     for _ in range(_LEVELLINGS):
+        # "wanted" is the surplus that a rank's whole documents should have in ping.
         wanted = level * total - more[0]
         found: list[int] = []
         off = np.zeros(ranks)
@@ -142,8 +143,7 @@ def cut_whole(
             head[again] = np.where(nearer[owner[again]], heads, head[again])
         cut[document] = head
         reached = (more[0] + documents.surplus_of(head, ranks)) / np.maximum(total, 1e-300)
-        # Too many ranks have less than the wanted work. The next try wants what all but the part ``_FEW`` of ranks
-        # reached.
+        # If more than the part ``_FEW`` of ranks miss the wanted work, the next try wants what the other ranks reached.
         lowest = float(np.quantile(reached, _FEW))
         if lowest > level * (1 - _NEARLY):
             break

@@ -75,9 +75,9 @@ def lay_out(
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other, cut where
             a rank is full. "spread": ranks get about equal attention work and equal tokens, ping and pong together.
             "spread_by_nano_batch": the same for each nano-batch by itself; it also replaces "spread" if long documents
-            do not fit. With ``rank_of`` the placement is always "in_order".
-        cost: seconds of attention, for "spread" and "spread_by_nano_batch"; None stands for the number of query-key
-            pairs.
+            do not fit. "whole": documents lie whole on ranks with equal tokens; documents for which no rank has room
+            are cut. With ``rank_of`` the placement is always "in_order".
+        cost: seconds of attention, for all placements but "in_order"; None stands for the number of query-key pairs.
         ranks_per_node: consecutive ranks that share a node; "spread" deals to nodes first. 0 if all ranks share one
             node.
 
@@ -85,7 +85,7 @@ def lay_out(
         One layout per nano-batch.
 
     Raises:
-        PlanError: lengths or ranks cannot be laid out; the message names the value and the limit.
+        PlanError: lengths or ranks cannot be laid out, or with "whole" a document has more tokens than a rank.
     """
     length = np.asarray(lengths, dtype=np.int64).reshape(-1)
     _check(length, ranks, nano_batches, rank_of, align, dealing, placement)
@@ -268,10 +268,11 @@ def _dealt_at_home(
     dealing: Dealing,
     align: int = 1,
 ) -> list[tuple[Shards, np.ndarray]]:
-    """Deals each rank's documents to the nano-batches; pieces of the ``rest`` go to the last nano-batch.
+    """Deals each rank's whole documents to the nano-batches. Pieces of cut documents go to the last nano-batch.
 
     Unless dealing is "in_order", a rank's longest document goes to the nano-batch that has less work so far.
-    ``rank_of`` [D] is -1 for documents of the rest. ``rank_of_rest`` [N] has the rank of each piece."""
+    ``rank_of`` [D] is the rank of each whole document, and -1 for cut documents. ``rest`` has the N pieces of cut
+    documents, and ``rank_of_rest`` [N] their ranks."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
     ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far
