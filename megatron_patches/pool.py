@@ -1,7 +1,7 @@
 """Makes this rank's access to the server pool, the set of ranks that compute each other's core attention.
 
 A rank needs an attention kernel, and a transport that moves rows of q, k, v and outputs between ranks. For backward
-"keep" leaves q, k and v on the rank that computed attention. With "resend" their own ranks send them again.
+"keep" leaves q, k and v on the rank that computed attention. With "resend" they are sent there again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def join_pool(
         remote: processes without a model that compute attention too; None without such processes.
 
     Raises:
-        KernelError, TransportError: the kernel or transport cannot run on a rank or server, or gives wrong results
-            there.
+        KernelError, TransportError: the kernel or transport cannot run on a rank or a process of ``remote``, or
+            gives wrong results there.
         SupportError: there are recurrent layers, and no kernel computes them right here.
     """
     spec = attention_spec(config, layer_kinds, device, given)
@@ -56,16 +56,16 @@ def join_pool(
     # GiB of NVSHMEM memory for rows that arrive.
     needed = receive_buffer_gb(attention_shape(config), given.tokens_per_rank, resend=how == "resend", sinks=sinks)
     transport: Transport
-    homes = None
+    between_models = None
     if remote is not None:
         transport = remote.transport
         if any(layer_kinds.recurrences):
-            # Servers without a model compute attention only. A lost server cannot break exchanges of this group.
-            homes = CollectiveTransport(server_pool_group())
+            # Recurrent layers exchange rows only among ranks with a model.
+            between_models = CollectiveTransport(server_pool_group())
     else:
         transport = choose_transport(given.transport, server_pool_group(), given.nvshmem_buffer_gb or needed)
     parking = Offload(device) if given.offload else None
-    return AttentionPool(transport, kernel, Timeline(device), how, parking, homes)
+    return AttentionPool(transport, kernel, Timeline(device), how, parking, between_models)
 
 
 def attention_spec(

@@ -25,7 +25,6 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
             f"model.hybrid.pattern is {hybrid.pattern!r}, which needs megatron-core 0.19, but {installed_version()} is "
             "installed: install 0.19 on Python 3.12, or leave the pattern out."
         )
-    # In Mamba-2, B and C are keys and queries, x are values, and a group of heads is a key head.
     fields: dict[str, Any] = {"attention_output_gate": hybrid.output_gate}
     if DELTA_NET in hybrid.pattern:
         fields |= {
@@ -35,6 +34,7 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
             "linear_value_head_dim": hybrid.value_dim,
         }
     if MAMBA in hybrid.pattern:
+        # Mamba-2's B and C are keys and queries, and its x are values. Heads of one group share B and C.
         fields |= {
             "mamba_num_groups": hybrid.key_heads,
             "mamba_num_heads": hybrid.value_heads,

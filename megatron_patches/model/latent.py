@@ -69,8 +69,8 @@ def latent_fields(shape: ModelShape) -> dict[str, Any]:
 def _yarn(scaling: RopeScaling, score_magnitude: float) -> dict[str, Any]:
     """Returns the fields of YaRN, a scaling of RoPE for long contexts.
 
-    YaRN multiplies cosines and sines by a factor. Megatron computes it as m(mscale) / m(mscale_all_dim), where m(w) = 1
-    + 0.1 w ln(scaling factor). This function solves the equation for ``mscale``.
+    YaRN multiplies cosines and sines by ``scaling.resolved_attention_factor``. Megatron computes this number as
+    m(mscale) / m(mscale_all_dim), where m(w) = 1 + 0.1 w ln(scaling factor). So ``mscale`` follows from the number.
 
     Args:
         score_magnitude: Megatron's ``mscale_all_dim``.

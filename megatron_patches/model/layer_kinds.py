@@ -1,7 +1,8 @@
 """Reads from Megatron's configuration what each layer's attention or recurrence computes.
 
 A *kind* of attention says how many keys a query sees, how scores are scaled and limited, and whether heads have sinks.
-A sink is a learned score that joins a head's softmax without a value.
+A sink is a learned score that joins a head's softmax without a value. A *recurrence* is the gated delta rule or
+Mamba-2's scan, which some layers have in place of softmax attention.
 
 - ``window_size`` (w - 1, 0) is a window of w keys: the query's own key and w - 1 keys before.
 - ``window_attn_skip_freq`` is a number N if every N-th layer has no window, else a list with a 1 for windowed layers.
@@ -28,8 +29,8 @@ _RECURRENCES = {DELTA_NET: recurrence_of, MAMBA: mamba_recurrence}
 class LayerKinds:
     """The kinds of attention and the recurrences of a whole model.
 
-    In a GPTModel each layer is a *unit*. In a HybridModel a unit is a layer with attention or a recurrence, with the
-    MLPs up to the next such layer.
+    In a GPTModel each layer is a *unit*. In a HybridModel a unit is an attention or recurrent layer, together with the
+    MLPs that follow.
 
     Attributes:
         kinds: the distinct kinds of attention, beginning with the kinds whose queries see most keys.

@@ -51,8 +51,8 @@ class ModelOptions:
 
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: RoPE of each layer of the whole model; empty if all layers use the model's rotary embedding. An entry
-            is None if its layer uses that embedding, or no positions because Megatron's ``no_rope_freq`` says so.
+        rotations: RoPE of each layer of the whole model. None stands for the model's rotary embedding, or for no RoPE
+            where Megatron's ``no_rope_freq`` takes it away. An empty tuple is None for all layers.
         query_scaling: a factor on queries that grows with the position, or None.
         norms: the places of a layer's norms. "pre": before attention and before the MLP. "post": on the outputs of
             attention and MLP, before the residual is added (OLMo 2). "both": in all four places (Gemma 2).
@@ -64,7 +64,7 @@ class ModelOptions:
         norm_bias: whether LayerNorms have biases (Cohere: no).
         parallel_mlp: whether the MLP reads the same input as attention, and both outputs are added to the residual
             (Cohere).
-        embedding_scale: factor on embeddings, rounded to their type (Gemma, Granite).
+        embedding_scale: factor on embeddings. The factor is rounded to their type (Gemma, Granite).
         residual_multiplier: factor on the outputs of attention and the MLP before they are added to the residual
             (Granite).
         logit_multiplier: factor on the logits (Cohere; Granite: 1 / ``logits_scaling``).
@@ -98,14 +98,14 @@ class ModelOptions:
     @property
     def own_layers(self) -> bool:
         """Whether Megatron's own layers cannot compute the options, so that the model needs this project's layers."""
-        layer = ModelOptions(
-            # These four act outside of layers or in core attention, so any layers do.
+        in_any_layers = ModelOptions(
+            # Megatron's layers are enough for these four, which act outside of layers or in core attention.
             score_softcap=self.score_softcap,
             embedding_scale=self.embedding_scale,
             logit_multiplier=self.logit_multiplier,
             final_softcap=self.final_softcap,
         )
-        return self != layer
+        return self != in_any_layers
 
 
 MEGATRONS = ModelOptions()

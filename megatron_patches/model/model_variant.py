@@ -83,8 +83,8 @@ def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
     variant = shape.variant
     if variant.turns_alike or not shape.hybrid.rotate:
         return ()
-    most = Rotary(base=shape.rope_base, scaling=shape.rope_scaling, percent=variant.rotary_percent)
-    local = Rotary(base=variant.window_rope_base or shape.rope_base, percent=variant.rotary_percent)
+    usual = Rotary(base=shape.rope_base, scaling=shape.rope_scaling, percent=variant.rotary_percent)
+    windowed = Rotary(base=variant.window_rope_base or shape.rope_base, percent=variant.rotary_percent)
     windows = (0,) * shape.layers if shape.hybrid.pattern else shape.windows
-    rotations = [local if window and variant.window_rope_base else most for window in windows]
+    rotations = [windowed if window and variant.window_rope_base else usual for window in windows]
     return tuple(None if number in variant.unrotated_layers else each for number, each in enumerate(rotations))

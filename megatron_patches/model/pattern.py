@@ -1,8 +1,9 @@
 """Splits the pattern of a HybridModel's layers into units, and refuses patterns that are not supported.
 
 Megatron-Core's HybridModel has a pattern with one symbol for each layer. A layer is one mixer (attention, a gated delta
-net or Mamba), one MLP, or experts. A ``|`` stands between pipeline stages. A *unit* is a mixer with all layers up to
-the next mixer: Qwen3.5's pattern ``G-G-G-*-`` has four. Each layer of a GPTModel is a unit.
+net or Mamba), one MLP, or experts. A ``|`` stands between pipeline stages. A *unit* is a mixer with the MLPs and
+experts that follow: Qwen3.5's pattern ``G-G-G-*-`` has four. MLPs before a stage's first mixer belong to the first
+unit. Each layer of a GPTModel is a unit.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from megatron_patches.model.recurrences import is_recurrent
 ATTENTION, DELTA_NET, MAMBA, MLP, EXPERTS = "*", "G", "M", "-", "E"
 RECURRENT = DELTA_NET + MAMBA
 STAGE = "|"
-_MIXERS = ATTENTION + RECURRENT
-_SERVED = _MIXERS + MLP + EXPERTS
+MIXERS = ATTENTION + RECURRENT
+_SERVED = MIXERS + MLP + EXPERTS
 """The symbols of mixers, and all symbols that are supported."""
 _REFUSED = {
-    "/": "only the next token is predicted: leave it out with what follows",
+    "/": "only the next token is predicted: leave out '/' and all that follows",
     "D": "sparse attention is not supported: take '*'",
     "+": "latent attention is not supported: take '*'",
 }
@@ -48,7 +49,7 @@ def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
         pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
     """
     if pattern:
-        return [Unit(symbol, number) for number, symbol in enumerate(layers_of(pattern), 1) if symbol in _MIXERS]
+        return [Unit(symbol, number) for number, symbol in enumerate(layers_of(pattern), 1) if symbol in MIXERS]
     numbers = range(1, config.num_layers + 1)
     return [Unit(DELTA_NET if is_recurrent(config, number) else ATTENTION, number) for number in numbers]
 

@@ -1,7 +1,7 @@
 """Reads from Megatron's configuration which layers are recurrent, and what a recurrent layer computes.
 
 A recurrent layer has a recurrence, such as the gated delta rule or Mamba-2's scan, in place of softmax attention. A
-:class:`Recurrence` is the formula between the layer's projections, with the sizes of heads.
+:class:`Recurrence` says which one, and how many and how wide its heads are.
 
 A GPTModel has recurrent layers if ``experimental_attention_variant`` is "gated_delta_net". With
 ``linear_attention_freq`` N every N-th layer has attention, and all others are recurrent. As a list it has a 1 for each
@@ -31,8 +31,8 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
     """Whether layer ``layer_number`` (from 1) of a GPTModel is recurrent.
 
     Raises:
-        SupportError: ``linear_attention_freq`` is neither a number from 2 on, nor a list with a 1 or a 0 for each layer
-            and with both.
+        SupportError: ``linear_attention_freq`` is neither a number from 2 on, nor a list with a 1 or a 0 for each
+            layer; or the list lacks ones or zeros.
     """
     if not has_recurrent_layers(config):
         return False

@@ -1,7 +1,7 @@
-"""Cuts whole weights into the parts of ranks, and puts gradients together from the parts of all ranks.
+"""Cuts whole weights into the parts of ranks, and puts weights and gradients together from the parts of all ranks.
 
 Parity checks load the same weights into a model that is spread over ranks and into a whole model on one rank, and
-compare gradients. Parts are those of Megatron's parallelism.
+compare gradients.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_patches.model.recurrences import mamba_recurrence, recurrence_of
 from megatron_patches.te.fp8_weights import set_values
 
 Divisions = Mapping[str, Sequence[int]]
-"""The relative sizes of the sections into which a parameter's rows are divided, by the end of the parameter's name.
+"""How parameters are divided into sections: the sections' relative sizes, by the end of the parameter's name.
 
 Each tensor-parallel rank has an equal part of every section. For example, gate and up projection of an MLP are two
-sections of one weight, with sizes (1, 1).
+sections of one weight, with sizes (1, 1). Rank 0 of 2 has the first half of gate and the first half of up.
 """
 
 _GATED: Divisions = {"linear_fc1.weight": (1, 1), "linear_fc1.bias": (1, 1)}
@@ -40,13 +40,14 @@ def divisions_of(model: torch.nn.Module) -> Divisions:
         what = recurrence_of(config)
         q, k, v = what.widths
         found |= {
+            # The sections are query, key, value, output gate, beta and alpha.
             "self_attention.in_proj.weight": (q, k, v, v, what.heads, what.heads),
             "conv1d.weight": (q, k, v),
         }
     if "mixer.in_proj.weight" in ends:
         what = mamba_recurrence(config)
         x, b, c = what.widths
-        found |= {"mixer.in_proj.weight": (x, x, b, c, what.heads)}
+        found |= {"mixer.in_proj.weight": (x, x, b, c, what.heads)}  # z, x, B, C and dt
         found |= dict.fromkeys(("conv1d_weight", "conv1d_bias"), (x, b, c))
     return found
 
@@ -125,6 +126,7 @@ def gather_whole(
         weights: weights of the whole model, for their shapes.
     """
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
+    # Ranks of these groups have other experts and other layers.
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
     for group in groups:
         if group.size() == 1:
@@ -157,7 +159,7 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: D
     shares = [torch.empty_like(share) for _ in range(tp)]
     dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     whole = torch.empty(full, dtype=torch.float64)
-    # An index tensor is cut like the tensor itself: each part of it says where that rank's elements belong.
+    # Element i of ``numbers`` is i. Cut like a parameter, ``numbers`` says where each rank's elements belong.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
         whole.view(-1)[share_of(name, numbers, share.shape, rank, divisions).flatten()] = part.double().cpu().flatten()

@@ -27,14 +27,14 @@ class _BeforeMegatron:
     """A finder in ``sys.meta_path`` that finds nothing, but replaces torch.compile once a part of Megatron-Core is
     imported.
 
-    So an import of this package does not import torch.
+    Until then torch need not be imported.
     """
 
     done = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         """Returns None, so that Python asks other finders for the module."""
-        # megatron.core alone, which a look at its version imports, does not need torch.
+        # Where only the installed version is looked up, Python asks for ``megatron.core`` itself, without torch.
         if self.done or not name.startswith("megatron.core."):
             return
         self.done = True

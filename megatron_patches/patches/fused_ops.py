@@ -63,9 +63,9 @@ def _split_and_rotate(
         rotation = Rotation.of(angles, sizes[-1])
         setattr(angles, _KEPT, rotation)
     assert sum(sizes) == mixed.shape[3]
+    # Axes: N rows, H query heads, G key heads, D elements of a head, 2 for k and v.
     q_NHD, kv_N2GD = split_and_rotate(mixed.flatten(1), rotation, mixed.shape[2])
     k_NGD, v_NGD = kv_N2GD.unbind(1)  # backward of unbind stacks both gradients in one copy
-    # Axes: N rows, H query heads, G key heads, D elements of a head, 2 for k and v.
     return q_NHD[:, None], k_NGD[:, None], v_NGD[:, None]
 
 
@@ -102,7 +102,7 @@ class SwigluMLP(MLP):
 
 
 class LeanMLP(SwigluMLP):
-    """Megatron's MLP with another activation, made of torch's operations, which backward computes again."""
+    """Megatron's MLP with any other activation than SwiGLU. Backward computes the activation again."""
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return recomputed(self._function, x)

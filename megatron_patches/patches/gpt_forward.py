@@ -66,7 +66,7 @@ class PatchedForward(LanguageModule):
 
         Raises:
             SupportError: an argument is missing or has the wrong class; or ``summed_loss`` or ``log_probabilities`` is
-                set for a model with an output layer or a loss of its own.
+                set for a model whose output layer or loss the user changed.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
@@ -81,8 +81,8 @@ class PatchedForward(LanguageModule):
             raise SupportError("log_probabilities needs labels, and no summed_loss beside it; pass the batch's labels.")
         if (summed_loss or log_probabilities) and (own := _own_output(self)):
             raise SupportError(
-                f"The model has {own}, which summed_loss and log_probabilities would pass over, as they compute the "
-                "output layer by themselves: leave them out, and sum the losses of tokens that the model returns."
+                f"The model has {own}, which summed_loss and log_probabilities would ignore: leave both arguments out, "
+                "and sum the losses of tokens that the model returns."
             )
         lengths = getattr(attention_mask, "document_lengths", None)
         self.rotary_pos_emb.set_positions(position_ids.flatten(), lengths)
@@ -132,7 +132,7 @@ class PatchedGPT(PatchedForward, GPTModel):
         made = super()._preprocess(*args, **kwargs)
         if not self.config.multi_latent_attention:
             return made
-        # Megatron's second result, RoPE's angles, is None here: its layers with latent attention compute the angles.
+        # Megatron's second result is None for latent attention. This project's layers take RoPE's angles there.
         return made[0], self.rotary_pos_emb(), *made[2:]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -163,7 +163,7 @@ class PatchedHybrid(PatchedForward):
 
 
 def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
-    """Gives a built model the new forward, by a subclass of its class with the same name.
+    """Gives a built model the new forward: its class becomes a subclass with the same name.
 
     ``takes``: the class of micro-batches that the model's layers can compute.
     """

@@ -39,7 +39,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
 
     def beside(self, x: torch.Tensor, branch: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x + branch, and the sum normalised."""
+        """Returns x + branch, and the sum normalised. Without a branch the sum is ``x``."""
         assert self.eps is not None
         if has_kernels(x, "RMSNorm"):
             return add_rms_norm(x, branch, _factors(self.weight, self.zero_centered), self.eps)
@@ -100,7 +100,8 @@ def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | 
 class _WidthNorm(torch.nn.Module):
     """RMSNorm of a row's queries or keys, over the heads of all tensor-parallel ranks together.
 
-    Every rank stores the whole weight, and uses the part for its own heads.
+    Every rank stores the whole weight, and uses the part for its own heads. Megatron gives the elements of one head as
+    ``hidden_size``.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

@@ -41,7 +41,7 @@ class PositionRotary(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        # No buffer: checkpoints do not save the frequencies, and they are not cast with the model.
+        # The frequencies are no buffer, so they are neither saved in checkpoints nor cast with the model.
         self._inv_freq, self._interpolation, self._by_length = inv_freq, interpolation, by_length
         self._interleaved = interleaved
         self._angles: torch.Tensor | None = None

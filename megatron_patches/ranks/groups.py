@@ -67,7 +67,7 @@ def pipeline_seed() -> int:
 
 
 _pools: dict[tuple[int, int], dist.ProcessGroup] = {}
-"""The group of this rank's server pool, by tensor- and pipeline-parallel size; only with several stages."""
+"""The group of this rank's server pool, by (tp, pp), the tensor- and pipeline-parallel sizes; only for pp > 1."""
 
 
 def server_pool_group() -> dist.ProcessGroup:

@@ -67,7 +67,7 @@ def check_with_servers(config: TransformerConfig, offload: bool) -> None:
     """
     found = {
         "offload": offload,
-        # A step runs again if a server leaves during it, and the first run's largest values would stay.
+        # A step runs again if a server leaves during it. FP8 would keep both runs' largest values.
         "FP8 with delayed scaling": bool(config.fp8) and config.fp8_recipe == "delayed",
     }
     for what, there in found.items():
@@ -78,19 +78,19 @@ def check_with_servers(config: TransformerConfig, offload: bool) -> None:
 
 
 def _check_gpus(servers: Sequence[Comer], tp: int) -> None:
-    """Checks that servers that share a GPU serve different ones of the ``tp`` tensor-parallel ranks.
+    """Refuses two servers on one GPU that serve the same one of the ``tp`` tensor-parallel ranks.
 
     Raises:
-        SupportError: two serve the same one.
+        SupportError: there are two such servers.
     """
-    for part in range(tp):
+    for tp_rank in range(tp):
         first: dict[str, int] = {}
-        for each in servers[part::tp]:
+        for each in servers[tp_rank::tp]:
             if each.gpu_id and first.setdefault(each.gpu_id, each.number) != each.number:
                 raise SupportError(
                     f"Servers {first[each.gpu_id]} and {each.number} of the pool share a GPU and serve the same "
-                    f"tensor-parallel rank, but a process group of NCCL has no two processes of a GPU: let at most "
-                    f"{tp} servers with consecutive numbers share one."
+                    f"tensor-parallel rank, but NCCL takes one process of a group on each GPU: let at most {tp} "
+                    "servers with consecutive numbers share a GPU."
                 )
 
 
@@ -103,10 +103,10 @@ class RemoteServers:
         transport: the transport that the user named: "auto", or "nccl" on GPUs and "gloo" on CPUs.
 
     Attributes:
-        transport: moves rows between the members of this rank's pool: first homes, then servers.
+        transport: moves rows between the members of this rank's pool. Servers are numbered after homes.
         generation: number of the pool's generation, from 0.
-        numbers: the numbers of the present servers. Of ``tp`` consecutive servers each belongs to another
-            tensor-parallel rank. A server gets its number when it is started.
+        numbers: the numbers of the present servers. A server gets its number when it is started. ``tp`` consecutive
+            servers belong to ``tp`` different tensor-parallel ranks.
 
     Raises:
         SupportError: the number of servers, the transport or a server's device is not possible.
@@ -141,10 +141,10 @@ class RemoteServers:
         self._comers: list[Comer] = []  # servers that came during the run and are not in the pool yet
         self._seen = 0  # how many servers have come during the run
         self._lost: set[int] = set()  # numbers of servers that are to leave the pool
-        self._released: set[int] = set()  # those of them that the user let go
+        self._released: set[int] = set()  # the numbers in ``_lost`` of servers that the user let go
         self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
         weakref.finalize(self, self._watch.stop)
-        # By gloo, if it is there, homes agree without waiting for the GPU.
+        # On the CPU homes agree without waiting for the GPU, but only gloo can do so.
         self._asking = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
         if self._leads:
             # Servers are told to end when this object is collected, or when this process ends.
@@ -166,7 +166,10 @@ class RemoteServers:
 
     @property
     def sharing(self) -> list[int]:
-        """For each of a tensor-parallel rank's servers the number of servers on its GPU; the most of these ranks."""
+        """[servers / tp] for each ``tp`` consecutive servers, the number of servers on the fullest of their GPUs.
+
+        Example for tp 2: servers 0 and 1 share a GPU, servers 2 and 3 do not. The result is [2, 1].
+        """
         of_gpu = Counter(each.gpu_id or each.process for each in self._servers)
         found = [of_gpu[each.gpu_id or each.process] for each in self._servers]
         return [max(found[at : at + self._tp]) for at in range(0, len(found), self._tp)]
@@ -217,8 +220,10 @@ class RemoteServers:
     # A step.
 
     def announce(self, inputs: StepInputs) -> int:
-        """Makes servers plan a step; returns the number by which servers know it. Ranks other than 0 do nothing and
-        return 0."""
+        """Makes servers plan a step; returns the step's number, by which servers know the step.
+
+        Ranks other than 0 do nothing and return 0.
+        """
         if not self._leads:
             return 0
         number = next(self._numbers)
@@ -228,7 +233,7 @@ class RemoteServers:
     def agree(self, number: int, plan: StepPlan) -> None:
         """On rank 0 waits until all servers have planned step ``number``, and compares their plans with ``plan``.
 
-        If a server has left, and may leave, the step is later planned again without it.
+        If a server has left and servers may leave, the step is later planned again without the server.
 
         Raises:
             PlanError: a server has another plan or could not plan.
@@ -253,8 +258,8 @@ class RemoteServers:
                 Servers record if homes do.
         """
         if self._leads:
-            # A server may have to plan again. It gets documents in the micro-batches to which the plan moved them, and
-            # None in place of a room, so that it moves none.
+            # A server that no longer has the plan plans again. By then documents are in their final micro-batches, and
+            # None in place of ``StepInputs.room`` keeps them there.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
 
     def is_served(self) -> bool:
@@ -266,7 +271,7 @@ class RemoteServers:
 
         The report of a server that has left is None. On ranks other than 0 the result is None.
         """
-        return [self._left(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
+        return [self._answer(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 
     def timelines(self) -> dict[int, list[dict[str, Any]]]:
         """Ends the servers' recording; returns the spans by server number. Empty on ranks other than 0."""
@@ -274,10 +279,10 @@ class RemoteServers:
             return {}
         number = next(self._numbers)
         self._store.tell("timeline", number)
-        return {each.number: self._left(f"timeline/{number}/{each.number}", each) or [] for each in self._servers}
+        return {each.number: self._answer(f"timeline/{number}/{each.number}", each) or [] for each in self._servers}
 
-    def _left(self, key: str, server: Comer) -> Any:
-        """Waits for a server's answer under ``key`` in the store; returns it, or None if the server has left."""
+    def _answer(self, key: str, server: Comer) -> Any:
+        """Waits for a server's answer under ``key`` in the store. Returns None if the server has left."""
         return self._store.take(key) if self._answers(key, server) else None
 
     # Changes of the servers.
@@ -297,7 +302,8 @@ class RemoteServers:
             waiting = [each.number for each in self._comers if each not in joining]
             if new and waiting:
                 logger.warning(
-                    "Without a model: %s waiting, as servers join %d at a time, one for each tensor-parallel rank.",
+                    "Of the servers without a model, %s waiting, as servers join %d at a time, one for each "
+                    "tensor-parallel rank.",
                     *(_servers(waiting), self._tp),
                 )
             wanted |= bool(joining) or bool(self._lost) or any(map(self._is_gone, self._servers))
@@ -318,8 +324,8 @@ class RemoteServers:
         """Forms the next generation of the pool, from the servers that are there; all homes call it together.
 
         Args:
-            terms_of: returns the facts about the homes' model that servers need. All homes call it together, once
-                :attr:`numbers` has the new generation's servers.
+            terms_of: returns the facts about the homes' model that servers need. All homes call it together, after
+                :attr:`numbers` has got the new generation's servers.
 
         Raises:
             LaunchError: the pool has failed to form ``_TRIES`` times.
@@ -433,11 +439,11 @@ def _say(before: Sequence[int], now: Sequence[int]) -> None:
     if dist.get_rank() == 0:
         for numbers, what in ((gone, "gone"), (come, "there")):
             if numbers:
-                logger.warning("Without a model: %s %s; the run goes on.", _servers(numbers), what)
+                logger.warning("Of the servers without a model, %s %s; the run goes on.", _servers(numbers), what)
 
 
 def _servers(numbers: Sequence[int]) -> str:
-    """Returns the beginning of a sentence: "server 0 is" or "servers 0, 1 are"."""
+    """Returns a part of a sentence: "server 0 is" or "servers 0, 1 are"."""
     return f"server {numbers[0]} is" if len(numbers) == 1 else f"servers {', '.join(map(str, numbers))} are"
 
 

@@ -8,8 +8,9 @@ our modules, and no signature changes.
 - :class:`PackedMicroBatch`: every document lies whole on one rank, which computes its attention.
 
 A row is the hidden state of one token. "This rank" is a data-parallel rank; its tensor-parallel ranks have the same
-tokens. Axes of attention: N rows of this rank with padding, H query heads, G key and value heads, D elements of a head
-of q and k. Axes of recurrent layers: C channels of the convolution, H heads, V elements of a value.
+tokens. Axes of attention: N rows of this rank, with padding unless said otherwise; H query heads, G key and value
+heads, D elements of a head of q and k. Axes of recurrent layers: C channels of the convolution, H heads, V elements of
+a value.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class PackedMicroBatch:
                 sinks.
         """
         if not self.rows:
-            return q_NHD * 0
+            # The zeros depend on all inputs, as Megatron waits for a gradient of every weight.
+            others = [k_NGD, v_NGD] if sink_H is None else [k_NGD, v_NGD, sink_H]
+            return (q_NHD[..., : v_NGD.shape[2]] + sum(x.sum() for x in others)) * 0
         return core_attention(q_NHD, k_NGD, v_NGD, self.batch, kernel, kind, timer, sink_H)
 
     def recur(

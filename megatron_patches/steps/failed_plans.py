@@ -23,7 +23,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
 
     Args:
         number: the step's number, for the message and the file's name.
-        folder: the folder of the file. If it cannot be written there, it goes to the folder for temporary files.
+        folder: the folder of the file. If writing fails there, the file goes to the folder for temporary files.
 
     Raises:
         FailedPlanError: planning failed; the message names the step, the file and the command.

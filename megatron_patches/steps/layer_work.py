@@ -1,18 +1,19 @@
 """Counts the weights by which each layer of a model multiplies a token's hidden state, without core attention.
 
 The planner multiplies these counts by measured seconds per weight. A *unit* is an attention or recurrent layer, with
-the MLPs and experts up to the next such layer. Each layer of a GPTModel is a unit. In a HybridModel each MLP is a layer
-of its own.
+the MLPs and experts that follow. Each layer of a GPTModel is a unit. In a HybridModel each MLP is a layer of its own.
 """
 
 from __future__ import annotations
+
+import re
 
 from megatron.core.transformer import TransformerConfig
 
 from distca.plan.cost.linear import LayerWork, layer_weights
 from megatron_patches.experts.weights import expert_weights, mlp_weights, weights_of_mlp
 from megatron_patches.model.latent import is_latent, latent_of
-from megatron_patches.model.pattern import ATTENTION, EXPERTS, MLP, layers_of, units_of
+from megatron_patches.model.pattern import ATTENTION, EXPERTS, MIXERS, MLP, STAGE, units_of
 from megatron_patches.model.recurrences import has_output_gate
 
 
@@ -22,22 +23,35 @@ def layer_works(config: TransformerConfig, pattern: str, recompute_segments: boo
     Every layer of a GPTModel is given the mean weights of all layers' MLPs and experts.
 
     Args:
-        pattern: the layers of a HybridModel, a letter for each layer; empty for a GPTModel.
+        pattern: the layers of a HybridModel, a letter for each layer and "|" between stages; empty for a GPTModel.
         recompute_segments: whether backward recomputes everything but core attention. If False, it recomputes the MLPs
             if ``config`` says so.
     """
-    units, layers = units_of(config, pattern), layers_of(pattern)
-    ends = [unit.layer_number - 1 for unit in units[1:]] + [len(layers)]
+    units = units_of(config, pattern)
+    if pattern:
+        mlps = [sum(_weights_of(config, letter) for letter in letters) for letters in _letters_of_mlps(pattern)]
+    else:
+        mlps = [mlp_weights(config)] * len(units)
     works = []
-    for unit, end in zip(units, ends, strict=True):
+    for unit, mlp in zip(units, mlps, strict=True):
         if unit.symbol != ATTENTION:
             continue
-        behind = layers[unit.layer_number : end]  # the letters of the MLPs up to the next unit
-        mlp = sum(_weights_of(config, letter) for letter in behind) if pattern else mlp_weights(config)
         weights = mlp + _attention(config)
         recomputed = weights if recompute_segments else mlp if config.recompute_granularity else 0
         works.append(LayerWork(weights, recomputed))
     return works
+
+
+def _letters_of_mlps(pattern: str) -> list[str]:
+    """Returns for each unit the letters of its MLPs and experts.
+
+    MLPs before a stage's first unit count to that unit: "-*-G" has two units, with "--" and "".
+    """
+    found = []
+    for stage in pattern.split(STAGE):
+        before, first, *others = re.split(f"[{re.escape(MIXERS)}]", stage)
+        found += [before + first, *others]
+    return found
 
 
 def _weights_of(config: TransformerConfig, letter: str) -> int:

@@ -70,7 +70,7 @@ def plan_options(
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     shares = tp if config.sequence_parallel else 1  # parts into which sequence parallelism splits the rows
     machines = [] if remote is None else remote.machines
-    homes = parallel_state.get_data_parallel_world_size() * stages
+    training = parallel_state.get_data_parallel_world_size() * stages  # servers that are ranks
     sorts = pool_sorts(tp, ServerSort(_name(device), kernel.name), [] if remote is None else remote.sorts)
     if len(set(sorts)) > 1:
         logger.info("The pool's servers: %s.", in_words(sorts))
@@ -80,20 +80,22 @@ def plan_options(
     if given.disaggregate:
         find = partial(_costs_on, kinds=layer_kinds.kinds, cost=cost, cost_table=given.cost_table)
         costs = costs_by_sort(costs, sorts, find, warns=dist.get_rank() == 0 and not given.speeds)
+        # Alike servers have about equally long linear layers, so it is enough to make attention's seconds equal.
         unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
         # CPU ranks may share cores. With NVSHMEM an idle server could get more rows than its receive memory holds.
-        usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
+        auto_is_time = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         works = partial(layer_works, config, given.hybrid_layer_pattern, given.recompute == "all")
-        non_attention = _non_attention(config, cost, given.level, usual, works)
+        non_attention = _non_attention(config, cost, given.level, auto_is_time, works)
     if non_attention is not None and isinstance(costs[0], PoolCost):
-        non_attention = replace(non_attention, factors=linear_factors(costs[0], homes))
+        non_attention = replace(non_attention, factors=linear_factors(costs[0], training))
     if given.speeds:
-        check_speeds(given.speeds, homes + len(machines))
-    if speeds := speeds_beside_others(given.speeds, homes, [] if remote is None else remote.sharing):
+        check_speeds(given.speeds, training + len(machines))
+    # A server of speed s takes 1 / s of its cost table's seconds, for attention and for linear layers.
+    if speeds := speeds_beside_others(given.speeds, training, [] if remote is None else remote.sharing):
         costs = tuple(at_speeds(each, speeds) for each in costs)
         if non_attention is not None:
-            by_table = non_attention.factors or (1.0,) * homes
-            slower = tuple(each / speed for each, speed in zip(by_table, speeds[:homes], strict=True))
+            by_table = non_attention.factors or (1.0,) * training
+            slower = tuple(each / speed for each, speed in zip(by_table, speeds[:training], strict=True))
             non_attention = replace(non_attention, factors=slower)
     return PlanOptions(
         ranks=parallel_state.get_data_parallel_world_size(),
@@ -120,7 +122,7 @@ def check_speeds(speeds: Sequence[float], servers: int) -> None:
     """Refuses ``speeds`` unless it has one finite number above 0 for each of the ``servers`` servers.
 
     Raises:
-        PlanError: ``speeds`` has another length, or another number.
+        PlanError: there are more or fewer speeds, or a speed is 0, negative, infinite or nan.
     """
     if len(speeds) != servers or not all(0 < speed < math.inf for speed in speeds):
         raise PlanError(
@@ -143,9 +145,9 @@ def attention_shape(config: TransformerConfig) -> AttentionShape:
 def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | None = None) -> CostModel:
     """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
 
-    It is the file ``cost_table`` if given. Else it is a table for the GPU and kernel of ``sort`` and these heads, from
-    the folder ``cost_table`` or the package. Else it is an estimate, which for the reference kernel counts pairs of
-    query and key.
+    If ``cost_table`` is a file, the object is the file's table. Otherwise it is a table for ``sort`` (GPU and kernel)
+    and these heads, from the folder ``cost_table`` or from the package. If there is no such table, it is an estimate.
+    For the reference kernel the estimate counts pairs of query and key.
 
     Raises:
         PlanError: the named file is not usable or was measured for other heads; or neither the named folder nor the
@@ -202,8 +204,8 @@ def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, w
 def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table: str | None) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
-    If the kind has a window and ``cost`` is a table, it is a table of that window, if there is one. Otherwise it is
-    derived from ``cost``.
+    For a kind with a window the object is a measured table of this window, if there is one and ``cost`` is a table.
+    Otherwise it is derived from ``cost``.
     """
     if kind.window and isinstance(cost, TableCost):
         table = _first_ranks(lambda: _table_of(sort, cost.shape, cost_table, kind.window))
@@ -236,25 +238,30 @@ def _costs_on(
 
 
 def _non_attention(
-    config: TransformerConfig, cost: CostModel, level: Level, usual: bool, works: Callable[[], Sequence[LayerWork]]
+    config: TransformerConfig,
+    cost: CostModel,
+    level: Level,
+    auto_is_time: bool,
+    works: Callable[[], Sequence[LayerWork]],
 ) -> NonAttention | None:
     """Returns a rank's seconds per row beside core attention; None if plans make only attention's seconds equal.
 
     Args:
         cost: the seconds of attention tasks; ``cost.linear`` has the seconds of linear layers, or is None.
         level: what a plan makes equal: "attention", "time" (attention and linear layers together), or "auto".
-        usual: whether ``level`` "auto" means "time".
+        auto_is_time: whether ``level`` "auto" means "time".
         works: a function that returns the work of the model's layers with attention.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rate = cost.linear
-    if level == "attention" or (level == "auto" and not usual):
+    if level == "attention" or (level == "auto" and not auto_is_time):
         return None
     if rate is None:
         if level == "auto":
             logger.info(
-                "Phases level attention alone: the cost table has no linear layers; `distca profile` measures them."
+                "Plans make only attention's seconds equal, as the cost table has no seconds of linear layers; `distca "
+                "profile` measures them."
             )
             return None
         raise PlanError(
@@ -264,7 +271,7 @@ def _non_attention(
     fp8 = fp8_of(config)
     if (in_fp8 := rate.in_fp8(fp8)) is None:
         logger.warning(
-            "Phases are levelled as if linear layers were in bfloat16: the cost table has no seconds of linear layers "
+            "Plans are made as if linear layers were in bfloat16: the cost table has no seconds of linear layers "
             "in FP8 (%s); `distca profile` measures them.",
             fp8,
         )

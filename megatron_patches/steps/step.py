@@ -67,7 +67,7 @@ class Step:
     """One global batch, ready to run.
 
     Attributes:
-        documents: the documents, by micro-batch of the plan. The caller may have given other micro-batches.
+        documents: the documents in the plan's micro-batches, which may differ from the caller's.
         plan: the plan of all ranks.
         balance: estimated seconds of every rank, before and after planning.
         routes: this rank's routes; None if every rank computes its own attention.
@@ -228,7 +228,7 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
     def merged(
         attention: Sequence[LayerRoutes], by_size: Mapping[int, tuple[RecurrentRoutes, ...]]
     ) -> tuple[LayerRoutes, ...]:
-        rest = iter(attention)
+        rest = iter(attention)  # one entry for each layer with attention
         return tuple(next(rest) if each is None else by_size[each.halo_rows] for each in here)
 
     def own(micro_batch: int, attention: Sequence[LayerRoutes]) -> tuple[LayerRoutes, ...]:
@@ -326,15 +326,15 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
     Raises:
         PlanError: the layout, which is the same on all ranks, cuts a document.
     """
-    everyone = layout.q
-    cut = everyone.document[(everyone.start > 0) | (everyone.stop < layout.last[everyone.document])]
+    parts = layout.q  # the part of a document that a rank has is its tokens from ``start`` to ``stop``
+    cut = parts.document[(parts.start > 0) | (parts.stop < layout.last[parts.document])]
     if len(cut):
         raise PlanError(
             f"Document {cut[0]} of a micro-batch, of {layout.last[cut[0]]:,} tokens, spans data-parallel ranks, but "
             "`disaggregate` is False, so every document has to stay on one rank: give documents homes "
             "(distca.StepDocuments), or set `disaggregate` to True."
         )
-    mine = everyone.on_rank(rank)
+    mine = parts.on_rank(rank)
     borders = np.concatenate(([0], np.cumsum(mine.stop)))  # for queries and for keys, as documents are whole
     return PackedMicroBatch(TaskBatch.of(borders, borders, upload), int(borders[-1]))
 

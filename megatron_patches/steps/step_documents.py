@@ -1,4 +1,4 @@
-"""The documents of one training step, in the form that ``CAD.plan_step`` and ``CAD.plan_ahead`` take, and checks.
+"""Holds and checks the documents of one training step, for ``CAD.plan_step`` and ``CAD.plan_ahead``.
 
 A step is a list of micro-batches. A micro-batch is a list of the documents of all data-parallel ranks. A document's
 *home* is the data-parallel rank that is to hold the whole document; most documents have none.
@@ -159,7 +159,7 @@ def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Seq
         except ValueError:  # lists of unequal lengths
             array = np.empty(0)
         if array is not None and not array.size:
-            array = array.astype(np.int64)
+            array = array.astype(np.int64)  # numpy makes floats of an empty list, which homes may not be
         if array is not None and (array.shape != (len(documents),) or array.dtype.kind not in kinds):
             each = "rank" if name == "homes" else "number"
             raise PlanError(

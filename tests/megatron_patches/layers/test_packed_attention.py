@@ -1,5 +1,6 @@
 """Packed attention beside padding rows: the kernel's output is freed until backward, and gradients do not change."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from distca.attention import TaskBatch
 from distca.attention.kernel import core_attention
 from distca.attention.reference import ReferenceKernel
+from distca.plan import AttentionKind
 from distca.runtime.timeline import Timeline
 from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.steps.batch_context import PackedMicroBatch
@@ -54,3 +56,16 @@ def test_gradients_with_padding(lengths: tuple[int, ...], padding: int) -> None:
         expected = torch.autograd.grad((o.flatten(1) * weights[:rows, 0]).sum(), same)
         assert torch.equal(found[:rows, 0], o.flatten(1))
         assert all(torch.equal(a[:rows, 0], b) for a, b in zip(gradients, expected, strict=True))
+
+
+def test_a_rank_without_documents_gives_gradients_to_all_inputs() -> None:
+    micro_batch = PackedMicroBatch(TaskBatch.of(np.zeros(1, np.int64), np.zeros(1, np.int64), "cpu"), 0)
+    sizes = ((0, 4, 8), (0, 2, 8), (0, 2, 6), (4,))
+    inputs = [torch.ones(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+    q, k, v, sinks = inputs
+    for given in (None, sinks):
+        o = micro_batch.attend(ReferenceKernel(), q, k, v, AttentionKind(1.0), lambda _: nullcontext(), given)
+        assert o.shape == (0, 4, 6) and o.dtype == torch.bfloat16, "heads are as wide as values"
+        used = inputs if given is not None else inputs[:3]
+        gradients = torch.autograd.grad(torch.nn.functional.pad(o, (0, 0, 0, 0, 0, 2)).sum(), used)
+        assert not any(gradient.any() for gradient in gradients)

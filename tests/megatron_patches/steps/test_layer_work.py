@@ -52,7 +52,8 @@ def test_between_attentions(name: str, recompute: str) -> None:
     assert found.forward > 0
 
 
-def test_all_mlps_behind_a_mixer_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", ["*--*-*", "-*-*-*"])
+def test_all_mlps_count(layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small_cases.on_cpu()
     from megatron.core import parallel_state
 
@@ -65,8 +66,16 @@ def test_all_mlps_behind_a_mixer_count(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("megatron-core has no such layers")
     for size in ("tensor", "pipeline"):
         monkeypatch.setattr(parallel_state, f"get_{size}_model_parallel_world_size", lambda: 1)
-    shape = replace(SHAPE, layers=6, hybrid=replace(NET, pattern="*--*-*", output_gate=False))
+    shape = replace(SHAPE, layers=6, hybrid=replace(NET, pattern=layers, output_gate=False))
     pattern = shape.hybrid.symbols(shape.layers)
     config = transformer_config(shape, torch.float32)
     two, one, none = layer_works(config, pattern, False)
     assert two.weights - one.weights == one.weights - none.weights == weights_of_mlp(config)
+
+
+def test_mlps_before_a_stage_s_first_unit_count_to_it() -> None:
+    small_cases.on_cpu()
+    from megatron_patches.steps.layer_work import _letters_of_mlps
+
+    assert _letters_of_mlps("-*EG|-*EG") == ["-E", "", "-E", ""]
+    assert _letters_of_mlps("M-G") == ["-", ""]
