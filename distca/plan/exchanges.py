@@ -3,9 +3,12 @@
 The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A *task* is a range of
 query rows of one document on one server. A *nano-batch* is a whole micro-batch, or one of its two parts.
 
-In each nano-batch, q goes from homes to servers in one exchange, and k and v in another exchange. o, dQ, dK and dV
-return by the same exchanges, with source and destination swapped. An exchange is a list of *segments*. A segment copies
-consecutive rows of the sender's tensor to consecutive rows of the receiver's tensor.
+In each nano-batch, q goes from homes to servers in one exchange, and k and v in another exchange. Between nodes, k and
+v may first go to one server of a node, the *gateway*. A third exchange then brings them to other servers of the
+gateway's node. o, dQ, dK and dV return by the same exchanges, with source and destination swapped.
+
+An exchange is a list of *segments*. A segment copies consecutive rows of the sender's tensor to consecutive rows of the
+receiver's tensor.
 
 Array legend: R ranks, T tasks, N ranges of rows; all arrays are int64.
 """
@@ -67,7 +70,7 @@ class RowExchange:
 
     The rank has a home tensor, from which rows are sent, and a server buffer, in which each row arrives once. A kernel
     reads one *region* of k,v rows for each task. If tasks share rows, the server copies rows from its buffer to the
-    regions.
+    regions. In the exchange from gateways, gateways are in place of homes, and their server buffers of home tensors.
 
     Attributes:
         source_rows: number of rows of the home tensor.
@@ -123,9 +126,7 @@ class Pieces:
     def of(
         reads: Reads, begin: np.ndarray, offset: np.ndarray, shards: Shards, links: Links | None = None, ranks: int = 1
     ) -> tuple[Pieces, Pieces]:
-        """Returns the pieces that servers receive from homes, and the pieces that servers receive from *gateways*.
-
-        A gateway is a server that receives rows from another node, and sends them on to servers of its own node.
+        """Returns the pieces that servers receive from homes, and the pieces that servers receive from gateways.
 
         Args:
             reads: the ranges of home rows that tasks read.

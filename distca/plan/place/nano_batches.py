@@ -120,8 +120,8 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     ping, pong = ranking[in_ping], ranking[~in_ping]
     difference = abs(int(length[ping].sum()) - int(length[pong].sum()))
 
-    # If ping and pong have unequal tokens, the middle is not where pong begins. So the shortest
-    # documents, with at least "difference" tokens together, stand on either side of pong's begin.
+    # If ping and pong have unequal tokens, the middle is not where pong begins. So the shortest documents, with
+    # "difference" tokens together or a little more, stand on either side of pong's begin.
     def near_cut(nano: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shortest = nano[::-1]
         count = int(np.searchsorted(np.cumsum(length[shortest]), difference)) + 1
