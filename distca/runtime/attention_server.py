@@ -37,7 +37,7 @@ from distca.plan.step_file import StepInputs
 from distca.runtime.device_routes import LayerRoutes, StepRoutes
 from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
 from distca.runtime.ping_pong import run_layers
-from distca.runtime.server import AttentionPool
+from distca.runtime.server import AttentionPool, together
 from distca.runtime.timeline import Timeline
 from distca.transport.breakable import BreakableTransport, is_lost_peer
 from distca.transport.collective import nccl_goes_first
@@ -258,7 +258,9 @@ class _Server:
         place = generation.servers.index(self._me)
         tp = len(generation.servers) // options.servers
         self._place, self._terms = options.homes + place // tp, terms
-        self._layer = EmptyLayer(spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, self._device)
+        self._layer = EmptyLayer(
+            spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, self._device, value_dim=spec.value_dim
+        )
         name = group_name(generation.number, place % tp)
         self._store.hear_from(generation.told)
         patience = FORMING if generation.number else TIMEOUT
@@ -421,20 +423,25 @@ class _TracedLayer:
     def hidden(self) -> torch.Tensor:
         """Returns the first layer's input: 0 rows, as wide as q, k and v side by side."""
         each = self._empty
-        width = each.head_dim * (each.heads + 2 * each.kv_heads)
-        return torch.empty(0, width, dtype=each.dtype, device=each.device, requires_grad=True)
+        return torch.empty(0, sum(self._widths), dtype=each.dtype, device=each.device, requires_grad=True)
+
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        """The elements of a row's q, k and v."""
+        each = self._empty
+        return each.heads * each.head_dim, each.kv_heads * each.head_dim, each.kv_heads * each.value_width
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         each = self._empty
-        q, kv = hidden.split((each.heads * each.head_dim, 2 * each.kv_heads * each.head_dim), dim=1)
-        return (
-            hidden,
-            q.reshape(0, each.heads, each.head_dim),
-            kv.reshape(0, 2, each.kv_heads, each.head_dim),
+        q, k, v = hidden.split(self._widths, dim=1)
+        kv = together(
+            k.reshape(0, each.kv_heads, each.head_dim),
+            v.reshape(0, each.kv_heads, each.value_width),
         )
+        return hidden, q.reshape(0, each.heads, each.head_dim), kv
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
         # With o in the output, autograd's backward passes through the attention of this layer.
         (hidden,) = residual
-        o = o_NHD.reshape(0, self._empty.heads * self._empty.head_dim)
+        o = o_NHD.reshape(0, self._empty.heads * self._empty.value_width)
         return torch.cat((o, hidden[:, o.shape[1] :]), dim=1)

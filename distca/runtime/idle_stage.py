@@ -49,7 +49,7 @@ class EmptyLayer:
     value_dim: int = 0
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        k, v = self._no_rows(self.kv_heads, self.head_dim), self._no_rows(self.kv_heads, self._width)
+        k, v = self._no_rows(self.kv_heads, self.head_dim), self._no_rows(self.kv_heads, self.value_width)
         return hidden, self._no_rows(self.heads, self.head_dim), together(k, v)
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
@@ -59,10 +59,11 @@ class EmptyLayer:
     @property
     def output(self) -> torch.Tensor:
         """o_NHD of no rows."""
-        return self._no_rows(self.heads, self._width)
+        return self._no_rows(self.heads, self.value_width)
 
     @property
-    def _width(self) -> int:
+    def value_width(self) -> int:
+        """Elements of a value head."""
         return self.value_dim or self.head_dim
 
     def _no_rows(self, heads: int, width: int) -> torch.Tensor:

@@ -46,6 +46,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"router": BALANCED, "ep": 4, "backward": "resend", "recompute": "all"},
     {"router": BIASED, "ep": 2},
     *({"stack": stack} for stack in (("hybrid_stage_cases", 3), ("hybrid_model_cases", 4)) if has_gated_delta_net()),
+    *({"latent": number} for number in (0, 1) if has_gated_delta_net()),  # Megatron-Core 0.19
 )
 IDLE = 3
 """The case that has too little attention for servers to get any."""
@@ -96,13 +97,15 @@ def _make(name: str, _: Any) -> Kernel:
     return kernel
 
 
-def _case(router: str = "", stack: tuple[str, int] | None = None, **settings: Any) -> Any:
-    from distca.parity import hybrid
+def _case(router: str = "", stack: tuple[str, int] | None = None, latent: int | None = None, **settings: Any) -> Any:
+    from distca.parity import hybrid, latent_cases
     from distca.parity.cases import ParityCase, ParityShape
     from distca.parity.experts import expert_case
 
     if stack is not None:
         return replace(getattr(hybrid, stack[0])()[stack[1]], scheduler="real")
+    if latent is not None:
+        return latent_cases.latent_cases(tp=latent + 1)[latent]
     usual: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "shape": ParityShape(layers=2)}
     return expert_case(router, **usual | settings) if router else ParityCase(**usual | settings)
 

@@ -72,7 +72,6 @@ def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"servers": 1},
         {"model_options": replace(ModelOptions(), norms="post")},
         {"hybrid_layer_pattern": "*-"},
     ],
