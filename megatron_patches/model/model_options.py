@@ -64,7 +64,7 @@ class ModelOptions:
         norm_bias: whether LayerNorms have biases (Cohere: no).
         parallel_mlp: whether the MLP reads the same input as attention, and both outputs are added to the residual
             (Cohere).
-        embedding_scale: factor on embeddings. The factor is rounded to their type (Gemma, Granite).
+        embedding_scale: factor on embeddings (Gemma, Granite). The factor is rounded to the embeddings' type.
         residual_multiplier: factor on the outputs of attention and the MLP before they are added to the residual
             (Granite).
         logit_multiplier: factor on the logits (Cohere; Granite: 1 / ``logits_scaling``).

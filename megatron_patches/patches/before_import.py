@@ -34,7 +34,7 @@ class _BeforeMegatron:
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         """Returns None, so that Python asks other finders for the module."""
-        # Where only the installed version is looked up, Python asks for ``megatron.core`` itself, without torch.
+        # Python also looks for ``megatron.core`` itself, to read the installed version. That needs no torch.
         if self.done or not name.startswith("megatron.core."):
             return
         self.done = True

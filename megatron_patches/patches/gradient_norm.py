@@ -31,7 +31,7 @@ def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *
 
 def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
     """Multiplies tensors by a factor. ``tensors`` is a list of tensors to read and a list of tensors to write.
-    Both may share memory."""
+    The two lists may share memory."""
     given, into = tensors
     if all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True)):
         torch._foreach_mul_(list(into), factor)

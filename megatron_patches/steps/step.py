@@ -149,8 +149,8 @@ def make_step(
     document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
     homes = documents.homes if any(home is not None for home in documents.homes or ()) else None
     count = len(document_lengths)
-    dealt = [room] * count if room and homes is None and count > 1 else None
-    inputs = StepInputs(document_lengths, options, homes, dealt)
+    rooms = [room] * count if room and homes is None and count > 1 else None
+    inputs = StepInputs(document_lengths, options, homes, rooms)
     announced, generation = (0, 0) if remote is None else (remote.announce(inputs), remote.generation)
     with reporting_failure(inputs, number, folder):
         plan = inputs.plan()
