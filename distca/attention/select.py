@@ -160,7 +160,7 @@ def _why_not(name: str, spec: AttentionSpec, direction: Literal["forward", "back
     if name == "reference":
         return None
     if spec.device.type != "cuda":
-        return "the tensors are not on a GPU"
+        return "it needs a GPU, and this rank computes on the CPU"
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
     if name == "flash4":

@@ -15,7 +15,11 @@ from distca.errors import DataError, PlanError, system_words
 from distca.words import rename_parameters
 
 _GIVEN_BY = {"path": "PATH", "source": "KIND"}
-_NOT_GIVEN = {"field": "field, as the sources of a blend:PATH can", "bad": "--bad of distca data convert"}
+_NOT_GIVEN = {
+    "field": "field, as the sources of a blend:PATH can",
+    "bad": "--bad of distca data convert",
+    "conversations": "--conversations of distca plan",
+}
 """Parameters for which a command has no option."""
 MOST_TOKENS = 1 << 32
 """Tokens of the largest micro-batch that is planned: a million for each of 4096 ranks."""

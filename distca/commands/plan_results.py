@@ -232,12 +232,11 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
     for axes, by_kind, title in zip((before, after), series, ("documents in order, at home", "planned"), strict=True):
         below = np.zeros(ranks)
         for name, milliseconds, color in zip(names, by_kind, colors_of(names), strict=True):
-            axes.bar(np.arange(ranks), milliseconds, 1.0, below, label=name, color=color)
+            axes.bar(np.arange(ranks), milliseconds, 1.0, below, label=name if several else None, color=color)
             below = below + milliseconds
-        axes.axhline(float(below.mean()), color="black", linewidth=0.8)
-        axes.set(title=title, xlabel="rank", ylabel=f"{unit}, fwd + bwd", ylim=(0, top))
-    if several:
-        before.legend(frameon=False, loc="upper right", reverse=True)
+        axes.axhline(float(below.mean()), color="black", linewidth=0.8, label="mean")
+        axes.set(title=title, xlabel="rank", ylabel=f"{unit}, forward and backward", ylim=(0, top))
+    before.legend(frameon=False, loc="upper right", reverse=True)
     image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto", vmin=0)
     who.set(title="who computes for whom", xlabel="server", ylabel="home rank")
     for axis in (before.xaxis, after.xaxis, who.xaxis, who.yaxis):

@@ -7,7 +7,7 @@ from distca.commands.options import check_least, check_most, check_tolerance
 from distca.commands.simulate_cases import run_cases
 from distca.commands.simulate_inputs import draw, read_costs, read_model
 from distca.commands.simulate_results import Files, Timeline, report
-from distca.errors import OptionError
+from distca.errors import BaselineError, OptionError
 from distca.simulate import Cluster, Job, load_rates
 from distca.simulate.job import Backward, Narrow, Recompute
 from distca.simulate.rates import RATES
@@ -61,7 +61,7 @@ def simulate(
             indexed:PATH, cut where it exceeds a context.
         gpus: of the cluster; several as [64,128,256].
         model: 8b, 34b, gemma-3-like, olmo-3-like, gpt-oss-like, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b,
-            moonlight-16b-a3b, deepseek-v3, or a configuration file with a model (YAML).
+            moonlight-16b-a3b, deepseek-v3, qwen3.5-9b, qwen3.5-27b, or a configuration file with a model (YAML).
         modes: comma-separated: distca, packed, packed-dealt, variable, cpN, cpN-keep, ringN, ulyssesN for groups of N
             ranks. With -hidden behind it, what a mode sends travels beside computation. best-cp and best-cp-hidden take
             the fastest degree. With -halo (cp4-halo, best-cp-halo-hidden) layers with a window gather nothing and get
@@ -164,10 +164,13 @@ def _several(option: str, value: _Counts) -> list[int]:
 
 
 def _modes(modes: str) -> list[str]:
-    """Each once; OptionError where there is none, BaselineError where one is unknown."""
+    """Each once; OptionError where there is none or one is unknown."""
     names = list(dict.fromkeys(name.strip() for name in modes.split(",") if name.strip()))
     if not names:
         raise OptionError(f"--modes is {modes!r}, which names none; give some, such as distca,{BEST}.")
     for name in names:
-        parse(name)
+        try:
+            parse(name)
+        except BaselineError as error:
+            raise OptionError(f"--modes is {modes!r}. {error}") from None
     return names

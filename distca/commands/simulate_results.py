@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDTH = 104  # columns of a terminal that the table needs
+_CAPTION = (
+    "DistCA: its speed over this mode's; idle: share of the step in which a GPU computes nothing; "
+    "exposed: the part of it that waits for bytes"
+)
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,8 @@ def summary(found: list[dict[str, Any]], memory_gib: float) -> Table:
     """A table of all cases; what does not fit into ``memory_gib`` is marked."""
     from rich.table import Table
 
-    table = Table(title="Predicted steps; memory above that of a GPU is marked *")
+    title = "Predicted steps; memory above that of a GPU is marked *"
+    table = Table(title=title, caption=_CAPTION, caption_justify="left")
     for column in ("GPUs", "context", "mode", "step s", "tokens/s", "DistCA", "idle", "exposed", "GiB"):
         table.add_column(column, justify="left" if column == "mode" else "right", no_wrap=column == "mode")
     for row in found:

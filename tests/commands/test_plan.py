@@ -62,7 +62,8 @@ def test_a_mixed_stack_is_planned_by_kind(tmp_path: Path, capsys: pytest.Capture
     drawn = picture.read_text()
     assert "<!-- full -->" in drawn and "<!-- window 1,024 -->" in drawn and "mean of all layers" in drawn
     plan(str(lengths), ranks=4, picture=str(picture))
-    assert "<!-- full -->" not in picture.read_text()
+    drawn = picture.read_text()
+    assert "<!-- full -->" not in drawn and "<!-- mean -->" in drawn and "forward and backward -->" in drawn
 
 
 def test_recurrent_layers_move_summaries_and_halos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from distca.commands.main import main
 from distca.plan.cost.table_file import TABLES
+from distca.simulate import MODELS
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -67,7 +68,7 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
         (("--modes", ","), "--modes is ',', which names none"),
         (("--tolerance", "2"), "--tolerance is 2.0; it must be at least 0 and below 1."),
         (("--model", "9b"), "--model is '9b'; give 8b, 34b"),
-        (("--modes", "cp"), "There is no mode 'cp'"),
+        (("--modes", "distca,cp"), "--modes is 'distca,cp'. There is no mode 'cp'"),
         (("--timeline", "t.json", "--timeline_rank", "8"), "servers 0 to 7"),
         (("--context", "[16777216]"), "lower --context or raise --tokens_per_rank."),
         (("--pp", "3"), "--tp × --pp is 8 × 3"),
@@ -107,3 +108,9 @@ def test_mistakes_are_sentences(
     assert code == 2
     assert said in " ".join((out + err).split())
     assert "Traceback" not in out + err
+
+
+def test_help_names_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(capsys, "--help")[1]
+    shown = "".join(said.split())  # names are broken at hyphens
+    assert [name for name in MODELS if f"{name}," not in shown] == []

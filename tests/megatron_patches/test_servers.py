@@ -240,7 +240,7 @@ def _refused() -> tuple[str, ...]:
 def test_a_late_server_is_refused_alone_and_a_first_one_everywhere() -> None:
     ((alone, at_home, on_server),) = run_ranks(1, _refused)
     assert "Server 3 has device cpu, and the homes compute on cuda" in alone
-    assert on_server.startswith("`kernel` flash4 cannot run here: the tensors are not on a GPU. Set `kernel` to auto")
+    assert on_server.startswith("`kernel` flash4 cannot run here: it needs a GPU, and this rank computes")
     assert at_home == f"On server 0 of the pool: {on_server}"
 
 

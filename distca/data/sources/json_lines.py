@@ -160,7 +160,10 @@ def record_of(line: bytes, field: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f'this is not a JSON object with a "{field}" string')
     if field not in record:
-        raise ValueError(f'this JSON object has no "{field}"; its fields are {", ".join(record) or "none"}')
+        said = f'this JSON object has no "{field}"; its fields are {", ".join(record) or "none"}'
+        if field == "text" and any(isinstance(record.get(name), list) for name in ("messages", "conversations")):
+            said += "; for conversations set `conversations` to true"
+        raise ValueError(said)
     return record
 
 

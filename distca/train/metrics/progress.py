@@ -97,7 +97,7 @@ class StepProgress:
     def __enter__(self) -> StepProgress:
         logger.info(
             "Below, loss is the mean of the last %d steps, and perplexity e to that loss. Gradient is its norm before "
-            "clipping. Imbalance is the %s: with documents at home → as planned.",
+            "clipping. Imbalance is the %s in this step: with documents at home → as planned.",
             *(SMOOTHED, _IMBALANCE.format(self._leveled)),
         )
         if self._bar is not None:
@@ -167,7 +167,11 @@ def print_summary(
     """
     resumed = f", from step {summary.first_step} on" if summary.first_step > 1 else ""
     title = f"{folder.path.name}: {count(summary.steps, 'step')}{resumed}"
-    said = f"imbalance: {_IMBALANCE.format(summary.leveled)}" if summary.imbalance_before is not None else None
+    said = (
+        f"imbalance: {_IMBALANCE.format(summary.leveled)}, mean of all steps"
+        if summary.imbalance_before is not None
+        else None
+    )
     table = Table(title=title, show_header=False, title_justify="left", caption=said, caption_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")

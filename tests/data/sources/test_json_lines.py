@@ -51,6 +51,7 @@ def test_a_folder_is_its_jsonl_files_by_name(tmp_path, caplog):
         (b'{"text": "\xff"}', "not valid JSON"),
         (b'["text"]', 'not a JSON object with a "text" string'),
         (b'{"body": "x"}', 'this JSON object has no "text"; its fields are body'),
+        (b'{"messages": []}', "its fields are messages; for conversations set `conversations` to true"),
         (b'{"text": 3}', 'not a JSON object with a "text" string'),
         (b'{"text": "\\ud800"}', "unpaired surrogate"),
         (b"[" * 200_000 + b"]" * 200_000, "nested too deep"),
