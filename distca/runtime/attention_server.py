@@ -169,7 +169,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     meeting = PoolStore(store, pool)
     name = torch.cuda.get_device_name() if gpu else "cpu"
-    me = Comer(number, machine_name(), device.type, name, Process.here(), gpu_id=_gpu_id(device))
+    me = Comer(number, machine_name(), device.type, name, Process.here(), gpu_id=gpu_id(device))
     if not meeting.has("generation/0"):
         meeting.put(f"server/{number}", me)
     asked: KernelTerms = meeting.take("kernel", patience, "No homes have come that ask for servers without a model.")
@@ -196,7 +196,8 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
     return _Server(meeting, me, kernel, device).run(first)
 
 
-def _gpu_id(device: torch.device) -> str:
+def gpu_id(device: torch.device) -> str:
+    """Returns the identity of a GPU; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 

@@ -17,7 +17,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -29,6 +29,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import distributed_c10d as c10d
 
 from distca.attention import AttentionSpec
+from distca.cluster.agreement import of_ranks
 from distca.cluster.pool_store import MAY_GO, POLL_S, PoolStore
 from distca.cluster.pool_watch import PoolWatch
 from distca.cluster.timeout import TIMEOUT
@@ -44,6 +45,7 @@ from distca.runtime.attention_server import (
     PoolTerms,
     Served,
     check_device,
+    gpu_id,
     group_name,
 )
 from distca.transport.breakable import BreakableTransport
@@ -77,20 +79,31 @@ def check_with_servers(config: TransformerConfig, offload: bool) -> None:
             )
 
 
-def _check_gpus(servers: Sequence[Comer], tp: int) -> None:
-    """Refuses two servers on one GPU that serve the same one of the ``tp`` tensor-parallel ranks.
+def _check_gpus(servers: Sequence[Comer], tp: int, of_homes: Collection[str] = ()) -> None:
+    """Refuses a server on a home's GPU, and two on one GPU that serve the same one of the tensor-parallel ranks.
+
+    Args:
+        servers: all servers; of ``tp`` consecutive ones each serves another tensor-parallel rank.
+        tp: number of tensor-parallel ranks.
+        of_homes: identities of the homes' GPUs.
 
     Raises:
-        SupportError: there are two such servers.
+        SupportError: there are such servers.
     """
     for tp_rank in range(tp):
         first: dict[str, int] = {}
         for each in servers[tp_rank::tp]:
+            if each.gpu_id and each.gpu_id in of_homes:
+                raise SupportError(
+                    f"Server {each.number} of the pool is on the GPU of a rank with a model: start it on another one "
+                    "(LOCAL_RANK, CUDA_VISIBLE_DEVICES)."
+                )
             if each.gpu_id and first.setdefault(each.gpu_id, each.number) != each.number:
+                may = f"let at most {tp} servers with consecutive numbers share a GPU"
                 raise SupportError(
                     f"Servers {first[each.gpu_id]} and {each.number} of the pool share a GPU and serve the same "
-                    f"tensor-parallel rank, but NCCL takes one process of a group on each GPU: let at most {tp} "
-                    "servers with consecutive numbers share a GPU."
+                    "tensor-parallel rank, but NCCL takes one process of a group on each GPU: "
+                    f"{may if tp > 1 else 'start each on its own'}."
                 )
 
 
@@ -136,7 +149,8 @@ class RemoteServers:
         self._servers: list[Comer] = found[0]
         for each in self._servers:
             check_device(device.type, each.device, each.number)
-        _check_gpus(self._servers, tp)
+        self._gpus = of_ranks(gpu_id(device))
+        _check_gpus(self._servers, tp, self._gpus)
         self.generation = 0
         self._comers: list[Comer] = []  # servers that came during the run and are not in the pool yet
         self._seen = 0  # how many servers have come during the run
@@ -394,7 +408,7 @@ class RemoteServers:
         return some[: len(some) // self._tp * self._tp]
 
     def _answer_comers(self) -> None:
-        """Refuses new servers on another kind of device, or with the number of a server that is there."""
+        """Refuses new servers on another kind of device or a taken GPU, or with the number of another server."""
         taken = {each.number for each in self._servers if not self._is_gone(each)}
         for each in list(self._comers):
             wrong = None
@@ -403,9 +417,27 @@ class RemoteServers:
             elif each.number in taken:
                 wrong = f"The homes have a server {each.number} already: give this one another number."
             if wrong is not None:
-                self._comers.remove(each)
-                self._store.put(f"welcome/{each.process}", wrong)
+                self._refuse([each], wrong)
             taken.add(each.number)
+        self._refuse_shared_gpus()
+
+    def _refuse_shared_gpus(self) -> None:
+        """Refuses new servers on GPUs with which the pool could not form, as its homes would end after some tries."""
+        stay = self._whole_places([each for each in self._servers if not self._is_gone(each)])
+        joining = self._let_in(self._comers)
+        for at in range(0, len(joining), self._tp):
+            place = joining[at : at + self._tp]
+            try:
+                _check_gpus([*stay, *place], self._tp, self._gpus)
+            except SupportError as error:
+                self._refuse(place, str(error))
+            else:
+                stay += place
+
+    def _refuse(self, comers: Sequence[Comer], why: str) -> None:
+        for each in comers:
+            self._comers.remove(each)
+            self._store.put(f"welcome/{each.process}", why)
 
     def _put_generation(self, terms: PoolTerms, new: Sequence[Comer] = ()) -> None:
         """Writes the generation to the store: once for the servers that stay, and for each new server under its own

@@ -24,7 +24,7 @@ from distca.attention.reference import ReferenceKernel
 from distca.cluster.pool_store import PoolStore
 from distca.errors import KernelError, LaunchError, PlanError, RefusedServerError, SupportError
 from distca.runtime import attention_server
-from distca.runtime.attention_server import KernelTerms, check_device
+from distca.runtime.attention_server import Comer, KernelTerms, check_device
 from distca.testing.ranks import run_ranks
 from megatron_patches.arguments import CadArguments
 from megatron_patches.ranks.remote_servers import RemoteServers, _check_gpus, check_planned, check_with_servers
@@ -83,7 +83,7 @@ def _in_two_worlds(folder: str) -> list[Any]:
 
 
 def _served(store: dist.Store, number: int, pool: int) -> int:
-    with patch.object(attention_server, "_gpu_id", lambda _: "one" if pool == SHARED else str(number)):
+    with patch.object(attention_server, "gpu_id", lambda _: "one" if pool == SHARED else str(number)):
         return attention_server.serve(store, number, pool=pool)
 
 
@@ -204,8 +204,12 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
         check_device("cuda", "cpu", 1)
     sharing: Any = [SimpleNamespace(number=number, gpu_id=gpu) for number, gpu in enumerate("aabb")]
     _check_gpus(sharing, 2)
-    with pytest.raises(SupportError, match=r"Servers 0 and 1 of the pool share a GPU .* let at most 1 servers with"):
+    with pytest.raises(SupportError, match=r"Servers 0 and 1 of the pool share a GPU .*: start each on its own"):
         _check_gpus(sharing, 1)
+    with pytest.raises(SupportError, match=r"Servers 0 and 1 of the pool share a GPU .* let at most 2 servers with"):
+        _check_gpus([sharing[0], sharing[2], sharing[1]], 2)
+    with pytest.raises(SupportError, match="Server 2 of the pool is on the GPU of a rank with a model"):
+        _check_gpus(sharing, 2, ["b"])
     with pytest.raises(SupportError, match="server_gb_s is 25, but servers is 0"):
         CadArguments(tokens_per_rank=1, server_gb_s=25).how(1)
     with pytest.raises(SupportError, match="speeds are given, but disaggregate is False"):
@@ -242,6 +246,34 @@ def test_a_late_server_is_refused_alone_and_a_first_one_everywhere() -> None:
     assert "Server 3 has device cpu, and the homes compute on cuda" in alone
     assert on_server.startswith("`kernel` flash4 cannot run here: it needs a GPU, and this rank computes")
     assert at_home == f"On server 0 of the pool: {on_server}"
+
+
+def _joining(tp: int, servers: str, comers: str) -> tuple[list[int], dict[int, str]]:
+    """The numbers of late servers that may join, and why others may not; a letter is the GPU of a server. Server 0 has
+    gone, and a home has GPU h."""
+    process: Any = str
+    some = [Comer(at, "", "cpu", "", process(at), gpu_id=gpu) for at, gpu in enumerate(servers + comers)]
+    remote, store = object.__new__(RemoteServers), PoolStore(dist.HashStore())
+    remote._tp, remote._gpus, remote._device, remote._store = tp, ["h"], CPU, store
+    remote._servers, late = some[: len(servers)], some[len(servers) :]
+    remote._comers, watch = list(late), SimpleNamespace(is_gone=lambda process: process == "0")
+    remote._watch = watch  # type: ignore[assignment]
+    remote._answer_comers()
+    refused = [each for each in late if each not in remote._comers]
+    return [each.number for each in remote._comers], {
+        each.number: store.take(f"welcome/{each.process}") for each in refused
+    }
+
+
+def test_late_servers_on_taken_gpus_are_refused_alone() -> None:
+    joining, refused = _joining(1, "ab", "abcchd")
+    assert joining == [2, 4, 7]
+    assert "Servers 1 and 3 of the pool share a GPU" in refused[3] and refused[3].endswith("start each on its own.")
+    assert "Servers 4 and 5 of the pool share a GPU" in refused[5]
+    assert "Server 6 of the pool is on the GPU of a rank with a model: start it on another one" in refused[6]
+    joining, refused = _joining(2, "aabb", "bcaacdee")  # the first two have gone
+    assert joining == [6, 7, 8, 9, 10, 11] and refused.keys() == {4, 5}
+    assert all("Servers 2 and 4 of the pool share a GPU" in each for each in refused.values())
 
 
 def test_servers_that_do_not_come_or_plan_otherwise_are_sentences() -> None:

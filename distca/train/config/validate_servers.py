@@ -37,14 +37,21 @@ def servers_problems(config: RunConfig, world_size: int) -> list[str]:
 
 
 def servers_not_started(config: RunConfig) -> list[str]:
-    """A sentence where a launcher that checks settings starts no servers, or another number than cad.servers."""
-    started = int(os.environ.get("SERVERS") or 0)
-    if started == config.cad.servers:
-        return []
-    return [
-        f"cad.servers is {config.cad.servers}, but pretrain_llama.sh starts servers by SERVERS, which is "
-        f"{started or 'not set'}; set SERVERS to start them, and leave cad.servers out."
-    ]
+    """Sentences where a launcher that checks settings starts another number of servers than cad.servers, or too many of
+    them on a GPU."""
+    started, sharing = (int(os.environ.get(name) or least) for name, least in (("SERVERS", 0), ("SERVERS_PER_GPU", 1)))
+    problems = []
+    if started != config.cad.servers:
+        problems.append(
+            f"cad.servers is {config.cad.servers}, but pretrain_llama.sh starts servers by SERVERS, which is "
+            f"{started or 'not set'}; set SERVERS to start them, and leave cad.servers out."
+        )
+    if sharing > config.parallel.tp:
+        problems.append(
+            f"SERVERS_PER_GPU is {sharing}, but parallel.tp (TP_SIZE) is {config.parallel.tp}, and servers of one "
+            f"tensor-parallel rank cannot share a GPU; lower SERVERS_PER_GPU to at most {config.parallel.tp}."
+        )
+    return problems
 
 
 def _not_served(config: RunConfig) -> list[str]:

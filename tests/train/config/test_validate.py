@@ -7,6 +7,7 @@ from distca.errors import ConfigError
 from distca.plan.cost.table_file import TABLES
 from distca.train.config.cli import parse_run_config, to_yaml
 from distca.train.config.validate import validate
+from distca.train.config.validate_servers import servers_not_started
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -353,3 +354,14 @@ def test_shipped_configurations_run_for_any_number_of_steps(name: str, steps: in
     validate(config, 16)
     assert config.resolved_warmup_steps == min(steps // 6, 100)
     assert parse_run_config([*line, "--optimizer.warmup_steps", "3"]).resolved_warmup_steps == 3
+
+
+def test_servers_that_a_launcher_starts_otherwise_than_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVERS", "4")
+    for sharing, tp, said in (("2", 2, []), ("3", 2, ["SERVERS_PER_GPU is 3, but parallel.tp (TP_SIZE) is 2"])):
+        monkeypatch.setenv("SERVERS_PER_GPU", sharing)
+        found = servers_not_started(parse_run_config(["--cad.servers", "4", "--parallel.tp", str(tp)]))
+        assert [each[: len(begin)] for each, begin in zip(found, said, strict=True)] == said
+    monkeypatch.delenv("SERVERS_PER_GPU")
+    (only,) = servers_not_started(parse_run_config(["--cad.servers", "3"]))
+    assert only.startswith("cad.servers is 3, but pretrain_llama.sh starts servers by SERVERS, which is 4; set SERVERS")
