@@ -13,6 +13,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_type_hints
 
@@ -153,22 +154,28 @@ def with_keywords_of(
     """Decorates a constructor whose parameters are a configuration and one object; ``made`` is the object's class.
 
     The decorated constructor takes the object's fields as keywords instead. Its signature lists the keywords for
-    editors and ``help``.
+    editors and ``help``. It raises TypeError for a keyword that is no field.
     """
 
     def decorate(
         constructor: Callable[[Self, TransformerConfig, Made], None],
     ) -> Callable[Concatenate[Self, TransformerConfig, Keywords], None]:
+        theirs = inspect.signature(made).parameters
+        known = list(theirs)
+
         @functools.wraps(constructor)
         def constructed(
             self: Self, config: TransformerConfig, *args: Keywords.args, **keywords: Keywords.kwargs
         ) -> None:
+            for name in keywords.keys() - known:
+                close = get_close_matches(name, known, n=1)
+                hint = f"Did you mean {close[0]}?" if close else f"It has {', '.join(known)}."
+                raise TypeError(f"{type(self).__name__} has no argument {name!r}. {hint}")
             constructor(self, config, made(*args, **keywords))
 
         own = inspect.signature(constructor)
         first = list(own.parameters.values())[:2]
-        theirs = inspect.signature(made).parameters.values()
-        constructed.__signature__ = own.replace(parameters=[*first, *theirs])  # type: ignore[attr-defined]
+        constructed.__signature__ = own.replace(parameters=[*first, *theirs.values()])  # type: ignore[attr-defined]
         return constructed
 
     return decorate

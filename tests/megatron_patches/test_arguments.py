@@ -22,8 +22,10 @@ def test_a_user_gives_every_argument_as_a_keyword_and_only_tokens_per_rank_must_
     assert {each.name for each in keywords} == {each.name for each in fields(CadArguments)}
     assert {each.kind for each in keywords} == {inspect.Parameter.KEYWORD_ONLY}
     assert [each.name for each in keywords if each.default is inspect.Parameter.empty] == ["tokens_per_rank"]
-    with pytest.raises(TypeError, match="tokens_per_rnk"):
+    with pytest.raises(TypeError, match=r"^CAD has no argument 'tokens_per_rnk'\. Did you mean tokens_per_rank\?$"):
         CAD(None, tokens_per_rnk=5)
+    with pytest.raises(TypeError, match=r"^CAD has no argument 'zzz'\. It has .*tokens_per_rank"):
+        CAD(None, tokens_per_rank=5, zzz=1)
 
 
 def test_every_argument_has_its_meaning() -> None:
