@@ -57,6 +57,8 @@ _HERE_S = 15.0
 """Seconds that homes wait for a server's answer, where servers may leave. Then the run goes on without the server."""
 _TRIES = 5
 """The most attempts to form a pool after a change; then the run ends."""
+_TRIES_WITH_NEW = 2
+"""The most attempts with servers that came during the run; then the pool is formed without them."""
 _pools = count()
 """The number of the next :class:`RemoteServers`. All homes create them in the same order, so the numbers agree."""
 
@@ -344,18 +346,27 @@ class RemoteServers:
         Raises:
             LaunchError: the pool has failed to form ``_TRIES`` times.
         """
-        for _ in range(_TRIES):
+        before, came = self.numbers, list[Comer]()
+        for attempt in range(_TRIES):
             self._watch.end()
             self.transport.give_up()
             self.generation += 1
-            before = self.numbers
             found: list[Any] = [None]
             if self._leads:
                 self._store.tell("change", self.generation)
-                here = [each for each in self._servers if self._is_here(each)]
-                new = self._let_in(self._comers)
+                # A new server that others cannot reach must not end the run.
+                unfit = came if attempt >= _TRIES_WITH_NEW else []
+                here = [each for each in self._servers if each not in unfit and self._is_here(each)]
+                new = self._let_in(self._comers) if attempt < _TRIES_WITH_NEW else []
+                came += new
                 self._comers = [each for each in self._comers if each not in new]
                 found = [(self._whole_places(here) + new, new)]
+                if attempt == _TRIES_WITH_NEW and came:
+                    logger.warning(
+                        "Of the servers that came during the run, %s left out, as the pool did not form with them: "
+                        "look at their output, and whether all ranks can reach their machine.",
+                        _servers([each.number for each in came]),
+                    )
             dist.broadcast_object_list(found)
             self._servers, new = found[0]
             self._lost.clear()

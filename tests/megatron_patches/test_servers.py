@@ -22,10 +22,12 @@ from torch.distributed import distributed_c10d as c10d
 from distca.attention import AttentionSpec, Kernel, select
 from distca.attention.reference import ReferenceKernel
 from distca.cluster.pool_store import PoolStore
+from distca.cluster.process import Process
 from distca.errors import KernelError, LaunchError, PlanError, RefusedServerError, SupportError
 from distca.runtime import attention_server
 from distca.runtime.attention_server import Comer, KernelTerms, check_device
 from distca.testing.ranks import run_ranks
+from distca.transport.breakable import BreakableTransport
 from megatron_patches.arguments import CadArguments
 from megatron_patches.ranks.remote_servers import RemoteServers, _check_gpus, check_planned, check_with_servers
 from megatron_patches.versions import has_gated_delta_net
@@ -274,6 +276,34 @@ def test_late_servers_on_taken_gpus_are_refused_alone() -> None:
     joining, refused = _joining(2, "aabb", "bcaacdee")  # the first two have gone
     assert joining == [6, 7, 8, 9, 10, 11] and refused.keys() == {4, 5}
     assert all("Servers 2 and 4 of the pool share a GPU" in each for each in refused.values())
+
+
+def _changed(fails: int) -> tuple[tuple[int, ...], int]:
+    """The servers of a pool, and its generation, after number 1 has come, with which the pool fails to form ``fails``
+    times."""
+    remote: Any = object.__new__(RemoteServers)
+    remote._tp, remote._leads, remote._may_change, remote._asking, remote.generation = 1, True, True, CPU, 0
+    remote._store, remote._lost, remote._released = PoolStore(dist.HashStore()), set(), set()
+    old, new = (Comer(number, "", "cpu", "", Process(number, "", 0)) for number in range(2))
+    remote._servers, remote._comers = [old], [new]
+    remote._watch = SimpleNamespace(begin=lambda *_: None, end=lambda: None, is_gone=lambda _: False)
+    remote.transport = BreakableTransport(goes_on=True)
+
+    def group(_: timedelta) -> Any:
+        if new in remote._servers and remote.generation <= fails:
+            raise RuntimeError("no connection")
+        return dist.group.WORLD
+
+    remote._is_here, remote._group = lambda _: True, group
+    with patch.object(BreakableTransport, "give_up", lambda self: setattr(self, "broken", True)):
+        remote.change(lambda: None)
+    return remote.numbers, remote.generation
+
+
+def test_a_late_server_that_cannot_be_reached_is_left_out() -> None:
+    assert run_ranks(1, _changed, 0) == [((0, 1), 1)]
+    assert run_ranks(1, _changed, 1) == [((0, 1), 2)]
+    assert run_ranks(1, _changed, 9) == [((0,), 3)]
 
 
 def test_servers_that_do_not_come_or_plan_otherwise_are_sentences() -> None:
