@@ -78,6 +78,7 @@ def test_runs_train_and_go_on_with_other_ranks(tmp_path: Path) -> None:
 def test_settings_that_cannot_work_are_refused(changed: dict[str, Any], said: str) -> None:
     own = SMALL | {"data__source": "stdlib"}
     validate(parse_run_config(arguments(**own)), 2)
+    validate(parse_run_config(arguments(**own, cad__servers=2)), 2)
     with pytest.raises(ConfigError) as refused:
         validate(parse_run_config(arguments(**own | changed)), 2)
     assert said in str(refused.value)

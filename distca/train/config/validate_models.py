@@ -227,7 +227,7 @@ def _latent(config: RunConfig) -> list[str]:
 
 def _not_with_latent_attention(config: RunConfig) -> list[str]:
     """Sentences on what other models can do, and those with latent attention cannot yet."""
-    model, parallel, cad = config.model, config.parallel, config.cad
+    model, parallel = config.model, config.parallel
     found: dict[str, tuple[object, tuple[object, ...]]] = {
         "model.qk_norm": (model.qk_norm, (False,)),
         "model.qkv_bias": (model.qkv_bias, (False,)),
@@ -239,7 +239,6 @@ def _not_with_latent_attention(config: RunConfig) -> list[str]:
         "model.experts.biases": (model.experts.biases, (False,)),
         "model.experts.clamp": (model.experts.clamp, (0,)),
         "parallel.sequence_parallel": (parallel.sequence_parallel or parallel.tp == 1, (True,)),
-        "cad.servers": (cad.servers, (0,)),
         "train.fp8": (config.train.fp8, ("none",)),
         "train.linears": (config.train.linears, ("auto", "local")),
     }
