@@ -2,7 +2,8 @@
 
 The ranks that train are called *homes*. In this file a *server* is always a server without a model. A *pool* is all
 homes with the same tensor-parallel rank, and their servers. Each pool has a process group in which homes and servers
-exchange rows of q, k, v and outputs. Servers plan each step themselves, from documents' lengths.
+exchange rows of q, k, v and outputs. A *plan* says which member of the pool computes which part of a step's core
+attention. Homes and servers make the same plan, each by itself, from documents' lengths.
 
 Rank 0 of the homes writes orders into a key-value store. All servers read all orders, and write answers into the store.
 Servers may leave during a run and others may join. Each change makes a new *generation* of the pool, with a new process
@@ -54,13 +55,14 @@ from megatron_patches.steps.unlike_servers import ServerSort
 logger = logging.getLogger(__name__)
 
 _HERE_S = 15.0
-"""Seconds that homes wait for a server's answer, where servers may leave. Then the run goes on without the server."""
+"""Seconds that homes wait for a server's answer where servers may leave (on devices in ``MAY_GO``). After this time the
+run goes on without the server."""
 _TRIES = 5
 """The most attempts to form a pool after a change; then the run ends."""
 _TRIES_WITH_NEW = 2
 """The most attempts with servers that came during the run; then the pool is formed without them."""
 _pools = count()
-"""The number of the next :class:`RemoteServers`. All homes create them in the same order, so the numbers agree."""
+"""Numbers :class:`RemoteServers` objects in the order of their creation, which is the same on all homes."""
 
 
 def check_with_servers(config: TransformerConfig, offload: bool) -> None:
@@ -71,7 +73,7 @@ def check_with_servers(config: TransformerConfig, offload: bool) -> None:
     """
     found = {
         "offload": offload,
-        # A step runs again if a server leaves during it. FP8 would keep both runs' largest values.
+        # If a server leaves during a step, the step runs again. Delayed scaling would count the values of both runs.
         "FP8 with delayed scaling": bool(config.fp8) and config.fp8_recipe == "delayed",
     }
     for what, there in found.items():
@@ -82,15 +84,15 @@ def check_with_servers(config: TransformerConfig, offload: bool) -> None:
 
 
 def _check_gpus(servers: Sequence[Comer], tp: int, of_homes: Collection[str] = ()) -> None:
-    """Refuses a server on a home's GPU, and two on one GPU that serve the same one of the tensor-parallel ranks.
+    """Refuses a server on a home's GPU, and two servers on one GPU that serve the same tensor-parallel rank.
 
     Args:
-        servers: all servers; of ``tp`` consecutive ones each serves another tensor-parallel rank.
+        servers: all servers in the pool's order; ``servers[i]`` serves tensor-parallel rank i % ``tp``.
         tp: number of tensor-parallel ranks.
-        of_homes: identities of the homes' GPUs.
+        of_homes: identities of the homes' GPUs; "" for a CPU.
 
     Raises:
-        SupportError: there are such servers.
+        SupportError: a server is refused; the message names the first.
     """
     for tp_rank in range(tp):
         first: dict[str, int] = {}
@@ -116,12 +118,13 @@ class RemoteServers:
         servers: number of servers, over all tensor-parallel ranks.
         tp: number of tensor-parallel ranks; each has the same number of servers.
         transport: the transport that the user named: "auto", or "nccl" on GPUs and "gloo" on CPUs.
+        device: the device of this home.
 
     Attributes:
-        transport: moves rows between the members of this rank's pool. Servers are numbered after homes.
+        transport: moves rows between the members of this rank's pool. Homes have its first ranks, servers the others.
         generation: number of the pool's generation, from 0.
-        numbers: the numbers of the present servers. A server gets its number when it is started. ``tp`` consecutive
-            servers belong to ``tp`` different tensor-parallel ranks.
+        numbers: the numbers of the present servers, in the pool's order. A server gets its number when it is started.
+            The server at place i of the order serves tensor-parallel rank i % ``tp``.
 
     Raises:
         SupportError: the number of servers, the transport or a server's device is not possible.
@@ -160,7 +163,7 @@ class RemoteServers:
         self._released: set[int] = set()  # the numbers in ``_lost`` of servers that the user let go
         self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
         weakref.finalize(self, self._watch.stop)
-        # On the CPU homes agree without waiting for the GPU, but only gloo can do so.
+        # Homes agree through CPU tensors where there is gloo, so that they do not wait for the GPU.
         self._asking = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
         if self._leads:
             # Servers are told to end when this object is collected, or when this process ends.
@@ -184,7 +187,7 @@ class RemoteServers:
     def sharing(self) -> list[int]:
         """[servers / tp] for each ``tp`` consecutive servers, the number of servers on the fullest of their GPUs.
 
-        Example for tp 2: servers 0 and 1 share a GPU, servers 2 and 3 do not. The result is [2, 1].
+        Example for tp 2: servers 0 and 1 share a GPU, servers 2 and 3 have one each. The result is [2, 1].
         """
         of_gpu = Counter(each.gpu_id or each.process for each in self._servers)
         found = [of_gpu[each.gpu_id or each.process] for each in self._servers]
@@ -195,7 +198,7 @@ class RemoteServers:
 
         Args:
             spec: core attention on this home.
-            kernel: the user's setting.
+            kernel: the name of a kernel, or "auto".
         """
         if self._leads:
             self._store.put("kernel", KernelTerms(tuple(self._servers), spec, kernel))
@@ -204,7 +207,7 @@ class RemoteServers:
         """Waits for the names of all servers' kernels; all homes call it together.
 
         Raises:
-            KernelError: the kernel that the user named is not right on a server. All homes raise it.
+            KernelError: a server has no usable kernel, or not the one that the user named. All homes raise it.
             LaunchError: a server does not answer.
         """
         found: list[Any] = [None]
@@ -236,7 +239,7 @@ class RemoteServers:
     # A step.
 
     def announce(self, inputs: StepInputs) -> int:
-        """Makes servers plan a step; returns the step's number, by which servers know the step.
+        """Makes servers plan a step, and returns a number for the step, which later orders to servers name.
 
         Ranks other than 0 do nothing and return 0.
         """
@@ -249,7 +252,8 @@ class RemoteServers:
     def agree(self, number: int, plan: StepPlan) -> None:
         """On rank 0 waits until all servers have planned step ``number``, and compares their plans with ``plan``.
 
-        If a server has left and servers may leave, the step is later planned again without the server.
+        On devices on which servers may leave, a missing answer is no error: the step is later planned again without the
+        server.
 
         Raises:
             PlanError: a server has another plan or could not plan.
@@ -270,12 +274,12 @@ class RemoteServers:
 
         Args:
             number: from :meth:`announce`.
-            zero: the time at which the homes began to record spans, in seconds since 1970; None if they do not record.
-                Servers record if homes do.
+            zero: the time from which homes record a timeline, in seconds since 1970; None if they record none. Servers
+                record if homes do.
         """
         if self._leads:
-            # A server that no longer has the plan plans again. By then documents are in their final micro-batches, and
-            # None in place of ``StepInputs.room`` keeps them there.
+            # A server that has dropped its plan makes it anew from these lengths. None in place of ``StepInputs.room``
+            # leaves documents in the micro-batches into which the first planning moved them.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only, zero))
 
     def is_served(self) -> bool:
@@ -290,7 +294,7 @@ class RemoteServers:
         return [self._answer(f"served/{number}/{each.number}", each) for each in self._servers] if self._leads else None
 
     def timelines(self) -> dict[int, list[dict[str, Any]]]:
-        """Ends the servers' recording; returns the spans by server number. Empty on ranks other than 0."""
+        """Ends the servers' timelines and returns them by server number; empty on ranks other than 0."""
         if not self._leads:
             return {}
         number = next(self._numbers)
@@ -340,8 +344,8 @@ class RemoteServers:
         """Forms the next generation of the pool, from the servers that are there; all homes call it together.
 
         Args:
-            terms_of: returns the facts about the homes' model that servers need. All homes call it together, after
-                :attr:`numbers` has got the new generation's servers.
+            terms_of: returns the facts about the homes' model that servers need. All homes call it together, when
+                :attr:`numbers` already names the servers of the new generation.
 
         Raises:
             LaunchError: the pool has failed to form ``_TRIES`` times.
@@ -407,14 +411,14 @@ class RemoteServers:
     def _whole_places(self, here: list[Comer]) -> list[Comer]:
         """Returns the servers that can stay.
 
-        ``tp`` consecutive servers form a group, one for each tensor-parallel rank. A group stays only if all its
-        servers are in ``here``.
+        A place is ``tp`` consecutive servers, one for each tensor-parallel rank. The servers of a place stay only if
+        all of them are in ``here``.
         """
         places = [self._servers[at : at + self._tp] for at in range(0, len(self._servers), self._tp)]
         return [each for place in places if all(one in here for one in place) for each in place]
 
     def _let_in(self, comers: list[Comer]) -> list[Comer]:
-        """Returns the new servers that can join, lowest numbers first: a multiple of ``tp``."""
+        """Returns the new servers that can join, sorted by number. Their count is a multiple of ``tp``."""
         some = sorted((each for each in comers if not self._is_gone(each)), key=lambda each: each.number)
         return some[: len(some) // self._tp * self._tp]
 
@@ -433,7 +437,7 @@ class RemoteServers:
         self._refuse_shared_gpus()
 
     def _refuse_shared_gpus(self) -> None:
-        """Refuses new servers on GPUs with which the pool could not form, as its homes would end after some tries."""
+        """Refuses new servers on GPUs that :func:`_check_gpus` refuses: no process group with them could form."""
         stay = self._whole_places([each for each in self._servers if not self._is_gone(each)])
         joining = self._let_in(self._comers)
         for at in range(0, len(joining), self._tp):

@@ -1,8 +1,9 @@
 """Makes the planner's options from Megatron's configuration and process groups, and from the arguments of ``CAD``.
 
-The planner divides attention into tasks, and gives each task to a rank, the task's *server*. All servers get tasks of
-about equal seconds. Seconds come from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a
-shape of heads. Without a table seconds are estimated. Servers with unlike GPUs or kernels have unlike tables.
+The planner divides core attention into tasks, and gives each task to a *server*, which is a rank or a process without a
+model. The tasks of each server take about the same seconds in total. Seconds come from a *cost table*, which ``distca
+profile`` measures for a GPU model, a kernel and a shape of heads. Without a table seconds are estimated. Servers with
+unlike GPUs or kernels have unlike tables. Layers of one *kind* have the same window, softmax scale, softcap and sinks.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def plan_options(
 
     Raises:
         PlanError: the cost table is unusable or for other heads; ``level`` is "time" and there are no measured seconds
-            of linear layers; ``speeds`` does not have a number for each server; or ``ranks_per_node`` does not divide
-            the number of servers.
+            of linear layers; ``speeds`` is not one number above 0 for each server; or ``ranks_per_node`` does not
+            divide the number of servers.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -80,9 +81,10 @@ def plan_options(
     if given.disaggregate:
         find = partial(_costs_on, kinds=layer_kinds.kinds, cost=cost, cost_table=given.cost_table)
         costs = costs_by_sort(costs, sorts, find, warns=dist.get_rank() == 0 and not given.speeds)
-        # Alike servers have about equally long linear layers, so it is enough to make attention's seconds equal.
+        # Alike servers need about equal seconds for linear layers, so it is enough to make attention's seconds equal.
         unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
-        # CPU ranks may share cores. With NVSHMEM an idle server could get more rows than its receive memory holds.
+        # Times of CPU ranks mislead, as ranks may share cores. With NVSHMEM a server that computes no linear layers
+        # could get more rows than its receive memory holds. In both cases "auto" does not mean "time".
         auto_is_time = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         works = partial(layer_works, config, given.hybrid_layer_pattern, given.recompute == "all")
         non_attention = _non_attention(config, cost, given.level, auto_is_time, works)
@@ -90,7 +92,7 @@ def plan_options(
         non_attention = replace(non_attention, factors=linear_factors(costs[0], training))
     if given.speeds:
         check_speeds(given.speeds, training + len(machines))
-    # A server of speed s takes 1 / s of its cost table's seconds, for attention and for linear layers.
+    # A server of speed s takes its cost table's seconds divided by s, for attention and for linear layers.
     if speeds := speeds_beside_others(given.speeds, training, [] if remote is None else remote.sharing):
         costs = tuple(at_speeds(each, speeds) for each in costs)
         if non_attention is not None:
@@ -244,13 +246,15 @@ def _non_attention(
     auto_is_time: bool,
     works: Callable[[], Sequence[LayerWork]],
 ) -> NonAttention | None:
-    """Returns a rank's seconds per row beside core attention; None if plans make only attention's seconds equal.
+    """Returns the seconds that linear layers take for a row (a token's hidden state).
+
+    The result is None if plans make only attention's seconds equal.
 
     Args:
         cost: the seconds of attention tasks; ``cost.linear`` has the seconds of linear layers, or is None.
         level: what a plan makes equal: "attention", "time" (attention and linear layers together), or "auto".
         auto_is_time: whether ``level`` "auto" means "time".
-        works: a function that returns the work of the model's layers with attention.
+        works: a function that counts the weights of the linear layers in each layer with attention.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()

@@ -67,17 +67,17 @@ class Step:
     """One global batch, ready to run.
 
     Attributes:
-        documents: the documents in the plan's micro-batches, which may differ from the caller's.
+        documents: the documents, in the micro-batches of the plan. The caller may have given other micro-batches.
         plan: the plan of all ranks.
-        balance: estimated seconds of every rank, before and after planning.
-        routes: this rank's routes; None if every rank computes its own attention.
+        balance: estimated seconds of every rank by the plan, and without balancing.
+        routes: this rank's routes; None if every rank computes the attention of its rows itself.
         batches: this rank's rows, by micro-batch.
         planning_ms: milliseconds from the beginning of planning until attention's routes were made.
         waited_ms: milliseconds that the training loop waited for the step.
         vocabulary: all token ids of this rank are below this number; None if ids were not checked.
-        announced: the number by which servers without a model know the step; 0 without such servers, and on ranks other
-            than 0.
-        generation: how often servers without a model had joined or left when the step was planned.
+        announced: the number of the step in orders to servers without a model; 0 without such servers, and on ranks
+            other than 0.
+        generation: how often the set of servers without a model had changed when the step was planned.
         queued: a function to call once the step's work is queued on the device. ``CAD.plan_ahead`` begins to plan the
             next step then.
     """
@@ -105,8 +105,8 @@ class Taker:
         device: the device of the rank's rows.
         lengths: whether the model's position embedding needs the length of every row's document.
         vocabulary: token ids have to be below this number; None leaves ids unchecked.
-        recurrences: for each layer of the model its recurrence, or None if it has attention. Empty if all layers have
-            attention.
+        recurrences: for each layer of the model the shape and formula of its recurrence, or None if it has attention.
+            Empty if all layers have attention.
     """
 
     stage: int
@@ -131,9 +131,10 @@ def make_step(
 
     Args:
         documents: the step's documents, by micro-batch.
+        options: the planner's options.
         taker: this rank and the needs of its model.
-        room: the most tokens of a micro-batch, over all ranks. The planner may then move documents to other
-            micro-batches, unless the caller gave documents their ranks. 0 leaves every document in its micro-batch.
+        room: the most tokens of a micro-batch, over all ranks. Within this limit the planner may move documents to
+            other micro-batches, unless the caller gave documents homes. 0 leaves every document in its micro-batch.
         number: the step's number, for messages.
         folder: the folder for the file that is written if the planner fails.
         remote: the servers without a model, which plan the step as well; None without such servers.
@@ -263,7 +264,7 @@ def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
     """Refuses token ids that the model does not have. An embedding split over ranks would return zeros for them.
 
-    ``drawn``: for each micro-batch [documents, 2], the micro-batch and place that the caller gave.
+    ``drawn``: for each micro-batch [documents, 2], the micro-batch and the place in which the caller gave a document.
     """
     for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
@@ -278,7 +279,8 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
 def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:
     """Returns the documents and weights in the micro-batches of the plan.
 
-    ``drawn``: for each micro-batch of the plan [documents, 2], the micro-batch and place that the caller gave.
+    ``drawn``: for each micro-batch of the plan [documents, 2], the micro-batch and the place in which the caller gave
+    each document.
     """
     given, weights = documents.micro_batches, documents.weights
     return replace(
@@ -342,10 +344,10 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
 def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
     """Pads all micro-batches of a rank to as many rows as the largest has.
 
-    Padding rows have token 0, no loss and no document. With unequal sizes Megatron's 1F1B schedule would send each size
-    first, and the host would wait for it.
+    Padding rows have token 0, no loss and no document. With unequal numbers of rows Megatron's 1F1B schedule would send
+    each tensor's shape first, and the host would wait for the shape.
     """
-    assert all(len(batch.nano_rows) == 1 for batch in batches), "padding is appended, so there is one nano-batch"
+    assert all(len(batch.nano_rows) == 1 for batch in batches), "rows are added after the only nano-batch"
     rows = max(batch.nano_rows[0] for batch in batches)
 
     def padded(column: np.ndarray, value: int = 0) -> np.ndarray:

@@ -17,7 +17,8 @@ from distca.data.batch import Document
 from distca.errors import PlanError
 
 _SAMPLES, _SAMPLE_IDS = 8, 16
-"""Documents in a step's checksum, and token ids of each. Every rank reads these ids, so more take longer."""
+"""The most documents of a step whose token ids count in its checksum, and the most ids of each document. Every rank
+reads these ids from the data, so larger numbers make every step slower."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
     """Returns the given documents with micro-batches as lists, and homes and weights as arrays.
 
     Raises:
-        PlanError: a micro-batch or document has another type; the number of homes or weights is not the number of
-            documents; a weight is negative, infinite or nan.
+        PlanError: a micro-batch is no list, or a document no row of token ids; homes are not one whole number, or
+            weights not one number, for each document; or a weight is negative, infinite or nan.
     """
     documents = given if isinstance(given, StepDocuments) else StepDocuments(given)
     try:
@@ -73,11 +74,12 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
 
     Args:
         documents: from :func:`listed`.
-        tokens_per_rank: the most tokens of a micro-batch, divided by the number of ranks. If documents have homes, it
-            also limits the tokens of each rank.
+        ranks: number of data-parallel ranks.
+        tokens_per_rank: the most tokens of a micro-batch, divided by ``ranks``. If documents have homes, each rank may
+            hold at most this number of tokens of a micro-batch.
 
     Raises:
-        PlanError: a document has no tokens; a micro-batch or a home has too many tokens; or a home does not exist.
+        PlanError: a document has no tokens; a micro-batch or a rank has too many tokens; or a home is no rank.
     """
     most = ranks * tokens_per_rank
     for number, micro_batch in enumerate(documents.micro_batches):
@@ -159,7 +161,7 @@ def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Seq
         except ValueError:  # lists of unequal lengths
             array = np.empty(0)
         if array is not None and not array.size:
-            array = array.astype(np.int64)  # numpy makes floats of an empty list, which homes may not be
+            array = array.astype(np.int64)  # numpy makes a float array of an empty list, but homes are integers
         if array is not None and (array.shape != (len(documents),) or array.dtype.kind not in kinds):
             each = "rank" if name == "homes" else "number"
             raise PlanError(

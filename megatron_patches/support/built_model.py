@@ -63,14 +63,14 @@ ARGUMENTS = {
 
 
 def check_bare(model: Any, pattern: str = "") -> None:
-    """Refuses anything but a GPTModel or a HybridModel that is not wrapped and not attached yet.
+    """Refuses a model that is neither a GPTModel nor a HybridModel, or that is wrapped or attached already.
 
     Args:
         model: the object that the user gave to ``CAD.attach``.
         pattern: the ``hybrid_layer_pattern`` of the user's CAD; empty where the model has to be a GPTModel.
 
     Raises:
-        SupportError: the object is something else; the message names its class.
+        SupportError: the object has another class, which the message names; or CAD has attached the model already.
     """
     if pattern:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -97,8 +97,8 @@ def check_model(
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        layer: the class that every layer must have. SplitTransformerLayer stands for the class of each kind of layer:
-            a recurrent layer then has to be a SplitRecurrentLayer.
+        layer: the class that every layer must have. With the default each layer must have the class that CAD builds
+            for it, for example a SplitRecurrentLayer for a recurrent layer.
         options: the model's options for which Megatron's configuration has no field.
 
     Raises:
@@ -213,10 +213,10 @@ def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, An
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Refuses norms of queries and keys that do not have the classes of the configuration and the options.
+    """Refuses norms of queries and keys of another class than the configuration and the options ask for.
 
     Raises:
-        SupportError: a norm has another class, is missing, or is there without ``qk_layernorm``.
+        SupportError: a norm has another class; or it is missing, or present, against ``qk_layernorm``.
     """
     norm = norm_class(config, options.norm_bias)
     head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
@@ -225,7 +225,8 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
         if type(found) not in ((wanted,) if config.qk_layernorm else (IdentityOp, type(None))):
             raise SupportError(
                 f"qk_layernorm is {config.qk_layernorm}, but {path}.self_attention.{name} is a "
-                f"{type(found).__name__}: give the layer spec and the configuration the same qk_layernorm."
+                f"{type(found).__name__}: give the layer spec and the configuration the same qk_layernorm, "
+                "and build the model with this CAD's block_spec or hybrid_stack_spec."
             )
 
 
@@ -240,7 +241,7 @@ def linears_like(linear: Any) -> tuple[type, type]:
 
 
 def expect(path: str, found: Any, wanted: type | Callable[..., Any]) -> None:
-    """Refuses a module's class, or a function, other than the one that is expected at ``path`` of the model.
+    """Refuses a class or a function that is not the wanted one; ``path`` says in the message where the model has it.
 
     Raises:
         SupportError: ``found`` is not ``wanted``.

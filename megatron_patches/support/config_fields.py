@@ -86,7 +86,7 @@ LIMITS = {
         "qk_clip_alpha qk_clip_threshold",
     ),
     "log_max_attention_logit": Limit("attention servers do not report the largest score", (False,)),
-    "mla_down_proj_fusion": Limit("latent attention has a projection of its own for queries", (False,)),
+    "mla_down_proj_fusion": Limit("latent attention projects queries apart from keys and values", (False,)),
     "cache_mla_latents": Limit("cached latents are for inference, and models are only trained here", (False,)),
     "experimental_attention_variant": Limit(
         "only softmax attention and gated delta nets are supported",
@@ -109,7 +109,7 @@ LIMITS = {
     "hidden_dropout": Limit("layers have no dropout", (0.0,)),
     "fp32_residual_connection": Limit("the residual has the type of the layers' output", (False,)),
     "apply_residual_connection_post_layernorm": Limit("the residual is taken before the norm", (False,)),
-    "test_mode": Limit("Megatron's own checks of queries, keys and values do not run here", (False,)),
+    "test_mode": Limit("Megatron's own checks of queries, keys and values never run in DistCA's layers", (False,)),
     "mlp_chunks_for_training": Limit("a layer's MLP takes all rows at once", (1,)),
     "heterogeneous_block_specs": Limit("all layers have the same configuration", (False,)),
     "mtp_num_layers": Limit(
@@ -161,7 +161,8 @@ LIMITS = {
     "batch_invariant_mode": Limit("core-attention kernels do not have such a mode", (False,)),
     # Loss
     "calculate_per_token_loss": Limit(
-        "ranks hold different numbers of tokens, so the sum of all losses is divided once, by all tokens", (True,)
+        "ranks hold different numbers of tokens, so the sum of all losses is divided by the number of all tokens",
+        (True,),
     ),
     "defer_embedding_wgrad_compute": Limit(
         "the output layer is computed together with the loss", (False,), "wgrad_deferral_limit"
@@ -192,7 +193,7 @@ LIMITS = {
         "weights are sharded over tensor-parallel ranks only", (1,), "tensor_parallel_num_weight_shards"
     ),
     "init_model_with_meta_device": Limit("weights are initialized on the device on which the model is built", (False,)),
-    # Flow
+    # Pipeline stages, CUDA graphs and implementations
     "virtual_pipeline_model_parallel_size": Limit(
         "a rank has one pipeline stage", (None,), "microbatch_group_size_per_vp_stage"
     ),

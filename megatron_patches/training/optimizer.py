@@ -130,9 +130,9 @@ def build_optimizer(
 
 
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
-    """Returns the fields of Megatron's optimizer configuration for bfloat16 moments and for FP8 weights."""
-    # With "tensorwise" Megatron keeps float32 copies of FP8 weights. With "delayed" Transformer Engine's Adam would
-    # keep 16 bits for each weight. These and a bfloat16 weight make a float32, but not these and an FP8 weight.
+    """Returns the fields that Megatron's OptimizerConfig needs for bfloat16 moments or for FP8 weights; else none."""
+    # With "tensorwise" Megatron keeps a float32 copy of each FP8 weight. With "delayed" Transformer Engine's Adam would
+    # keep only 16 bits of the copy, for the other 16 are in a bfloat16 weight. An FP8 weight does not have them.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held

@@ -65,12 +65,12 @@ def run_ticks(
 
     Args:
         model: this stage's part of the model, from ``wrap_for_data_parallel``.
-        batches: this rank's tokens, by micro-batch; the same on all stages.
+        batches: this rank's tokens, by micro-batch. All stages of a data-parallel rank have the same tokens.
         forward_step: runs the model on one micro-batch, with the arguments that Megatron's schedules give.
         plan: the plan of all ranks, with the micro-batch of each stage in each phase.
         routes: the rows of q, k, v and outputs that this rank sends and receives in each phase.
         pool: this rank's attention kernel, and the transport to the ranks that share core attention.
-        forward_only: True computes losses only.
+        forward_only: whether to leave out backward.
 
     Returns:
         The loss function's reports, by micro-batch; empty on stages other than the last.
@@ -121,7 +121,7 @@ class _Stage:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lets the model's transformer block run inside the ``with`` block; elsewhere it refuses to run."""
+        """Lets the model's TransformerBlock run until the context closes. At other times the module refuses to run."""
         block = self._gpt.decoder
         block.in_phases = True
         try:
@@ -132,7 +132,7 @@ class _Stage:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Records the times of the output layer and the loss as "head", if the run records a timeline."""
+        """Records when the output layer and the loss run, under the name "head", if the run records a timeline."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
             yield
@@ -196,7 +196,7 @@ class _Stage:
 
     def _backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Runs backward of a micro-batch; returns the gradient of the stage's input, None on the first stage."""
-        # The span "head" goes on past the start of a transfer.
+        # The start of a transfer ends other entries of the timeline, but the entry "head" goes on after it.
         self._pool.timeline.open("head", self._layers - 1, 0, "backward", past_launches=True)
         gradient = backward_step(
             self._inputs.pop(micro_batch),

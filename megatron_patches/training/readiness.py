@@ -37,8 +37,8 @@ _RUN_BY = {
     "layer_kinds": "configuration's windows",
     "align": "sequence parallelism or FP8",
 }
-"""The planner's options that must be the same in the step's plan and in the model's CAD, with their names in
-messages."""
+"""The planner's options that must be the same in the step's plan and in the model's CAD. The value is the option's name
+in messages."""
 
 
 def made_ready(
@@ -76,7 +76,7 @@ def made_ready(
         check_trained_weights(model)
         _check_replicas(model)
         _zero_gradients(model)
-    # Several models may share a configuration, so every step sets its model's function.
+    # Several models may share a configuration, so every step sets no_sync_func for the model that it runs.
     if isinstance(model, DistributedDataParallel):
         own_schedule = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
         model.config.no_sync_func = refuse_other_schedule if own_schedule else no_sync_of(model)
@@ -111,7 +111,7 @@ def _zero_gradients(model: DistributedDataParallel) -> None:
     model.unfinished = True
     model.zero_grad_buffer()
     for weight in model.param_to_bucket_group:
-        weight.grad = None  # without the distributed optimizer it may be set, and backward would add to it
+        weight.grad = None  # other optimizers may have set ``grad``, and backward would add to it
 
 
 def _forget_step(model: DistributedDataParallel) -> None:
@@ -135,7 +135,7 @@ def _check_replicas(model: Any) -> None:
     They differ if the model was wrapped for a distributed optimizer, but trained with an optimizer without shards. Each
     rank then has reduced gradients for its own shard only, but updates all weights.
     """
-    if getattr(model, "weights_gathered", True):  # by a distributed optimizer; also True without shards
+    if getattr(model, "weights_gathered", True):  # a distributed optimizer has run, or nothing is sharded
         return
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     weights = [weight for weight in model.parameters() if not is_fp8(weight)]
@@ -155,7 +155,7 @@ def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     if (differ & most.isfinite().all(0)).any():  # weights that are not finite show in the loss
         raise SupportError(
             "Weights differ between data-parallel ranks: the optimizer updates all weights, but each rank has reduced "
-            "gradients of its shard alone. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "
+            "gradients of its own shard only. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "
             "distributed_optimizer=False in CAD.data_parallel."
         )
 

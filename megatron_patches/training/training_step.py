@@ -1,7 +1,7 @@
 """Runs one training step with Megatron: the model's wrapper for data parallelism, the schedule, and the step's loss.
 
-Losses are summed over tokens, so gradients are sums too. At the step's end gradients are divided once by the number of
-target tokens in the global batch. A row is one token of a rank.
+Losses are summed over tokens, so gradients are sums too. At the step's end gradients are divided by the number of
+*target tokens* in the global batch, which are the tokens whose loss counts. A *row* is one token's place on a rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
 
 _BUCKET_PARAMETERS = 100_000_000
 """About how many elements of gradients are reduced together, as a *bucket*. Checkpoints of the distributed optimizer
-store buckets, so the size is the same for any number of ranks."""
+store buckets, so the size must not depend on the number of ranks, as Megatron's default does."""
 
 
 def wrap_for_data_parallel(
@@ -93,7 +93,7 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
         return noted
 
     wrapped.weights_gathered = not wrapped.ddp_config.use_distributed_optimizer
-    # Newer Megatron-Core calls this method of the bucket groups, without the model's own start_param_sync.
+    # Newer versions of Megatron-Core call start_param_sync of bucket groups, and not that of the model.
     for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         group.start_param_sync = noting(group.start_param_sync)
 
@@ -106,8 +106,8 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 
     Args:
         models: from :func:`wrap_for_data_parallel`.
-        tokens: int scalar on the device, the target tokens of this rank. The last stage's number counts. Afterwards the
-            tensor has the global number on all ranks.
+        tokens: int scalar on the device, the number of target tokens of this rank. Only the last stage's number is
+            read. Afterwards the tensor has the number of the global batch on all ranks.
         options: further arguments of Megatron's ``finalize_model_grads``.
 
     Raises:
@@ -127,21 +127,24 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 def _check_uses(model: DistributedDataParallel) -> None:
     """Refuses a step whose last micro-batch gave a weight more or fewer gradients than in the first step.
 
-    A gradient that comes after its bucket was reduced would be lost.
+    A gradient that comes after its bucket was reduced would be lost. The first step itself is refused if a weight got
+    no gradient, but others of its bucket group did.
     """
     groups = model.bucket_groups + model.expert_parallel_bucket_groups
     for group in groups if model.ddp_config.overlap_grad_reduce else ():
         found = group.per_param_grad_ready_counts
         usual = group.golden_per_param_grad_ready_counts
-        if group.is_first_batch and found:  # in the first step a weight needs at least one gradient
+        due = "are due as in the first step"
+        if group.is_first_batch and found:
             usual = found | {weight: 1 for weight in group.params if weight not in found}
+            due = "or more are needed in the first step"
         for weight in group.params:
             if found.get(weight, 0) != usual.get(weight, 0):
                 name = next(name for name, each in model.named_parameters() if each is weight)
                 raise SupportError(
                     f"{name.removeprefix('module.')} got {found.get(weight, 0)} gradients in the last micro-batch of "
-                    f"this step, and {usual[weight]} are due as in the first step: gradients are reduced while "
-                    "backward goes on. Use all trained weights equally often in every step, or set "
+                    f"this step, and {usual[weight]} {due}: gradients are reduced while backward goes on. Use all "
+                    "trained weights equally often in every step, or set "
                     "model.ddp_config.overlap_grad_reduce = False after CAD.data_parallel."
                 )
 
@@ -215,7 +218,7 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
             "The loss function's second value is no integer tensor; return the number of target tokens, for example "
             "(loss_mask > 0).sum().int()."
         )
-    # Megatron's 1F1B empties the tensor that a stage returns, and refuses views. So a [1] loss is summed, not reshaped.
+    # Megatron's 1F1B frees the memory of the tensor that a stage returns, and refuses views. So a [1] loss is summed.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
 
 
@@ -232,7 +235,7 @@ def run_schedule(
         model: from :func:`wrap_for_data_parallel`.
         batches: this rank's rows, by micro-batch; all data-parallel ranks have the same number of micro-batches.
         forward_step: from :func:`with_counted_tokens`.
-        forward_only: True computes losses only.
+        forward_only: whether to leave out backward.
 
     Returns:
         The loss function's reports, by micro-batch; empty on pipeline stages without the loss.

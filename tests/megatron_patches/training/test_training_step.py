@@ -189,3 +189,26 @@ def test_a_step_forgets_the_gradients_before_it_and_needs_no_target(micro_batche
         for once, again in zip(first[2], second[2], strict=True):
             assert torch.equal(once, again) and bool(once.any()) == (targets > 0)
             assert once.isfinite().all()
+
+
+def test_a_weight_without_a_gradient_in_the_first_step_is_refused_as_such():
+    from types import SimpleNamespace
+
+    from distca.errors import SupportError
+    from megatron_patches.training.training_step import _check_uses
+
+    used, unused = object(), object()
+    group = SimpleNamespace(
+        per_param_grad_ready_counts={used: 2},
+        golden_per_param_grad_ready_counts={},
+        is_first_batch=True,
+        params={used, unused},
+    )
+    model = SimpleNamespace(
+        bucket_groups=[group],
+        expert_parallel_bucket_groups=[],
+        ddp_config=SimpleNamespace(overlap_grad_reduce=True),
+        named_parameters=lambda: [("module.used", used), ("module.unused", unused)],
+    )
+    with pytest.raises(SupportError, match=r"^unused got 0 gradients .*, and 1 or more are needed in the first step: "):
+        _check_uses(model)
