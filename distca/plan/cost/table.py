@@ -27,11 +27,11 @@ _STEPS = 8
 """The number of grid steps between a power of two and the next power. Measured points on grid lines keep their seconds;
 measured points between grid lines are smoothed a little."""
 _FEW = 8
-"""The most tasks that plain Python computes; numpy computes more tasks. Eight tasks take 12 µs in Python and 19 µs in
-numpy, as measured on a CPU."""
+"""Up to this many tasks are computed in plain Python, and more tasks in numpy. Eight tasks take 12 µs in Python and 19
+µs in numpy, as measured on a CPU."""
 _LINES_PER_BIT = _STEPS / 2.0**52
-"""The factor from a float64's bits, read as an integer, to grid lines. From a power of two to the next power, the
-integer grows by 2^52, and the number of lines by ``_STEPS``."""
+"""Grid lines per unit of the integer that has the bits of a float64. From a power of two to the next power, this
+integer grows by 2^52, and the number of the grid line by ``_STEPS``."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LoadFactors:
         backward: [L] factors above 0 on backward's seconds.
 
     Raises:
-        PlanError: ``kv_rows`` do not increase, a factor is not above 0, or an array has another length.
+        PlanError: ``kv_rows`` do not increase, a factor is not above 0, or the arrays differ in length.
     """
 
     kv_rows: np.ndarray
@@ -210,7 +210,7 @@ class TableCost(CostModel):
         return seconds
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """Returns [K, N] seconds by the formula, times the table's smallest factor."""
+        """Returns [K, N] lower bounds: seconds by the formula, times the smallest factor of any cell."""
         both = self._least_factor
         factor = {"forward": both[:1], "backward": both[1:]}.get(direction, both)
         return self._base.per_direction(direction, q_rows, kv_rows) * factor[:, None]
@@ -260,7 +260,7 @@ class _Lines:
 
 def _check_axis(name: str, axis: np.ndarray) -> None:
     if axis.ndim != 1 or not len(axis) or not np.isfinite(axis).all() or axis[0] < 1 or (np.diff(axis) <= 0).any():
-        raise PlanError(f"The cost table's {name} must be positive and increasing, not {axis.tolist()}.")
+        raise PlanError(f"The cost table's {name} must be increasing numbers of at least 1, not {axis.tolist()}.")
 
 
 def _number(rows: np.ndarray) -> np.ndarray:
@@ -312,7 +312,9 @@ def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
             f"The cost table's {name} seconds have shape {table.shape}; its q_rows and kv_rows need {base.shape}."
         )
     if np.isnan(table).all(axis=0).any() or (table <= 0).any() or np.isinf(table).any():
-        raise PlanError(f"The cost table's {name} seconds must be positive, with a measured value for every kv_rows.")
+        raise PlanError(
+            f"The cost table's {name} seconds must be positive and finite, with a measured value for every kv_rows."
+        )
     factor = table / base
     for column in factor.T:
         known = np.flatnonzero(~np.isnan(column))

@@ -1,12 +1,13 @@
 """Deals documents to bins: all bins get about equal work, and no bin gets more tokens than it has room for.
 
 ``shares.py`` calls :func:`deal_to_bins`, and then :func:`levelled`. A bin is a rank. With several nodes, documents are
-first dealt to nodes; a bin is then a node.
+first dealt to bins that are nodes, and then, inside each node, to bins that are ranks.
 
-- *Work* is the time of attention. The mean rank's work is 1.
+- *Work* is the time of attention. Its unit is the mean work of a rank.
+- *Free* tokens are the tokens that a bin still has room for.
 - An *item* is a document, or the part of a document that a node got.
 - A *long* item has more work or tokens than one rank should get. It is cut into *shares* for several bins.
-- *Filler* is the shortest documents. It is dealt later, into the tokens that items leave free.
+- *Filler* is the shortest documents. It is dealt after all items, into the free tokens.
 - The *surplus* of an item is its work minus the work of as many tokens of filler. Example: filler has 0.1 work per
   1,000 tokens. An item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
 - The surplus that a bin *lacks* is the work that it lacks, minus the work of filler in all of its free tokens.
@@ -25,16 +26,16 @@ import numpy as np
 
 _DENSE = 0.6
 """An item is *sparse* if its work per token is below this multiple of the mean over all items and filler. Sparse items
-are expected to fill the tokens beside shares."""
+are expected to fill the tokens of a bin that its shares leave free."""
 _SAME_SIZE = 1.5
 """Items are dealt in groups of similar length. The longest item of a group has less than this many times the tokens of
 the shortest. Bins are sorted once for each group, which saves time."""
 OVERFULL = 0.012
-"""A bin may exceed the work that it should get by this much if an item then stays whole; the mean rank's work is 1.
-Beyond this limit the item is cut, unless a share would be below ``LEAST_SHARE``."""
+"""A bin may exceed the work that it should get by this part of a rank's mean work, if an item then stays whole. Beyond
+this limit the item is cut, unless a share would be below ``LEAST_SHARE``."""
 _OVERFULL_WITH_KEYS = 0.09
-"""The limit in place of ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), with ``few_keys`` of
-:func:`deal_to_bins`. With a smaller limit, one more rank would read all keys of the document for little work."""
+"""This limit replaces ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if ``few_keys`` of
+:func:`deal_to_bins` is set. With a smaller limit, one more rank would read all keys of the document for little work."""
 _LEVELLINGS = 3
 """Rounds in which :func:`levelled` resizes shares. Without these rounds plans move 1.2 % more bytes."""
 _NO_SURPLUS = 1e-6
@@ -44,10 +45,10 @@ _FEW_SHARES = 1.1
 """A document is *very long* if it has more than this many times the tokens of the largest bin. It is cut by other rules
 if ranks should read few keys; see ``few_keys`` of :func:`deal_to_bins`."""
 LEAST_SHARE = 0.05
-"""The least work of a share; the mean rank's work is 1. A smaller share is not worth the keys that its rank must
+"""The least work of a share, as a part of a rank's mean work. A smaller share is not worth the keys that its rank must
 read."""
 _LEAST_ROWS = 0.2
-"""A share may have as little as this part of ``LEAST_SHARE`` if its bin has no tokens for more."""
+"""A share may have as little as this part of ``LEAST_SHARE`` if its bin has no free tokens for more."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def deal_to_bins(
         filler: work per token of the filler, and the number of its tokens.
         most: two limits on the shares in a bin: the part of the bin's work that they may have, and the part of the
             bin's tokens. With (0.8, 0.5), a bin of 1.0 work and 100 tokens takes shares of 0.8 work and 50 tokens.
-        few_keys: whether each rank should read the keys of few documents. A long document may then begin on the bin
-            where the long document before ended. A very long document (``_FEW_SHARES``) then has no small last share.
+        few_keys: whether each rank should read the keys of few documents. A very long document (``_FEW_SHARES``) then
+            has no small last share. Of two other long documents, the second may begin on the bin where the first ended.
 
     Returns:
         The bins; and (item, fraction of the item) for everything that found no room.
@@ -143,7 +144,7 @@ def deal_to_bins(
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
     # Items [begin, end) are one group of similar length. Of a long item, bins first get at most the work that they
-    # lack. The rest goes wherever there are tokens.
+    # lack. The rest goes to any bin with free tokens.
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -182,6 +183,7 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
     if not len(in_shares):
         return filled.parts
+    # Shares are sorted by item. "firsts" are the indices of each item's first share, and "count" its number of shares.
     in_shares = in_shares[filled.parts.item[in_shares].argsort(kind="stable")]
     item, at, part = (column[in_shares] for column in filled.parts)
     firsts = np.flatnonzero(np.append(True, item[1:] != item[:-1]))
@@ -191,8 +193,8 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
-        # "has" is the surplus of each share. With the surplus "wanted" its rank would lack no work, and with "most" its
-        # rank would have no free tokens. "whole" is the sum of all shares of its item.
+        # "has" is the surplus of each share. If all shares of a rank had the surplus "wanted", the rank would lack no
+        # work. If they had "most", it would have no free tokens. "whole" is the sum of an item's shares.
         has, tokens = part * surplus, part * rows
         lacks = need - rate * space
         wanted = has * (1 + (lacks / np.maximum(np.bincount(at, has, len(space)), tiny))[at])
@@ -255,8 +257,8 @@ class _Bins:
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
         """Puts the items from ``first`` up to ``end`` whole, each into the bin that then lacks most surplus.
 
-        Returns the index of the first item that is not ``small`` or does not fit into that bin; ``end`` if there is
-        none."""
+        A ``small`` item is not long, and has at most the work ``least``. Returns the index of the first item that is
+        not small or does not fit into that bin; ``end`` if there is none."""
         if first == end or not small[first]:
             return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace
@@ -278,7 +280,7 @@ class _Bins:
     def put_whole(self, item: int, rows: float, work: float) -> bool:
         """Puts an item whole into one bin; returns whether the bin took it.
 
-        The bin is the one that lacks most surplus among those with enough tokens. ``OVERFULL`` says when the bin
+        The bin is the one that lacks most surplus among those with enough free tokens. ``OVERFULL`` says when the bin
         refuses an item."""
         aside = []
         while self._heap and self._space[self._heap[0][1]] < rows:
@@ -302,8 +304,8 @@ class _Bins:
     def take_back(self, *, first: bool = False) -> None:
         """Puts the bin with the newest share back into the heap.
 
-        With ``first`` it goes on top if it still lacks the work of two least shares, so that the next long item begins
-        there."""
+        With ``first`` the bin goes on top if its limit on shares leaves work for two least shares. The next long item
+        then begins in this bin."""
         at, self._newest = self._newest, -1
         if at >= 0:
             first = first and self._need_shares[at] >= 2 * self.least

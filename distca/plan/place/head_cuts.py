@@ -1,17 +1,17 @@
 """Cuts documents in two, so that every rank has about the same part of its attention work in ping.
 
-*Ping* and *pong* are the two nano-batches of a micro-batch: the transfers of one run beside the computation of the
+*Ping* and *pong* are the two nano-batches of a micro-batch: the transfers of one run during the computation of the
 other. ``home_rows.py`` calls :func:`cut_whole` when documents already have their ranks.
 
 - A document's first rows, its *head*, are computed in ping, and its other rows, the *tail*, in pong.
-- A document on several ranks is in *shares*. Its cut is given. :func:`cut_whole` chooses the cuts of documents on one
-  rank.
-- *Filler* is the shortest documents. It fills the tokens that are left in each nano-batch.
-- *Work* is the time of attention; the mean rank's work is 1. The *surplus* of a document is its work minus the work of
-  as many tokens of filler.
+- A document on several ranks is in several *shares*, and its cut is given. A document on one rank is one share, and
+  :func:`cut_whole` chooses its cut.
+- *Filler* is the shortest documents. It fills the room that other documents leave in each nano-batch.
+- *Work* is the time of attention. Its unit is the mean work of a rank. The *surplus* of a document is its work minus
+  the work of as many tokens of filler.
 
-Array legend: D documents, R ranks, S shares, N ranges, W documents of one rank. Rows are int64. Constants were compared
-with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
+Array legend: D documents, R ranks, S shares, N ranges or documents, W documents of one rank. Rows are int64. Constants
+were compared with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from distca.plan.place.shares import Dealt, Work
 from distca.plan.sorting import order_by
 
 _CLOSE = 0.003
-"""No document is cut if the rank's work in ping differs from the wanted work by at most this. The mean rank's work is
-1. A cut costs time, because the keys of the head are read in both nano-batches."""
+"""No document is cut if the rank's work in ping differs from the wanted work by at most this part of a rank's mean
+work. A cut costs time, because the keys of the head are read in both nano-batches."""
 
 _HALVINGS = 16
 """Steps of the bisection for the row up to which a rank's documents are in ping. After 16 steps the error is a 65,536th
@@ -37,11 +37,11 @@ _NEARLY = 0.02
 """Work in ping counts as reached if it is below the wanted work by at most this part."""
 
 _LEVELLINGS = 2
-"""How often ping's part of the work is set. If some ranks have no room in ping for so much work, the second try gives
-all ranks less."""
+"""The most tries to give all ranks the same part of their work in ping. If too many ranks (``_FEW``) have no room in
+ping for this part, the second try wants a smaller part."""
 _FEW = 0.1
-"""The part of all ranks that may miss the wanted work in ping without a second try. The scheduler later moves work to
-these ranks."""
+"""The part of all ranks that may stay below the wanted work in ping without a second try. The scheduler later moves
+other ranks' work to them."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """[N] document, start, stop and rank of query ranges [start, stop), all int64."""
@@ -50,7 +50,7 @@ Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def ranges_of_shares(
     document: np.ndarray, rank: np.ndarray, low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> Ranges:
-    """Returns the rows of shares in the rows [first, last) of each document: the head, the tail or all rows.
+    """Returns the query ranges of shares in the rows [first, last) of each document, its head or its tail.
 
     A share is a range near ``first`` and its mirror image near ``last``. Positions run from 0 at these ends to 1 in the
     middle. Example: of the rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7).
@@ -58,13 +58,13 @@ def ranges_of_shares(
     Args:
         document: [S] document of each share.
         rank: [S] rank of each share.
-        low: [S] where each share begins.
-        high: [S] where each share ends.
+        low: [S] position where each share begins.
+        high: [S] position where each share ends.
         first: [D] first row of each document's head or tail.
-        last: [D] one past its last row.
+        last: [D] one past the last row of the head or tail.
     """
     # "outer" and "inner" are begin and end of a share, counted in rows from either end. A share that ends at 1 is one
-    # range.
+    # range across the middle.
     first, last = first[document], last[document]
     half = (last - first) // 2
     outer, inner = (low * half).astype(np.int64), (high * half).astype(np.int64)
@@ -98,7 +98,7 @@ def cut_whole(
         work: gives the work of query ranges.
     """
     # For each nano-batch: "room" is the [R] tokens that documents in shares leave. "more" is the [R] work of these
-    # documents, and of filler in all of the room.
+    # documents, plus the work of filler in all of the room.
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
     parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
     room, more = [], []
@@ -119,11 +119,12 @@ def cut_whole(
     square, slope = _growth(own, dealt.work[document], work)
     documents = _Documents(owner, own, square, slope - rate, square / own**2)
     columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
-    # If shares exceed the budget of a nano-batch, it has no room. ``home_rows.py`` moves the excess later.
+    # If shares exceed a rank's budget, the room is 0. ``home_rows.py`` moves the excess later.
     room = [np.maximum(each, 0.0) for each in room]
     spaces, level = [each.tolist() for each in room], dealt.split.ping
     for _ in range(_LEVELLINGS):
-        # "wanted" is the surplus that a rank's whole documents should have in ping.
+        # "level" is the part of each rank's work that should be in ping. "wanted" is the surplus that a rank's whole
+        # documents should have in ping.
         wanted = level * total - more[0]
         found: list[int] = []
         off = np.zeros(ranks)
@@ -143,7 +144,8 @@ def cut_whole(
             head[again] = np.where(nearer[owner[again]], heads, head[again])
         cut[document] = head
         reached = (more[0] + documents.surplus_of(head, ranks)) / np.maximum(total, 1e-300)
-        # If more than the part ``_FEW`` of ranks miss the wanted work, the next try wants what the other ranks reached.
+        # If more than the part ``_FEW`` of ranks stay below this level, the next try wants a level that the other ranks
+        # reached.
         lowest = float(np.quantile(reached, _FEW))
         if lowest > level * (1 - _NEARLY):
             break
@@ -229,7 +231,7 @@ class _Documents(NamedTuple):
         rows: [N] tokens.
         square: [N] float64.
         slope: [N] float64.
-        dense: [N] ``square`` over the square of ``rows``.
+        dense: [N] ``square`` / ``rows``².
     """
 
     rank: np.ndarray
@@ -249,8 +251,8 @@ class _Documents(NamedTuple):
         """Returns [N] rows of every document's head, so that ranks have [R] ``wanted`` surplus in ping.
 
         At most ``ping`` and ``pong`` [R] rows fit into the nano-batches. All heads on a rank end at the same row, if
-        this gives ping enough work. Otherwise heads are the same part of each document, which gives more work for as
-        many rows."""
+        this gives ping enough work. Otherwise heads are the same part of each document, which gives more work for the
+        same number of rows."""
         # Bisection on all ranks at once, for the last row up to which ping has room. A rank stops earlier if ping then
         # has the wanted work and pong has room for the rest.
         at, own = self.rank, self.rows
@@ -264,6 +266,7 @@ class _Documents(NamedTuple):
             over = (tokens > ping) | ((found > wanted) & (tokens > total - pong))
             low, high = np.where(over, low, middle), np.where(over, middle, high)
         enough = self.surplus_of(np.minimum(own, low[at]), ranks) >= wanted * (1 - _NEARLY)
+        # A rank whose room is just enough, or that has no documents, has no choice.
         enough |= (total - pong >= ping) | (total == 0)
         heads = np.minimum(low[at].astype(np.int64), own)
         for rank in np.flatnonzero(~enough).tolist():
@@ -272,8 +275,8 @@ class _Documents(NamedTuple):
             part = _head_with(float(wanted[rank]), 1.0, float(self.square[here].sum()), slope)
             part = min(max(part, 1 - pong[rank] / total[rank]), ping[rank] / total[rank], 1.0)
             heads[here] = part * own[here]
-        # Heads were rounded down, so pong may have too many rows. They go back to ping, document by document. "before"
-        # is the spare rows of the same rank's documents before this one.
+        # Heads were rounded down, so pong may have too many rows. The excess "over" goes back to ping, document by
+        # document. "spare" is a document's rows in pong. "before" is the spare rows of earlier documents on the rank.
         over = total - np.bincount(at, heads, ranks) - np.floor(pong)
         spare = own - heads
         before = np.cumsum(spare) - spare

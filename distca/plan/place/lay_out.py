@@ -1,14 +1,15 @@
 """Lays out a micro-batch: which tokens each home rank holds, and in which nano-batch they are computed.
 
-The *home rank* of a token holds its row. A micro-batch is computed as one or two *nano-batches*, ping and pong: the
-transfers of one run beside the computation of the other. If a document is cut in two, its first rows are in ping and
-its last rows in pong. ``step.py`` calls :func:`lay_out`, which places documents in one of five ways:
+Each token is one row of the tensors on one rank, its *home rank*. A micro-batch is computed as one or two
+*nano-batches*, ping and pong: the transfers of one run during the computation of the other. If a document is cut in
+two, its first rows are in ping and its last rows in pong. ``step.py`` calls :func:`lay_out`, which places documents in
+one of five ways:
 
-- by attention work, ping and pong together (``shares.py``, ``home_rows.py``);
-- by attention work, each nano-batch by itself (``by_nano_batch.py``);
-- whole, as far as ranks have room (``whole.py``);
-- one document after the other;
-- on given ranks.
+- "spread": ranks get about equal attention work in ping and pong together (``shares.py``, ``home_rows.py``);
+- "spread_by_nano_batch": ranks get about equal attention work in each nano-batch (``by_nano_batch.py``);
+- "whole": documents stay whole, as far as ranks have room (``whole.py``);
+- "in_order": one document after the other, cut where a rank is full;
+- on given ranks, with ``rank_of``.
 
 Array legend: D documents of the micro-batch, R ranks. Arrays are int64. A *shard* is a range of one document on one
 rank. A *stream* is ranges of documents in the order in which they are placed.
@@ -67,13 +68,13 @@ def lay_out(
         nano_batches: 1, or 2 for ping and pong.
         rank_of: [D] home rank of each document. Documents then stay whole on their ranks, and each rank deals its
             documents to the nano-batches.
-        align: rows per rank are multiples of this, unless ``rank_of`` is given.
+        align: the rows of all ranks but the last are multiples of this, unless ``rank_of`` is given.
         dealing: how documents are dealt to two nano-batches of equal tokens. "in_order": the first documents go to
-            ping. "even": documents are dealt by length, for about equal attention work. "lean": like "even", but with
-            the placement "spread" documents on several ranks may be wholly in pong. Unless the placement is "spread",
+            ping. "even": documents are dealt by length, for about equal attention work. "lean": like "even"; but if the
+            placement is "spread", documents on several ranks may be wholly in pong. Unless the placement is "spread",
             ping may get up to 1/32 more tokens, so that a document's short tail is not cut off.
-        placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other, cut where
-            a rank is full. "spread": ranks get about equal attention work and equal tokens, ping and pong together.
+        placement: which tokens of a nano-batch are on which rank. "in_order": one document after the other, cut where a
+            rank is full. "spread": ranks get about equal attention work and equal tokens, ping and pong together.
             "spread_by_nano_batch": the same for each nano-batch by itself; it also replaces "spread" if long documents
             do not fit. "whole": documents lie whole on ranks with equal tokens; documents for which no rank has room
             are cut. With ``rank_of`` the placement is always "in_order".
@@ -85,7 +86,7 @@ def lay_out(
         One layout per nano-batch.
 
     Raises:
-        PlanError: lengths or ranks cannot be laid out, or with "whole" a document has more tokens than a rank.
+        PlanError: an argument is out of its range, or with "whole" a document has more tokens than a rank.
     """
     length = np.asarray(lengths, dtype=np.int64).reshape(-1)
     _check(length, ranks, nano_batches, rank_of, align, dealing, placement)
@@ -149,7 +150,8 @@ def _place_nano_batches(
     if nano_batches == 2 and dealing != "in_order":
         documents = dealt_evenly(length, documents, ping_first=True)
     if nano_batches == 2:
-        # A cut that moves goes to a multiple of ``ranks * align``, so that ping's tokens divide evenly over the ranks.
+        # If the cut moves to the end of a short tail, it is rounded up to a multiple of ``ranks * align``. Ping's
+        # tokens then divide evenly over the ranks.
         cut = without_short_tail(length, documents, cut, ranks * align)
     placed = []
     for stream, bounds in zip(
@@ -174,7 +176,7 @@ def _half(total: int, align: int) -> int:
 def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
     """Returns [R + 1] borders for each nano-batch: rank r gets the tokens from bounds[r] up to bounds[r + 1].
 
-    If there are two, ping has ``cut`` of the ``total`` tokens."""
+    With two nano-batches, ping has ``cut`` of the ``total`` tokens."""
     return [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
 
 
@@ -280,6 +282,8 @@ def _dealt_at_home(
         mine, pieces = np.flatnonzero(rank_of == rank), np.flatnonzero(rank_of_rest == rank)
         if nano_batches == 2 and dealing != "in_order":
             mine = dealt_evenly(length, mine, ping_first=ahead <= 0)
+        # Ping gets half of the rank's tokens, but only whole documents' tokens. All pieces of cut documents are in
+        # pong.
         tokens, more = int(length[mine].sum()), int((rest.stop - rest.start)[pieces].sum())
         cut = without_short_tail(length, mine, min(-(-(tokens + more) // 2), tokens)) // align * align
         streams = streams_of(length, mine, nano_batches, cut)
@@ -308,8 +312,8 @@ def _sorted(shards: Shards) -> Shards:
 def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previous: Layout | None) -> Layout:
     """Returns the layout of one nano-batch.
 
-    Its k,v rows are its own rows, and *carried* rows: the rows of its documents in the ``previous`` nano-batch. Carried
-    rows stay on their ranks."""
+    The k,v rows are the rows of this nano-batch, and *carried* rows: the rows of the same documents in the ``previous``
+    nano-batch. Carried rows stay on their ranks."""
     q = _sorted(shards)
     first = np.zeros(documents, np.int64)
     last = np.zeros(documents, np.int64)
@@ -322,8 +326,8 @@ def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previo
         split = np.flatnonzero(first > 0)
         head = np.isin(previous.q.document, split)
         np.add.at(carried_rows, previous.q.rank[head], (previous.q.stop - previous.q.start)[head])
-        # Documents that go on come last on each rank. The rows before them, "skipped", are not carried. So carried rows
-        # are numbered from 0, and own rows follow.
+        # On each rank of the previous nano-batch, documents that go on come last. The rows before them, "skipped", are
+        # not carried. Carried rows are numbered from 0, and this nano-batch's rows follow.
         skipped = previous.q_rows - carried_rows
         document, start, stop, rank, row = (column[head] for column in previous.q.columns())
         carried = (document, start, stop, rank, row - skipped[rank])

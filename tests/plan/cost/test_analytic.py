@@ -171,7 +171,8 @@ def test_load_factors_multiply_by_length_and_bound_from_below(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "kv_rows, forward, words",
-    [([4, 2], [1, 1], "load_factors must be positive and increasing"), ([2, 4], [1, 0], "one positive forward factor"),
+    [([4, 2], [1, 1], "load_factors must be increasing numbers of at least 1"),
+     ([2, 4], [1, 0], "one positive forward factor"),
      ([2, 4], [1], "for each of the 2 kv_rows")],
 )  # fmt: skip
 def test_unusable_load_factors_are_sentences(kv_rows: list, forward: list, words: str) -> None:
@@ -182,8 +183,8 @@ def test_unusable_load_factors_are_sentences(kv_rows: list, forward: list, words
 @pytest.mark.parametrize(
     "q_rows, kv_rows, seconds, words",
     [
-        ([2, 1], [4, 8], np.ones((2, 2)), "q_rows must be positive and increasing"),
-        ([1, 2], [4, 4], np.ones((2, 2)), "kv_rows must be positive and increasing"),
+        ([2, 1], [4, 8], np.ones((2, 2)), "q_rows must be increasing numbers of at least 1"),
+        ([1, 2], [4, 4], np.ones((2, 2)), "kv_rows must be increasing numbers of at least 1"),
         ([1, 2], [4, 8], np.ones((2, 3)), "shape"),
         ([1, 2], [4, 8], np.zeros((2, 2)), "positive"),
         ([1, 2], [4, 8], np.array([[np.nan, 1], [np.nan, 1]]), "every kv_rows"),

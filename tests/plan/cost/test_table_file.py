@@ -105,7 +105,7 @@ def test_sizes_that_are_none_are_refused(tmp_path, key, wrong):
 def test_axes_that_are_none_are_refused(tmp_path, key, wrong):
     path = write(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: wrong}))
-    said = r"must be positive and increasing|something else where numbers should be|asks? for"
+    said = r"must be increasing numbers of at least 1|something else where numbers should be|asks? for"
     with pytest.raises(PlanError, match=said):
         load_table(path)
 

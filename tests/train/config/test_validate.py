@@ -228,7 +228,7 @@ def test_a_cost_table_is_read_before_anything_starts(tmp_path: Path) -> None:
             "has heads 'many', which must be a whole number of at least 1 and at most",
         ),
         (shape, _table(tmp_path, kv_rows="many"), "has something else where numbers should be ("),
-        (shape, _table(tmp_path, q_rows=[]), "q_rows must be positive and increasing, not []."),
+        (shape, _table(tmp_path, q_rows=[]), "q_rows must be increasing numbers of at least 1, not []."),
     ):
         with pytest.raises(ConfigError) as caught:
             validate(parse_run_config(["--cad.cost_table", table, *more]), 4, vocabulary=256)
