@@ -7,8 +7,8 @@ help other stages. Without pipeline stages, a phase is the forward or the backwa
 
 With p stages, backward phase k runs right after forward phase k + p − 1.
 
-With n data-parallel ranks in a stage, rank r of stage s has number s · n + r. Servers without a model come last. The
-same document lengths always give the same plan.
+With n data-parallel ranks in a stage, rank r of stage s has number s · n + r. Servers without a model, which only
+compute attention, come last. The same document lengths always give the same plan.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""The most work of a document, over the mean work of a rank, with which the document may stay on one rank. With more
-work, its rows travel in any placement (:func:`distca.plan.choice.cheaper`). Values from 1.01 to 1.2 give about equal
+"""A document with at most this many times the mean work of a rank may stay on one rank. With more work, the document's
+rows travel in any placement (:func:`distca.plan.choice.cheaper`). Values from 1.01 to 1.2 give about equal
 plans (benchmarks/results/planner.md)."""
 _LONGER = 1.02
 """Limits the tokens of a micro-batch if documents change their micro-batch. The limit is this factor times the largest
-token count of a given micro-batch. If documents do not fit, the limit is ``room``."""
+token count of a given micro-batch. If documents do not fit, the limit is ``room`` of :func:`plan_step`."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,14 @@ class StepPlan:
                 yield "backward", tick - last
 
     def seconds_before(self) -> np.ndarray:
-        """Returns [P, R] attention seconds of one layer without balancing.
+        """Returns [P, R] attention seconds of a mean layer without balancing.
 
         Documents are then laid out in the given order, and every rank computes its own rows."""
         return np.asarray(self._in_order().seconds_by_kind().sum(axis=0))
 
     def seconds_by_kind(self) -> np.ndarray:
-        """Returns [K, P, R] attention seconds of one layer as planned, for each kind."""
+        """Returns [K, P, R] attention seconds of a mean layer as planned, split by kind: the sum over K is the
+        whole."""
         return np.stack([_seconds(phase, self.options, direction) for direction, phase in self.phases], axis=1)
 
     def _in_order(self) -> StepPlan:
@@ -114,7 +115,7 @@ class StepPlan:
         return replace(self, forward=forward, backward=backward)
 
     def of_combination(self, number: int) -> StepPlan:
-        """Returns the same step for a model in which all layers have the combination ``options.combinations[number]``.
+        """Returns the same step for a model with the combination ``options.combinations[number]`` in all layers.
 
         All stages run their layer i at the same time. The kinds of these layers, one for each stage, are a
         *combination*."""
@@ -150,8 +151,9 @@ class StepBalance:
     backward), R ranks, K kinds of attention layers.
 
     Attributes:
-        before_by_kind: [K, P, R] attention seconds without balancing (:meth:`StepPlan.seconds_before`).
-        after_by_kind: [K, P, R] attention seconds as planned.
+        before_by_kind: [K, P, R] each kind's part of the attention seconds without balancing
+            (:meth:`StepPlan.seconds_before`).
+        after_by_kind: [K, P, R] each kind's part of the attention seconds as planned.
         other_seconds: [P, R] seconds of linear layers; 0 if plans balance attention alone.
         bytes_moved: bytes that travel in the whole step for one layer of every stage.
     """
@@ -186,7 +188,7 @@ def plan_step(
         homes: for each micro-batch, the home rank of every document, if documents must stay whole; None lets documents
             span ranks.
         room: for each micro-batch, the most tokens. If given, documents may change their micro-batch
-            (``StepPlan.drawn``). If documents do not fit into ``room``, all stay. None lets all stay.
+            (``StepPlan.drawn``). With None, or if documents do not fit into ``room``, no document changes it.
 
     Raises:
         PlanError: there is no micro-batch; lengths cannot be laid out; ``room`` has another number of micro-batches; or
@@ -221,7 +223,7 @@ def _laid_out(
 ) -> tuple[Layout, ...]:
     """Returns the layouts of one micro-batch, one for each nano-batch.
 
-    With few ranks or recurrent layers, two placements are planned, and the cheaper one is returned."""
+    With few ranks or recurrent layers, several placements are planned, and the best one is returned."""
     # With several stages, idle stages help with ping, then with pong. So ping and pong get about equal work.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
@@ -237,7 +239,7 @@ def _laid_out(
 
     by_work = _by_work(options, lengths, laid, price)
     room = int(lengths.sum()) // options.ranks // options.align * options.align
-    # Over a network more rows are not known to pay.
+    # More rows travel if documents stay whole. It was not measured whether this pays between nodes.
     one_node = not options.servers and len(set(options.links.nodes(options.homes))) == 1
     if not options.recurrent or options.ranks == 1 or not one_node or lengths.max(initial=0) > room:
         return by_work
@@ -253,7 +255,7 @@ def _by_work(
     by_nano_batch = partial(laid, placement="spread_by_nano_batch", cost=options.cost)
     if options.ranks == 1:
         return by_nano_batch()
-    # With servers without a model, most rows travel in any placement. So one placement is enough.
+    # To servers without a model, most rows travel in any placement. So one placement is enough.
     if options.ranks > SMALL_POOL or options.servers:
         return together()
     work = options.cost.per_direction("both", lengths, lengths)

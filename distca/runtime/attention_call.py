@@ -6,7 +6,8 @@
 - server: a rank that computes attention for homes. Most ranks are home and server.
 - nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
 - join: the wait for a transfer that an earlier node has launched.
-- graph token: a dummy scalar that gives autograd an edge from node to node. Rows are fields of the call.
+- graph token: a dummy scalar that gives autograd an edge from node to node. q, k, v and o do not pass along these
+  edges: the call's attributes hold them.
 - keep: until backward, servers keep q, k and v. Resend: homes keep them, and send them again in backward.
 - sink: a learned score that takes a share of each softmax of a head. Homes apply sinks to o and lse that come back.
 
@@ -45,8 +46,8 @@ class AttentionCall(LayerCall):
     Args:
         pool: this rank's transport, attention kernel and timeline.
         routes: the rows that this rank sends, receives and computes.
-        layer: layer number, for the timeline.
-        nano: 0 for ping, 1 for pong, for the timeline.
+        layer: layer number, which the timeline shows.
+        nano: 0 for ping, 1 for pong; the timeline shows it.
         before: in pong, the layer's call for ping, whose k,v rows pong may read; None in ping.
     """
 
@@ -67,7 +68,8 @@ class AttentionCall(LayerCall):
         self._sink: torch.Tensor | None = None
         self._home_rows = (0, 0)  # numbers of query rows and of k,v rows at home
         self._before = before if routes.forward.before else None
-        # Gradients of this call's k,v rows from pong's backward. None until pong has computed them; {} without pong.
+        # Gradients of this call's k,v rows from pong's backward. None until pong has computed them; {} if pong reads
+        # none of these rows.
         self._gradients_of_pong: Sums | None = {}
         if self._before is not None:
             self._before._gradients_of_pong = None
@@ -79,8 +81,8 @@ class AttentionCall(LayerCall):
     ) -> torch.Tensor:
         """Starts sending q, k and v rows to servers.
 
-        ``prefix_N2GD`` has, in pong, keys and values of ping's rows whose documents go on in pong. They travel ahead of
-        ``kv_N2GD``, to servers that have not kept them."""
+        In pong, ``prefix_N2GD`` has keys and values of those rows of ping whose documents go on in pong. Servers that
+        did not keep these rows get them in front of ``kv_N2GD``."""
         return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:

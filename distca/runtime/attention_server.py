@@ -4,10 +4,11 @@
 - pool: homes and servers together.
 - store: the torch.distributed store through which homes and servers exchange messages.
 - terms: the facts about the homes' model that a server needs.
-- generation: the pool between two changes. A change is a server that joins or leaves; it needs new process groups.
+- generation: the pool between two changes. At a change, servers join or leave, and process groups are made anew.
 
 For each step, homes write the lengths of the documents to the store. From the lengths, homes and servers make the same
-plan of the rows that travel. A server runs each layer without tokens, so that its exchanges have the homes' order.
+plan of which q, k and v rows travel. A server has 0 tokens of its own. It still runs every layer with 0 rows, so that
+its exchanges of rows come in the same order as on homes.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from distca.transport.collective import nccl_goes_first
 logger = logging.getLogger(__name__)
 
 _PLANNED_AHEAD = 3
-"""The most plans that a server holds: for this step, the next step, and another loop such as validation. A fourth plan
-replaces the oldest. If a replaced plan is needed, the server plans again."""
+"""The most plans that a server holds: for this step, the next step, and a step of another loop, such as validation. A
+fourth plan replaces the oldest. If a replaced plan is needed, the server plans again."""
 _REMEMBERED = 16
 """The number of latest steps whose :class:`Served` stays in the store. Older reports are deleted."""
 FORMING = timedelta(seconds=20)
@@ -62,9 +63,9 @@ class PoolTerms:
 
     Attributes:
         options: the planner's options.
-        spec: heads, dtype, kinds and device of core attention on a home.
+        spec: core attention on a home: heads, dtype, device, and kinds (such as window and scale) of the layers.
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send them again.
-        layers: the numbers of a stage's layers with attention, for the timeline; empty if all layers have attention.
+        layers: the numbers of a stage's layers with attention, which the timeline shows; empty if all layers have it.
     """
 
     options: PlanOptions
@@ -81,10 +82,10 @@ class Comer:
         number: the server's number, which a restarted server keeps.
         machine: host name.
         device: "cuda" or "cpu".
-        gpu: name of the server's GPU, or "cpu"; homes choose a cost table by it.
+        gpu: name of the server's GPU model, or "cpu"; homes plan with the seconds that were measured on this model.
         process: identity of the process; new after a restart.
         kernel: name of the attention kernel that the server has chosen; empty before.
-        gpu_id: identity of the GPU, by which homes know which servers share one; empty without a GPU.
+        gpu_id: identity of the GPU; servers on the same GPU have the same one. Empty without a GPU.
     """
 
     number: int
@@ -102,7 +103,7 @@ class KernelTerms:
 
     Attributes:
         servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.
-        spec: heads, dtype, kinds and device of core attention on a home.
+        spec: core attention on a home, as in :class:`PoolTerms`.
         kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest correct kernel.
     """
 
@@ -117,7 +118,7 @@ class KernelAnswer:
 
     Attributes:
         kernel: the name of the kernel that the server takes; empty if it takes none.
-        objection: the reason why it takes none, as a sentence; else empty.
+        objection: the reason why the server takes no kernel, as a sentence; else empty.
     """
 
     kernel: str
@@ -131,7 +132,7 @@ class Generation:
     Attributes:
         number: number of the generation, from 0.
         servers: the servers, in the order of their ranks in the pool. Homes have the lower ranks. With tensor-parallel
-            size ``tp``, each ``tp`` consecutive servers have the same rank.
+            size ``tp``, each ``tp`` consecutive servers have the same rank, in ``tp`` different process groups.
         terms: facts about the homes' model.
         told: number of the generation's first message in the store.
     """
@@ -231,7 +232,7 @@ class Served:
     """A server's report of one step.
 
     Attributes:
-        seconds: seconds of each attention computation in the step, by "forward" and "backward".
+        seconds: for the keys "forward" and "backward", the seconds of each attention computation in the step.
         peak: peak bytes of GPU memory in the step; on CPUs the process's resident bytes after the step.
     """
 
@@ -250,10 +251,10 @@ class _Server:
         return self._me.number
 
     def _join(self, generation: Generation) -> None:
-        """Joins a generation. If a process does not connect, returns, and homes announce another generation.
+        """Joins a generation. If a process does not connect, the method returns, and homes announce another generation.
 
         Raises:
-            RuntimeError: a process does not connect in the first generation.
+            RuntimeError: a process of the first generation does not connect.
         """
         terms, spec, options = generation.terms, generation.terms.spec, generation.terms.options
         place = generation.servers.index(self._me)
@@ -327,13 +328,14 @@ class _Server:
                 if not self._transport.broken and self._has_served(*found.result(), forward_only, zero):
                     self._tell_served(step)
                     served += 1
-                else:  # None: the step failed here; homes then start another generation
+                else:  # None tells homes that the step failed here. Homes then start another generation.
                     self._store.put(f"served/{step}/{self._number}", None)
 
     def _has_served(self, plan: StepPlan, routes: StepRoutes, forward_only: bool, zero: float | None) -> bool:
         """Serves a step; returns False if another rank of the pool is gone.
 
-        The timeline records the step if homes do. ``zero`` is the begin of their recording, in seconds since 1970.
+        ``zero`` is when homes began to record a timeline, in seconds since 1970; None if homes record none. This server
+        records the step if homes do.
 
         Raises:
             RuntimeError: this server itself failed.
@@ -409,10 +411,11 @@ class _Server:
 
 
 class _TracedLayer:
-    """A stand-in for a layer, with 0 rows that require gradients. So autograd runs backward in the homes' order.
+    """A layer with 0 rows, for a server. The rows require gradients, so autograd runs backward through all layers, and
+    exchanges come in the same order as on homes.
 
     Args:
-        empty: the shapes of the layer's rows.
+        empty: heads, head widths, dtype and device of the layer's rows.
         has_sink: whether the layer has sinks, learned scores that take a share of each softmax. Then the server also
             sends lse, the log-sum-exp of scores, since homes apply sinks.
     """
@@ -442,7 +445,8 @@ class _TracedLayer:
         return hidden, q.reshape(0, each.heads, each.head_dim), kv
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        # With o in the output, autograd's backward passes through the attention of this layer.
+        # With o (the output of attention) in the result, autograd's backward passes through the attention of this
+        # layer.
         (hidden,) = residual
         o = o_NHD.reshape(0, self._empty.heads * self._empty.value_width)
         return torch.cat((o, hidden[:, o.shape[1] :]), dim=1)

@@ -98,7 +98,8 @@ class ServerRoute:
     Attributes:
         q_to_server: moves of query rows to servers: q, and in backward dO, perhaps with q, o and lse (log-sum-exp).
         q_to_home: moves of query rows to homes: o and lse, and in backward dQ.
-        kv_to_server: moves of k and v to servers. Rows for another node may go to one server there, and on to others.
+        kv_to_server: moves of k and v to servers. Rows for several servers of another node may go to one of
+            these servers, which sends them on.
         kv_to_home: moves of dK and dV to homes. Gradients of one row are added up.
         repeats: copies from this server's k,v buffer to the regions. Empty if no two tasks share rows and no task reads
             rows that arrived in ping; the buffer then serves as the regions.
@@ -175,7 +176,7 @@ class NanoRoutes:
             backward: the backward plan, over the same layout; it may be ``forward`` itself.
             rank: this rank's number in the plans.
             kinds: kinds of layers, numbered as in the plans.
-            device: a device, or an upload; tensors get their values when the upload is sent.
+            device: a device, or an upload (a batch of copies to it); tensors get their values when the upload is sent.
             previous: in pong, the layout of ping; None in ping.
             links: which ranks share a node; None if all do.
         """
@@ -195,8 +196,8 @@ attention, SSM)."""
 class StepRoutes:
     """One rank's routes of a step, for the layers of its pipeline stage.
 
-    A *phase* is the forward, or the backward, that all stages run at the same time. In a phase, a stage has one
-    micro-batch or none. Without a micro-batch, its ranks compute attention for other stages.
+    In a *phase*, all stages run forward at the same time, or all run backward. Each stage has one micro-batch or none.
+    Without a micro-batch, its ranks compute attention for other stages.
 
     Attributes:
         own: [micro-batches][layers] routes of this stage's micro-batches, forward and backward.

@@ -50,7 +50,7 @@ class HomeRows:
     Attributes:
         q: q_NHD.
         kv: kv_N2GD.
-        prefix: in pong, [rows, 2, G, D] of ping's keys and values whose documents go on in pong; else None.
+        prefix: in pong, [rows, 2, G, D] keys and values of those rows of ping whose documents go on in pong; else None.
         o: o_NHD after sinks; None before it has come home.
         lse: lse_NH after sinks; None before it has come home.
     """
@@ -129,7 +129,7 @@ class Keep:
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """Returns the parts to send; None, since this server has its rows; and the destination do_THD."""
+        """Returns the parts to send; None, since this server has kept q, k and v; and the destination do_THD."""
         route = self._route
         do, parts = moved(do_NHD, route.q_to_server, route.q_rows)
         if has_sinks:

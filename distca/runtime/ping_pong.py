@@ -10,8 +10,8 @@ For layer i, autograd nodes of nano-batches 0 and 1 are created in this order. A
 
 The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror image.
 
-If nothing is recomputed, a ``post`` that sends rows to experts on other ranks runs as a generator. It pauses while rows
-travel, and the other nano-batch computes meanwhile.
+If backward recomputes nothing, a ``post`` that sends rows to experts on other ranks runs as a generator. It pauses
+while rows travel, and the other nano-batch computes meanwhile.
 
 A recurrent layer (linear attention, SSM) has the same order with other transfers. In place of q, k and v it sends
 *halo* rows: inputs of its convolution that another rank needs. In place of o it sends summaries of recurrent states.
@@ -123,8 +123,8 @@ def run_layers(
         hidden: for each nano-batch, the first layer's input. With one tensor there is only ping.
         routes: for each layer and nano-batch, the rows that this rank sends, receives and computes.
         pool: this rank's transport, attention kernel and timeline.
-        checkpoint: ``checkpoint(function, *tensors)`` recomputes ``function`` in backward. It gets the first pre, each
-            post with the next layer's pre, and the last post, but not core attention.
+        checkpoint: ``checkpoint(function, *tensors)`` recomputes ``function`` in backward. ``function`` is the
+            first pre, each post with the next layer's pre, or the last post. Core attention is not recomputed.
 
     Returns:
         The output of each nano-batch.
@@ -243,7 +243,7 @@ class _Run:
         return call
 
     def _prefix(self, routes: NanoRoutes) -> torch.Tensor | None:
-        """Returns keys and values of ping's rows whose documents go on in pong, or None."""
+        """Returns keys and values of those rows of ping whose documents go on in pong, or None."""
         if not routes.prefix:
             return None
         assert self._previous_kv is not None

@@ -3,7 +3,7 @@
 ``lay_out.py`` calls :func:`deal`. The *home* of a row is the rank that holds the row. A query row that is computed at
 home does not travel. A rank's *budget* is its number of tokens.
 
-- *Work* is the time of attention. The mean rank's work is 1.
+- *Work* is the time of attention, in units of the mean work of a rank.
 - A micro-batch is computed as one *nano-batch*, or as two with about half of the tokens each: *ping*, then *pong*. A
   document's *head*, its first rows, may be in ping, and its other rows in pong.
 - A *long* document has more work or tokens than one rank should get. It is cut into *shares* for several ranks.
@@ -31,7 +31,7 @@ Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
 """For up to this many ranks, ``distca/plan/step.py`` may plan two placements and take the cheaper. For more ranks it
-plans one, to save time. With two nano-batches, :func:`deal` then lets each rank read the keys of few documents."""
+plans one, to save time; with ping and pong, :func:`deal` then lets each rank read the keys of few documents."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents are filler, as long as they have at most this part of all work together. With 0.1 instead,
 plans move 3.5 % more bytes."""
@@ -83,7 +83,7 @@ class NanoSplit:
     Attributes:
         ping: part of every rank's work that should be in ping.
         head: part of a long document's rows that is in ping.
-        most_work: the most work of long documents that a rank should have; the mean rank's work is 1.
+        most_work: the most work of long documents that a rank should have.
         most_rows: the most rows of long documents that a rank should have, as a part of the rank's budget.
     """
 
@@ -104,7 +104,7 @@ class NanoSplit:
             shared: part of all work that long documents have.
             rows: part of all rows that long documents have.
             sparse: work of a rank that has only documents with little work per token (``_DENSE`` in ``bins.py``).
-            longest_other: rows of the longest document that is not long, over the largest budget.
+            longest_other: rows of the longest document that is not *long*, divided by the largest budget.
             lean: whether long documents may be wholly in pong.
         """
         # A head with the fraction f of a document's rows has about f² of the document's work.
@@ -148,8 +148,8 @@ class Dealt:
 def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
     """Returns a function from [N] starts and [N] stops to the [N] work of the query ranges [start, stop).
 
-    Work is the mean of forward time and backward time, each divided by the mean rank's time. The arguments of
-    ``work_of`` are all ranges that the ``ranks`` ranks compute."""
+    Work is the mean of forward time and backward time, each divided by the mean of that time over ranks. ``start`` and
+    ``stop`` are the ranges of all ranks together."""
     unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -182,7 +182,7 @@ def deal(
     short = np.sort(order[count:])
     if count > ONE_BY_ONE * len(budgets):
         count = ONE_BY_ONE * len(budgets)
-        # Filler goes to ranks in this order. In turns, each rank gets longer and shorter documents.
+        # Filler goes to ranks in this order. With :func:`in_turns`, each rank gets longer and shorter documents.
         short = order[count:][in_turns(len(order) - count, len(budgets))]
     filler = (float(from_here[count]) / max(int(rows[count:].sum()), 1), int(rows[count:].sum()))
     rows, whole = rows[:count], whole[:count]
@@ -197,13 +197,14 @@ def deal(
         shared = float((whole + extra)[long].sum()) / (len(budgets) + float(extra.sum()))
         longest_other = float(rows[~long].max(initial=0)) / max(int(budgets.max()), 1)
         split = NanoSplit.of(shared, float(rows[long].sum() / budgets.sum()), sparse, longest_other, lean)
-        # Other documents, with little work per token, fill the rows that shares may not take.
+        # Other documents, with little work per token, fill the rows that shares may not take. Their work leaves less
+        # for shares.
         most = split.most_work - sparse * (1 - split.most_rows)
         extra = _shares_each(surplus, added, long, min(wanted, most)) * added
     limits = split.most_work, split.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
     items = Items(rows, whole, added, long, rows)
-    # On few ranks, most ranks read most long documents in any case.
+    # With few ranks, nearly every rank reads nearly every long document, so nothing is gained.
     few_keys = nano_batches == 2 and len(budgets) > SMALL_POOL
     first = np.unique(node, return_index=True)[1]
     bounds = [*first.tolist(), len(budgets)]
@@ -281,7 +282,7 @@ def _shares(
     """Returns the shares of ranks; and (document, low, high) of the ranges that no rank has.
 
     The parts of a document become neighbouring intervals. Example: parts 0.2, 0.3 and 0.5 become [0, 0.2), [0.2, 0.5)
-    and [0.5, 1). The outermost rows go to the rank that reads most keys: ``keys`` [I], summed over the rank's items.
+    and [0.5, 1). The outermost rows go to the rank whose items have the largest sum of ``keys`` [I].
     ``head_cuts.py`` reverses the intervals in pong. There this rank gets inner rows, which read fewer keys."""
     # Parts are sorted by document, then by their ranks' keys, most first. "ends" adds up the parts of all documents.
     # "before" is the sum of the parts of earlier documents.

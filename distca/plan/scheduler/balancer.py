@@ -35,11 +35,11 @@ _LEAST_ROOM = 1e-4
 _TRIES = 3
 """The most pieces of a sender that are tried for a cut, cheapest first."""
 _FAILED = 64
-"""Balancing ends after more than this many failed cuts, if all servers are within the tolerance. Receivers have hardly
-any room by then, and filling this room takes long."""
+"""Balancing ends after more than this many failed cuts, if all servers are close to their targets (``enough`` of
+:meth:`Balancer.run`). Receivers have hardly any room by then, and filling this room takes long."""
 _FAILED_UNLIKE = 2
-"""The limit in place of ``_FAILED`` if servers are not equally fast. Balancing then ends even if servers are above the
-tolerance: ``unlike.py`` raises their limits and tries again."""
+"""The limit in place of ``_FAILED`` if servers are not equally fast. Balancing then ends even if servers are far above
+their targets: ``unlike.py`` raises limits and tries again."""
 _PARTNERS = 8
 """The most receivers that are tried for an exchange of pieces: those with most room."""
 _CRUMB = 64
@@ -51,8 +51,8 @@ compared."""
 _NO_DOCUMENT = -1
 """The result of :meth:`Balancer._move` if whole pieces moved."""
 _KV_SHARE = 0.56
-"""The part of a range's bytes that are keys and values, with 32 query heads and 8 key/value heads. A receiver that
-already has them is cheaper by this part."""
+"""An estimate for every model: the part of a range's bytes that are keys and values. A receiver that already has these
+keys and values is cheaper by this part. It is the value for 32 query heads and 8 key/value heads."""
 
 
 class Balancer:
@@ -134,7 +134,7 @@ class Balancer:
         Args:
             sender: the server that gives.
             room: [K, R] seconds that servers are below their limits.
-            free: [R] the same in parts of the mean load, in the direction with least room.
+            free: [R] ``room`` in parts of the mean load, in the direction with least room.
 
         Returns:
             The document of the range that was cut; ``_NO_DOCUMENT`` if whole pieces moved; None if nothing moved.
@@ -190,11 +190,12 @@ class Balancer:
         free: np.ndarray,
         wanted: float,
     ) -> bool:
-        """Gives the cheapest whole pieces to one receiver, while it has room and the sender has too much; returns
-        whether any went.
+        """Gives the cheapest whole pieces to one receiver, while the receiver has room and the sender has too much;
+        returns whether any piece went.
 
-        The [P] ``price`` of a piece that must stay is infinite. The sender should lose ``wanted``, in parts of the mean
-        load, or ``need`` [K], in seconds. ``room`` and ``free`` are those of :meth:`_move`."""
+        The [P] ``price`` of a piece that must stay is infinite. ``need`` [K] is what the sender should lose, in
+        seconds. ``wanted`` is the larger direction of ``need``, in parts of the mean load. ``room`` and ``free`` are
+        those of :meth:`_move`."""
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False
         order = np.argsort(price, kind="stable")
@@ -209,8 +210,8 @@ class Balancer:
     def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Gives one whole piece to the receiver with most room; returns whether it did.
 
-        It is the shortest piece that relieves the sender of all that it must lose. If there is none, it is the longest
-        piece that fits."""
+        The shortest piece is taken that relieves the sender of all of ``need``. If no piece does, the longest piece
+        that fits is taken."""
         receiver = self._one_receiver(free, np.inf)
         fits = (self.state.on(receiver, sender, pieces) <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
@@ -223,16 +224,18 @@ class Balancer:
     def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Exchanges a piece of the sender for a smaller piece of a receiver; returns whether it did.
 
-        Of all pairs of pieces that fit, the pair with fewest rows is taken."""
+        Receivers are tried from most room to least. At the first with a pair of pieces that fits, the fitting pair with
+        fewest rows is taken."""
         # Arrays over all pairs, [K, given piece, taken piece], have the seconds that the sender loses and the receiver
         # gains.
         given = pieces.shortest(_MOST_EXCHANGED)
         for receiver in self._falling(free)[:_PARTNERS].tolist():
             theirs = self.state.pieces_of(receiver)
             taken = theirs.shortest(_MOST_EXCHANGED)
-            here = self.state.on(sender, receiver, theirs), self.state.on(receiver, sender, pieces)
-            lost = pieces.seconds[:, given][:, :, None] - here[0][:, taken][:, None, :]
-            gained = here[1][:, given][:, :, None] - theirs.seconds[:, taken][:, None, :]
+            taken_seconds = self.state.on(sender, receiver, theirs)[:, taken]
+            given_seconds = self.state.on(receiver, sender, pieces)[:, given]
+            lost = pieces.seconds[:, given][:, :, None] - taken_seconds[:, None, :]
+            gained = given_seconds[:, :, None] - theirs.seconds[:, taken][:, None, :]
             fits = ((lost >= need[:, None, None]) & (gained <= room[:, receiver, None, None])).all(axis=0)
             if fits.any():
                 rows = pieces.rows[given][:, None] + theirs.rows[taken]
@@ -306,10 +309,11 @@ class Balancer:
         return split_range(excess, receivers, replace(self.timer, sender=sender, receivers=receivers.rank))
 
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
-        """Returns the ranks with room. First are ranks to which few bytes travel for each second of work.
+        """Returns the ranks with room, first those to which few bytes travel for each second of work.
 
-        More room allows a longer range. Bytes for each second of work fall with the square root of a range's time. So
-        ranks are sorted by "worth": room over squared price. A rank that has k,v rows of the document is cheaper."""
+        If a range takes t seconds and a byte has the price p, a second of work costs about p / sqrt(t). A rank's room
+        limits t. So ranks are sorted by "worth", room / p², highest first. p is lower for a rank that
+        already has k,v rows of the document."""
         state, network = self.state, self.state.links.network_price
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared
@@ -318,7 +322,7 @@ class Balancer:
         ranks = self._falling(worth)
 
         def price(low: np.ndarray, ends: np.ndarray, chosen: list[int]) -> np.ndarray:
-            # Receiver i computes the rows from ends[i − 1], or ``low``, to ends[i], at the price each[i] per query row.
+            # Receiver i computes the rows from ends[i − 1] (the first from ``low``) to ends[i]. Each costs each[i].
             # The sum of these prices over i is ends @ rises − low · each[0].
             to = ranks.take(chosen)
             each = q_price.take(to)

@@ -29,8 +29,8 @@ from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
-"""The most time that a cut may add, as a part of the time that it moves. A cut adds time because both of its sides read
-the same keys. Costlier cuts are refused, unless the caller allows more."""
+"""The most time that a cut may add, as a part of the time of the range that moves. A cut adds time because both of its
+sides read the same keys. Costlier cuts are refused, unless the caller allows more (``Timer.most_overhead``)."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
 """The places that are tried for the part. At 0 the part begins where the piece begins; at 1 it ends where the piece
@@ -40,15 +40,15 @@ _LEAST_BLOCKS = 8
 move 1.5 % more bytes."""
 _FEW = 8
 """For up to this many receivers, the sizes of ranges are corrected once. For more receivers they are corrected three
-times, because errors add up from range to range. With 2 instead, the slowest server takes 0.16 % longer."""
+times, because errors add up from range to range. With ``_FEW`` = 2, the slowest server takes 0.16 % longer."""
 _LONG_CONTEXT = 131_072
-"""For pieces that end behind this row, prices include the time in which the sender reads keys twice. In shorter
-documents this time hardly matters, and planning is faster without it."""
+"""For pieces that end behind this row, :func:`_place` also counts the time in which the sender reads keys twice. For
+other pieces this time hardly matters, and planning is faster if the time is not counted."""
 _NEVER_WASTEFUL = 32
 """``MOST_OVERHEAD`` is not checked if every range has at least this many kernel tiles."""
 _SLIVER = 8
-"""A short rest of the piece beside the part joins the part. A rest is short if this many times its rows are fewer than
-the rows of the range beside it."""
+"""The rows of the piece that lie before or behind the part join the part if they are few: fewer than 1/8 of the rows of
+the range beside them."""
 _FINEST = 0.004
 """Cuts fall on whole kernel tiles of query rows, if a tile takes at most this part of a server's mean load. Otherwise
 they fall on halves, quarters, eighths or sixteenths of a tile."""
@@ -59,9 +59,9 @@ class Timer:
     """Gives the seconds of query ranges, in the directions that are balanced.
 
     Attributes:
-        work: the work of ranges on every server.
+        work: gives the seconds of a range on every server.
         unit: [K] mean load of a server, in seconds.
-        most_overhead: most time that a cut may add, as a part of the time that it moves.
+        most_overhead: most time that a cut may add, as a part of the time of the range that moves.
         sender: the server that gives work.
         receivers: [C] the servers that may take ranges.
     """
@@ -106,7 +106,7 @@ class Excess(NamedTuple):
         start: first query row.
         stop: one past the last query row.
         seconds: [K] seconds of the whole piece.
-        need: [K] seconds that the sender should lose; negative in a direction where it is below its limit.
+        need: [K] seconds that the sender should lose; negative in a direction where the sender has room for more.
     """
 
     start: int
@@ -157,7 +157,7 @@ class RangeSplit(NamedTuple):
 
     @property
     def fit(self) -> list[float]:
-        """Returns [N] room of each receiver over the time of its range, in the direction where this is least."""
+        """Returns [N] room of each receiver, divided by the time of its range, in the direction where this is least."""
         directions = [
             [most / max(own, 1e-300) for most, own in zip(room, moved, strict=True)]
             for room, moved in zip(self.room, self.moved, strict=True)
@@ -191,8 +191,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
             size[at] = pairs * fit * 0.999
         missing = max(need / max(own, 1e-300) for need, own in zip(excess.need, relief, strict=True))
         wanted = min(max(sum(got) * missing, least), whole)
-        # The first range gives up what is too much. If nothing of it is left, or all ranges are too small together,
-        # receivers are chosen again.
+        # The first range gives up what all ranges together have above ``wanted``. If the first range is then empty, or
+        # all ranges together have less than ``wanted``, receivers are chosen again.
         sizes = size.take(chosen).tolist()
         sizes[0] = min(sizes[0], wanted - sum(sizes[1:]))
         if sizes[0] <= 0 or sum(sizes) < wanted * (1 - 1e-12):
@@ -204,7 +204,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
 
 
 def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
-    """Returns [C] pairs that fill each receiver, the pairs that should leave the sender, and the fewest that may leave.
+    """Returns three numbers of pairs: [C] how many each receiver has room for, how many should leave the sender, and
+    the fewest that may leave.
 
     Seconds per pair are guessed from a sample range in the middle of the piece."""
     middle = 0.5 * (excess.start + excess.stop)
@@ -224,7 +225,8 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[int], list[float]]:
     """Returns [N] chosen receivers and the pairs that each gets, fewest pairs first.
 
-    A receiver reads all keys up to the end of its range. With short ranges first, these are fewest.
+    Each receiver reads all keys up to the end of its range. With small ranges first, receivers read fewest keys
+    together.
 
     Receivers are filled in order of preference. The rest goes to the receiver with the least room that suffices, on the
     sender's node if possible. Example: 60 pairs should go, and receivers have room for 50, 40, 30 and 12. The first
@@ -266,10 +268,10 @@ def _place(
 
 def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> list[int]:
     """Returns [N + 1] cuts for ranges of ``sizes`` pairs from about row ``low`` on. Ranges have multiples of ``block``
-    rows.
+    rows, except where the piece begins.
 
-    The part's end is rounded up, and all ranges but the first are rounded down. The first range gets the rest. A short
-    rest of the piece joins the part (``_SLIVER``)."""
+    The part's end is rounded up, and all ranges but the first are rounded down. The first range gets the pairs that
+    remain. A few rows before or behind the part join it (``_SLIVER``)."""
     # "edges" are the exact cuts. Between two of them, squared() grows by twice the pairs of the range.
     square = squared(low)
     edges = [low]
@@ -279,14 +281,14 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
     high = excess.start + math.ceil((edges[-1] - excess.start) / block) * block
     if high > excess.stop - max(block / 2, (edges[-1] - edges[-2]) / _SLIVER):
         high = excess.stop
-    # From the last range to the second one:
+    # The cuts are made from the last to the second.
     cuts = [high]
     for begin, end in zip(edges[-2:0:-1], edges[:1:-1], strict=True):
         cuts.append(cuts[-1] - max(int((end - begin) // block), 1) * block)
     # The first range gets its begin last, so that the part has as many pairs as ``sizes`` together.
     bottom = cuts[-1]
     lowest = squared(low) - squared(edges[-1]) + squared(float(high))
-    rows = bottom - position_of(max(lowest, 0.25))
+    rows = bottom - position_of(max(lowest, squared(0.0)))
     cuts.append(bottom - max(math.ceil(rows / block), 1) * block)
     if cuts[-1] < excess.start + max(block / 2, rows / _SLIVER):
         cuts[-1] = excess.start
@@ -319,7 +321,8 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
             bad = [each or wasted for each, wasted in zip(over, _wasteful(excess, split, timer), strict=True)]
         if not any(bad):
             return split
-        # The other ranges must stay consecutive. So a bad range goes together with all ranges on its shorter side.
+        # Ranges must stay consecutive. So the ranges before or behind a bad range, whichever are fewer, are dropped
+        # too.
         at = bad.index(True)
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
         cuts = split.cuts[at + 1 :] if at < len(bad) / 2 else split.cuts[: at + 1]
@@ -356,8 +359,9 @@ def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
     A cut adds the seconds of its two sides, minus the seconds of both sides as one range. The first range also pays for
     the cut before it."""
     wasteful, cuts, most = [True] * len(split.chosen), split.cuts, timer.most_overhead
-    # "seconds" has each range joined with the rows behind it, and last the first range joined with the rows before it.
-    # "alone" has each range by itself. All are seconds on the sender.
+    # "seconds" [K][N + 1]: each range as one with the next (the last range: with the rows that stay behind it). The
+    # last entry is the first range as one with the rows that stay before it. "alone" [K][N]: each range by itself. Both
+    # are seconds on the sender.
     seconds = timer.seconds([*cuts[:-1], excess.start], [*cuts[2:], excess.stop, cuts[1]])
     alone = split.moved if timer.work.of_server is None else timer.seconds(cuts[:-1], cuts[1:])
     for moved, (before, behind), joined in zip(alone, split.kept, seconds, strict=True):

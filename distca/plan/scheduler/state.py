@@ -4,9 +4,10 @@
 - A *piece* is a range of query rows of one document on one server. At first each server has the pieces of its own rows.
   ``balancer.py`` moves pieces to other servers, and writes every move here.
 - A server's *load* is the attention that it has. Its *target* is what it should have, and its *limit* is a little more.
-  All are seconds; if servers are not equally fast, they are seconds of a server of mean speed.
+  The three are in seconds; if servers are not equally fast, in seconds of a server of mean speed.
 
-Array legend: K directions (forward, backward, or both), R ranks, P pieces, M ranges that move, N chosen ranks, G cases.
+Array legend: K directions (forward, backward, or both), R ranks, P pieces, M ranges that move, N chosen ranks, G sets
+of stops that are compared.
 Constants were compared with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
@@ -53,7 +54,7 @@ class Pieces(NamedTuple):
     def shortest(self, most: int) -> np.ndarray:
         """Returns the indices of the ``most`` shortest pieces, or of all pieces if there are no more than ``most``.
 
-        In the first case, only one of several pieces with equal rows and equal stops is returned."""
+        If there are more, pieces with equal rows and equal stops are returned once."""
         if len(self) <= most:
             return np.arange(len(self))
         # Rows and stop become one number, which np.unique sorts.
@@ -113,30 +114,30 @@ class HeldRows:
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
         near = self._node.take(home) == self._node.take(ranks)[:, None]
         saves = (home == ranks[:, None]) + (between_nodes - 1) * near
-        own = np.maximum(held, 0).reshape(len(stops), -1) @ saves.ravel()
-        return np.asarray(between_nodes * stops.sum(axis=1) - own)
+        saved = np.maximum(held, 0).reshape(len(stops), -1) @ saves.ravel()
+        return np.asarray(between_nodes * stops.sum(axis=1) - saved)
 
 
 class SchedulerState:
     """All servers while work moves.
 
     Args:
-        home: the tasks to begin with: everything at home, or the tasks of a run before.
-        work: the work of ranges on every server.
+        home: the plan to begin with: all rows computed at home, or the plan of an earlier run.
+        work: gives the seconds of a range on every server.
         target: how much work each server should get.
         tolerance: how far a server's limit is above its target, as a part of the mean load.
         links: which ranks share a node, and prices of bytes between ranks.
-        expected: [K] the least mean load to compute limits from, if cuts are expected to add work; None stands for 0.
+        expected: [K] limits are computed from at least this mean load, because cuts will add work; None stands for 0.
 
     Attributes:
         load: [K, R] load of every server.
         mean: [K] mean load; it grows when cuts add work.
-        order: [R] ranks by the first document that they compute. It decides between equal ranks, so that a plan does
-            not depend on how ranks are numbered.
+        order: [R] ranks, sorted by the first row that they compute. Of equally good ranks, the first in this order is
+            taken, so that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
         kept: [R] k,v rows that every server reads.
         most_kept: k,v rows that a server should read at most.
-        grew_by_joining: whether a server takes longer since :meth:`joined` joined its ranges.
+        grew_by_joining: whether a server takes longer since :meth:`joined` joined ranges of the server.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class SchedulerState:
         self._held = HeldRows(layout.kv, self.node)
         last = tasks.take(tasks.last_on_server)
         self.kept = np.bincount(last.server, last.stop, layout.ranks)
-        # Servers without a model have no rows, so the mean is over servers with rows.
+        # Some servers may hold no rows (they only compute). The mean is over servers with rows.
         homes = layout.ranks if work.slowness is None else max(int(np.count_nonzero(layout.q_rows)), 1)
         self.most_kept = max(_MOST_KEPT * float(self.kept.sum() / homes), _FEW_KEPT * layout.tokens / homes)
         self._readers = _readers_of_cut_documents(last)
@@ -194,8 +195,7 @@ class SchedulerState:
 
     @property
     def _above(self) -> np.ndarray:
-        """Returns [K, R] seconds that each server is above its target. They are the server's own seconds, even if
-        servers are not equally fast."""
+        """Returns [K, R] seconds that each server is above its target, at the server's own speed."""
         return self._target.seconds_of(self.load - self.target)
 
     @property
@@ -204,7 +204,7 @@ class SchedulerState:
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
-        """Returns the slowest server's seconds over [K] ``unit``, in the worse direction."""
+        """Returns the slowest server's seconds, divided by ``unit`` [K], in the worse direction."""
         return float((self.slowest / unit).max())
 
     def above_target(self, rank: int) -> float:
@@ -256,8 +256,8 @@ class SchedulerState:
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float) -> np.ndarray:
         """Returns [G] k,v rows that must still travel so that each of the ``ranks`` [N] can read up to its stop.
 
-        Arguments are those of :meth:`HeldRows.missing`. Rows that a rank already fetched for an earlier move are
-        free."""
+        Arguments are those of :meth:`HeldRows.missing`. Rows that a rank already needs for its present ranges count
+        0."""
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
@@ -302,8 +302,8 @@ class SchedulerState:
         np.add.at(self.kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
-        """Returns all pieces as tasks on their servers. Pieces that touch are joined; if there are any, loads are
-        computed anew."""
+        """Returns all pieces as tasks on their servers. Neighbouring pieces on one server are joined. If any are
+        joined, loads are computed anew."""
         home = self._home
         if not self._moved[0]:
             return home
@@ -335,7 +335,7 @@ def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
 
 
 def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:
-    """Returns one past the last row that each rank reads, by document and rank, for documents on several ranks.
+    """Returns {document: {rank: one past the last row that the rank reads}} for documents on several ranks.
 
     ``last`` has the last task of each document on each rank."""
     last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)
