@@ -1,7 +1,7 @@
-"""Makes this rank's access to the server pool, the set of ranks that compute each other's core attention.
+"""Makes the object with which a rank uses the server pool, the ranks that compute each other's core attention.
 
-A rank needs an attention kernel, and a transport that moves rows of q, k, v and outputs between ranks. For backward
-"keep" leaves q, k and v on the rank that computed attention. With "resend" they are sent there again.
+A rank needs an attention kernel, and a transport that moves rows of q, k, v and outputs between ranks. With
+"keep" q, k and v stay until backward on the rank that computed attention. With "resend" they are sent there again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def join_pool(
     how: How,
     remote: RemoteServers | None = None,
 ) -> AttentionPool:
-    """Returns this rank's kernel, transport and timeline; all ranks call it together.
+    """Returns this rank's kernel, transport and timeline. All ranks call this function together.
 
     Args:
         how: "keep" or "resend".
@@ -41,12 +41,12 @@ def join_pool(
     Raises:
         KernelError, TransportError: the kernel or transport cannot run on a rank or a process of ``remote``, or
             gives wrong results there.
-        SupportError: there are recurrent layers, and no kernel computes them right here.
+        SupportError: no kernel on this device gives right results for the recurrent layers.
     """
     spec = attention_spec(config, layer_kinds, device, given)
     if remote is not None:
         remote.ask_for_kernels(spec, given.kernel)
-    # The choice compiles the kernel. In a step other ranks would wait for that.
+    # The choice compiles the kernel. During a step other ranks would wait for the compilation.
     kernel = choose_kernel(given.kernel, spec)
     if remote is not None:
         remote.hear_kernels()
@@ -71,7 +71,7 @@ def join_pool(
 def attention_spec(
     config: TransformerConfig, layer_kinds: LayerKinds, device: torch.device, given: CadArguments
 ) -> AttentionSpec:
-    """Returns this tensor-parallel rank's heads, dtype and kinds of layers, for the choice and check of a kernel."""
+    """Returns the heads of this tensor-parallel rank, dtype and kinds of attention, to choose and check a kernel."""
     shape = attention_shape(config)
     return AttentionSpec(
         shape.heads,

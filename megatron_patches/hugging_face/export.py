@@ -97,9 +97,8 @@ def _write_stage(
     first = parallel_state.is_pipeline_first_stage()
     mine = count_shards(exported, [name for _, slot in own + biases for name in slot.names], others=first)
     dist.all_gather_object(counts, mine, group=group)
-    writer = ShardWriter(
-        folder, 1 + sum(counts[: group.rank()]), sum(counts), exported.stored, exported.model.experts.count
-    )
+    first_file, files = 1 + sum(counts[: group.rank()]), sum(counts)  # files of all stages are numbered from 1
+    writer = ShardWriter(folder, first_file, files, exported.stored, exported.model.experts.count)
     writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
     problem: str | None = None
     whole = chain(_whole_tensors(own, values, exported, writes), _whole_tensors(biases, _as_is, exported, writes))
@@ -140,7 +139,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """Gathers one parameter after the other; yields its slot and the folder's tensors, or none without ``writes``."""
+    """Gathers one parameter after the other; yields its slot, and with ``writes`` the folder's tensors, else ()."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]

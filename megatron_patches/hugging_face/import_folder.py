@@ -34,7 +34,7 @@ def import_folder(
         shape: sizes and settings of the folder's model.
         dtype: dtype of the checkpoint's weights.
         target: an existing empty folder.
-        advance: is called with the number of bytes read for each parameter.
+        advance: is called after each parameter, with the number of bytes read.
     """
     with one_process():
         config = transformer_config(shape, dtype, cpu_initialization=True)

@@ -83,7 +83,7 @@ class Rows:
     ``parts`` is ((4, 4),) if the folder has one tensor with both, and ((4,), (4,)) if it has two tensors.
 
     Attributes:
-        parts: for each tensor of the folder, the numbers of rows of its parts.
+        parts: for each tensor in ``names``, the numbers of rows of its parts.
     """
 
     names: tuple[str, ...]
@@ -106,12 +106,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """A parameter with several heads, each with rows of every part. The folder sorts rows by head, Megatron by part.
+    """A parameter whose rows form parts, such as queries and keys. Each head has rows of every part.
+
+    In the folder the rows of a head lie together, in Megatron the rows of a part.
 
     Example: with parts a and b and two heads, the folder's rows are a0 b0 a1 b1 and Megatron's are a0 a1 b0 b1.
 
     Attributes:
-        parts: for each tensor of the folder, the numbers of rows of its parts, over all heads.
+        parts: for each tensor in ``names``, the numbers of rows of its parts. A part's rows are those of all heads.
         heads: number of heads on all ranks together.
     """
 
@@ -155,10 +157,10 @@ class Columns:
 
 
 def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: int, rows: slice) -> torch.Tensor:
-    """Returns rows of a part, counted from the part's first row.
+    """Reads rows of part number ``part`` (from 0) from the folder.
 
-    ``names`` has each part's tensor, or a single tensor with all parts in order. ``sizes`` are the parts' numbers of
-    rows.
+    ``names`` has the name of each part's tensor, or of a single tensor with all parts in order. ``sizes`` are the
+    parts' numbers of rows. ``rows`` is counted from the part's first row.
     """
     if len(names) == len(sizes):
         return files.read(names[part], rows)
@@ -247,11 +249,11 @@ class InputFirst:
 
 
 @dataclass(frozen=True)
-class InPlace:
-    """A parameter of one expert on each expert-parallel rank, under the same name on all ranks.
+class ExpertOfEachRank:
+    """A parameter that belongs to another expert on each expert-parallel rank, under the same name.
 
-    Example: a layer has 4 experts on 2 ranks. A rank's own expert number 1 is the layer's expert 1 on the first rank,
-    and expert 3 on the second.
+    Example: a layer has experts 0 to 3, on 2 ranks. Each rank numbers its two experts 0 and 1. The rank's expert 1 is
+    expert 1 of the layer on the first rank, and expert 3 on the second.
 
     Attributes:
         each: the slot of each expert-parallel rank's parameter.

@@ -23,8 +23,8 @@ from distca.models.tensors import TensorFiles
 from distca.models.weight_map import WeightMap
 from megatron_patches.hugging_face.slots import (
     Columns,
+    ExpertOfEachRank,
     HeadRows,
-    InPlace,
     InputFirst,
     QueryKeyValue,
     Rows,
@@ -86,8 +86,9 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         return Whole((f"{place}{stored.experts.router}.{kind}",))
     if name.startswith("mlp.experts."):
         own, number = model.experts.count // expert_ranks, int(name.split(".")[3])
+        # With 4 experts on 2 ranks, a parameter of a rank's expert 1 belongs to experts 1 and 3.
         experts = range(number, model.experts.count, own)
-        return InPlace(tuple(_of_expert(name, place, expert, model) for expert in experts))
+        return ExpertOfEachRank(tuple(_of_expert(name, place, expert, model) for expert in experts))
     if name.startswith("mlp.linear_fc1."):
         return _gate_up(tuple(f"{place}{part}.{kind}" for part in stored.gate_up), model.ffn, model.variant.gated)
     if name == "mlp.linear_fc2.bias":
@@ -151,6 +152,7 @@ def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) ->
         return place + stored.name(part)
 
     if name == "in_proj.weight":
+        # Megatron's one projection has several parts. Each tensor of the folder has the next ``count`` of them.
         rows = iter(hybrid.projected(mixer))
         parts = tuple(tuple(islice(rows, count)) for _, count in stored.projections)
         names = tuple(whole_name(f"{each}.weight") for each, _ in stored.projections)
@@ -197,7 +199,7 @@ def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.
 
 
 def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
-    """Returns the ranks over which a parameter is divided."""
+    """Returns the group of ranks that have a parameter's shares."""
     if slot.by_expert:
         return parallel_state.get_expert_model_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -212,7 +214,7 @@ def load_weights(
         gpt: this rank's part of a GPTModel or a HybridModel, not yet inside DistributedDataParallel.
         model: the description of the folder's model.
         files: the folder's tensors, whose ``check`` has passed.
-        advance: is called with the number of bytes read for each parameter.
+        advance: is called after each parameter, with the number of bytes read.
 
     Raises:
         ModelError: a file can no longer be read.

@@ -54,12 +54,12 @@ class DisaggregatedForward(MegatronModule):
     """The forward that a GPTModel's block and a HybridModel's stack share.
 
     Attributes:
-        pool: kernel and transport with which ranks compute cores for each other.
+        pool: the kernel that computes cores, and the transport that moves rows between ranks.
         pre_process: whether this is the first pipeline stage.
         input_tensor: the stage's input, if it is not the first stage.
         recompute_segments: whether backward computes everything but cores again.
-        in_phases: whether this project's pipeline schedule runs. Its phases are forward and backward of all stages, and
-            the i-th layers of all stages run together.
+        in_phases: whether this project's pipeline schedule runs the model. In that schedule all stages run forward at
+            the same time, then all run backward. The i-th layers of all stages run together.
     """
 
     pool: AttentionPool
@@ -71,7 +71,7 @@ class DisaggregatedForward(MegatronModule):
 
     @property
     def last_norm(self) -> torch.nn.Module | None:
-        """The norm behind the model's last layer; None on other stages."""
+        """The norm behind the model's last layer; None on all stages but the last."""
         raise NotImplementedError
 
     def forward(  # type: ignore[override]
@@ -126,8 +126,8 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
 def refuse_other_schedule() -> NoReturn:
     """Raises SupportError: in Megatron's own pipeline schedules stages would wait for each other's attention forever.
 
-    Those schedules call ``no_sync_func`` of a model's configuration before any stage waits. ``distca.CAD`` sets it to
-    this function.
+    Those schedules call ``no_sync_func`` of a model's configuration before any stage waits. ``distca.CAD`` puts this
+    function there.
     """
     raise SupportError(
         "A disaggregated model with pipeline stages was run by another schedule than its own. There stages would wait "
@@ -142,9 +142,9 @@ def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) 
 
 
 def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
-    """Gives a GPTModel's block the forward of :class:`DisaggregatedForward`, and sets two of that class's attributes.
+    """Gives a GPTModel's block the forward of :class:`DisaggregatedForward`, with ``pool`` and ``recompute_segments``.
 
-    A HybridModel's stack is built with that forward, so only the attributes are set.
+    A HybridModel's stack is built with that forward, so only these two attributes are set.
 
     Raises:
         SupportError: a field of the block's configuration is not supported.
@@ -169,13 +169,14 @@ def block_spec(
 
     Args:
         layer: Megatron's spec of a layer with an MLP, local or with Transformer Engine. None takes the local spec.
-        options: what the model has beyond ``config``.
+        options: settings of the model for which ``config`` has no field.
         disaggregate: whether layers are cut at their cores. False leaves Megatron's own layers, unless ``options`` or
             experts need this project's.
         te: whether linear layers are Transformer Engine's.
 
     Raises:
-        SupportError: ``layer`` is the spec of another kind of layer, or is given for a model with latent attention.
+        SupportError: ``layer`` has a class or mask that is not supported; or ``layer`` is given for a model with latent
+            attention.
     """
     norm = norm_class(config, options.norm_bias)
     layer = layer_spec(config, layer, options=options, disaggregate=disaggregate, te=te)

@@ -1,4 +1,4 @@
-"""Megatron-Core 0.19's gated delta net, built without the package fla, and the spec of its layer.
+"""Megatron-Core 0.19's gated delta net, built without the package fla (flash-linear-attention), and its layer's spec.
 
 A gated delta net is a recurrence in place of softmax attention. Megatron's module supplies weights, projections and
 norm. This project's own kernels compute the convolution and the recurrence.
@@ -25,7 +25,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
             super().__init__(*arguments, **named)
 
     def _setup_variant_attrs(self) -> None:
-        """Sets what Megatron's constructor asks for, without functions of fla."""
+        """Puts a function that raises an error in place of fla's."""
         super()._setup_variant_attrs()
         self.gated_delta_rule = _never_called
 

@@ -1,8 +1,8 @@
 """Transformer layers of hybrid models such as Qwen3.5: with a gated delta net, or with a gate on attention's output.
 
-A gated delta net is a recurrence in place of attention. Either is the layer's *mixer*. The *core* of a mixer is
-softmax(QKᵀ)V or the recurrence, which other ranks may compute. ``pre`` computes everything before the core, and
-``mixed`` the output projection behind it.
+A gated delta net is a recurrence in place of attention. A layer's *mixer* is its attention or its gated delta net. The
+*core* of a mixer is softmax(QKᵀ)V or the recurrence; other ranks may compute the core. ``pre`` computes everything
+before the core, and ``mixed`` the output projection behind the core.
 
 Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution. H query or output heads, G
 key/value heads, D head_dim, V elements of an output head. In kv_N2GD, index 0 of the dimension of size 2 is keys, and
@@ -60,7 +60,7 @@ class SplitRecurrentLayer(SplitTransformerLayer):
         """Applies the gated norm of each head and the output projection to ``o``, the core's output o_NHV.
 
         Returns:
-            The mixer's output, and the residual for it.
+            The mixer's output, and the residual to which this output is added.
         """
         net, (hidden, gate) = self.self_attention, residual
         normed = net._apply_gated_norm(o, gate.unflatten(1, o.shape[1:]))
@@ -88,7 +88,7 @@ class GatedAttentionLayer(SplitTransformerLayer):
         """Multiplies ``o`` by the sigmoid of the gate, in float32 as Megatron does, and applies the output projection.
 
         Returns:
-            The mixer's output, and the residual for it.
+            The mixer's output, and the residual to which this output is added.
         """
         hidden, gate = residual
         return super().mixed(self.self_attention._apply_output_gate(o, gate), hidden)

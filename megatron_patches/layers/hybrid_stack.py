@@ -51,8 +51,8 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of the rows.
-            attention_mask: the micro-batch in place of a mask. If it is a :class:`PackedMicroBatch`, this rank has
-                whole documents only and computes their cores itself.
+            attention_mask: the micro-batch in place of a mask. With a :class:`PackedMicroBatch` this rank has only
+                whole documents, and computes all cores itself.
             rotary_pos_emb: RoPE's rotations of all rows.
         """
         if not isinstance(attention_mask, PackedMicroBatch):
@@ -62,11 +62,11 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
         if recompute:
             hidden_states = differentiable(hidden_states)
         for number, unit in enumerate(bound_units(self.layers, [rotary_pos_emb], attention_mask.balance)):
-            run = partial(self._at_home, number, unit, attention_mask)
+            run = partial(self._run_unit, number, unit, attention_mask)
             hidden_states = tensor_parallel.checkpoint(run, False, hidden_states) if recompute else run(hidden_states)
         return hidden_states if self.last_norm is None else self.last_norm(hidden_states)
 
-    def _at_home(self, number: int, unit: Any, micro_batch: PackedMicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def _run_unit(self, number: int, unit: Any, micro_batch: PackedMicroBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the output of a unit whose core this rank computes."""
         if isinstance(unit, BoundRecurrentUnit):
             *residual, mixed, g, beta = unit.pre(hidden, 0)

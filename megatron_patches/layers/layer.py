@@ -40,7 +40,7 @@ Branch = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class SplitLayerParts:
-    """Methods that all cut layers share, with attention or with a recurrence.
+    """Methods of all cut layers, of those with attention and of those with a recurrence.
 
     Attributes:
         keeps_outputs: whether outputs of norms stay in memory until backward. If not, outputs that backward
@@ -55,7 +55,7 @@ class SplitLayerParts:
     input_layernorm: Any
 
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
-        """Returns the mixer's output, and the residual for it.
+        """Returns the mixer's output, and the residual to which this output is added.
 
         Args:
             o: the core's output for all rows and this rank's heads.
@@ -83,7 +83,7 @@ class SplitLayerParts:
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
 
     def _add(self, branch: Branch, residual: torch.Tensor, combine: Any, norm: Any) -> torch.Tensor:
-        """Returns the residual plus the branch, after bias, norm, multiplier and dropout.
+        """Applies bias, norm, multiplier and dropout to the branch, and returns the residual plus the result.
 
         ``combine`` is Megatron's ``get_bias_dropout_add``.
         """
@@ -151,7 +151,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         Args:
             o_NHD: core attention's output for all rows.
             residual: the hidden rows that :meth:`pre` returned first.
-            nano_batch: object in which routers count rows; None in models without experts.
+            nano_batch: object that counts the rows of each expert; None in models without experts.
         """
         return self.added(*self.behind(*self.mixed(o_NHD, *residual), nano_batch))
 

@@ -127,7 +127,7 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
         """Applies the gated norm and the output projection to ``o``, the core's output o_NHV.
 
         Returns:
-            The mixer's output, and the residual for it.
+            The mixer's output, and the residual to which this output is added.
         """
         hidden, gate = residual
         return self.mixer.out_proj(self.mixer.norm(o.flatten(1), gate).unsqueeze(1)), hidden

@@ -2,7 +2,7 @@
 
 A GPTModel gives the output of one rotary embedding to all layers. :class:`LayerRotary` takes that embedding's place. It
 computes all distinct rotations once for each micro-batch, from each row's position in its document. A layer looks up
-its own in the resulting :class:`RowRotations`. A layer without positions rotates by zero.
+its own rotation in the resulting :class:`RowRotations`. A layer without positions rotates by zero.
 
 Shape suffixes: N rows (tokens), E rotated pairs of a head.
 """
@@ -68,7 +68,7 @@ class LayerRotary(torch.nn.Module):
         layers: numbers of this stage's layers, from 1.
 
     Attributes:
-        needs_lengths: whether a layer's angles depend on the lengths of documents. It is equal on all stages.
+        needs_lengths: whether the angles of any layer, on any stage, depend on the lengths of documents.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class LayerRotary(torch.nn.Module):
         self._head_dim, self._interleaved = config.kv_channels, config.rotary_interleaved
         self._query_scaling = options.query_scaling
         rotaries = [_of_layer(config, options, number) for number in range(1, config.num_layers + 1)]
-        every = _different(rotaries)
-        made = [self._embedding(each, own) for each in every]
+        of_model = _different(rotaries)
+        made = [self._embedding(each, own) for each in of_model]
         self.needs_lengths = any(embedding.needs_lengths for embedding, _ in made if embedding is not None)
         present = {number: rotaries[number - 1] for number in layers}
-        kinds = _different(present.values())
-        self._of_layer = {number: kinds.index(kind) for number, kind in present.items()}
-        self._embeddings = [made[every.index(kind)] for kind in kinds]
+        of_stage = _different(present.values())
+        self._of_layer = {number: of_stage.index(rotary) for number, rotary in present.items()}
+        self._embeddings = [made[of_model.index(rotary)] for rotary in of_stage]
         self._positions: torch.Tensor | None = None
 
     def _embedding(self, rotary: Any, own: PositionRotary | None) -> tuple[PositionRotary | None, float]:
@@ -151,10 +151,10 @@ def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> 
 
 
 def query_scale(scaling: QueryScaling, positions: torch.Tensor) -> torch.Tensor:
-    """Returns [rows] float32 factors on queries: 1 + beta · ln(1 + floor(position / original length)).
+    """Returns [rows] float32 factors on queries: 1 + beta · ln(1 + floor(position / original_length)).
 
     Args:
-        scaling: beta and the original length.
+        scaling: beta and ``original_length``.
         positions: [rows] int64 position of each row in its document.
     """
     return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.original_length))

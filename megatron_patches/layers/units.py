@@ -30,8 +30,8 @@ class Unit:
 
     Attributes:
         mixer: the layer with attention or a recurrence.
-        before: in a stage's first unit the layers ahead of the mixer, which have an MLP alone; else empty.
-        behind: the layers with the MLPs behind the mixer. In a GPTModel this is ``mixer`` itself.
+        before: in a stage's first unit the layers ahead of the mixer, each an MLP without a mixer; else empty.
+        behind: the layers with the MLPs behind the mixer. In a GPTModel this is [mixer], as each layer has both.
     """
 
     mixer: Any
@@ -44,7 +44,7 @@ def units_in(layers: Iterable[Any]) -> list[Unit]:
     units: list[Unit] = []
     before: list[SplitTransformerLayer] = []
     for layer in layers:
-        # A layer with an MLP alone has IdentityOp as ``self_attention``. Mamba's layer has no ``self_attention`` and no
+        # A layer without a mixer has IdentityOp as ``self_attention``. Mamba's layer has no ``self_attention`` and no
         # ``mlp``.
         if not isinstance(getattr(layer, "self_attention", None), IdentityOp):
             units.append(Unit(layer, before, []))
@@ -63,7 +63,7 @@ class _Bound:
     Attributes:
         unit: the unit's layers.
         rotations: RoPE's rotations of each nano-batch's rows.
-        balance: object in which routers count rows; None in models without experts.
+        balance: object that counts the rows of each expert; None in models without experts.
     """
 
     unit: Unit

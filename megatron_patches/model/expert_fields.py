@@ -45,7 +45,7 @@ def expert_fields(shape: ModelShape) -> dict[str, Any]:
 def _clamped(limit: float) -> dict[str, Any]:
     """Returns the fields of gpt-oss's activation, which clamps gate and up projection to ``limit``.
 
-    gpt-oss adds biases before clamping. Megatron's fused activation adds them after clamping, so it is off.
+    gpt-oss adds biases before clamping. Megatron's fused activation adds biases after clamping, so the fusion is off.
     """
     return {
         "activation_func": sigmoid_gelu,

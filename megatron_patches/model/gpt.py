@@ -40,15 +40,15 @@ def transformer_config(
     """Returns Megatron's configuration of a model.
 
     Args:
-        shape: sizes and settings of the model. Settings without a field in the configuration come from
-            ``model_options`` (``model_variant.py``).
+        shape: sizes and settings of the model. ``model_options`` (``model_variant.py``) returns the settings that
+            have no field in the configuration.
         dtype: type of parameters and activations.
         sequence_parallel: whether rows outside of attention and MLPs are divided over tensor-parallel ranks, if there
             are several.
         recompute_mlp: whether backward computes every layer's MLP or experts again.
         cpu_initialization: whether weights are drawn on the CPU, equal for all tensor-parallel sizes.
         fp8: how Transformer Engine's linear layers scale tensors to FP8, or "none".
-        fp8_weights: whether Transformer Engine's linear layers store weights in FP8 alone.
+        fp8_weights: whether Transformer Engine's linear layers store weights in FP8, without a copy in ``dtype``.
         init_std: standard deviation of the initial weights.
     """
     tp, latent = parallel_state.get_tensor_model_parallel_world_size(), latent_fields(shape)
@@ -106,7 +106,7 @@ def build_gpt(
         rotary_percent: share of each head's dimensions that RoPE rotates, from 0 to 1.
 
     Raises:
-        SupportError: ``rotary_percent`` is below 1, and the shape's RoPE scaling has an attention factor.
+        SupportError: ``rotary_percent`` is below 1, and the shape's RoPE scaling has a factor on cosines and sines.
     """
     if rotary_percent < 1.0 and shape.rope_scaling.resolved_attention_factor != 1.0:
         raise SupportError(
@@ -186,7 +186,7 @@ def build_hybrid(
 
     Args:
         spec: the spec of the stack of layers, for example from ``hybrid_stack_spec`` of ``distca.CAD``.
-        pattern: Megatron's ``hybrid_layer_pattern``, one symbol for each layer.
+        pattern: Megatron's ``hybrid_layer_pattern``: one symbol for each layer, and ``|`` between pipeline stages.
         rotary_percent: share of each head's dimensions that RoPE rotates, from 0 to 1.
         positions: "rope", or "none" for attention without positions.
         tied: whether the embedding and the output layer share their weights.

@@ -12,10 +12,10 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
 def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields; empty for a model without a pattern of layers.
+    """Returns the fields; empty for a model without ``hybrid.pattern``, Megatron's string with a symbol for each layer.
 
     Raises:
-        SupportError: the installed Megatron-Core has no gated delta nets.
+        SupportError: there is a pattern, and the installed Megatron-Core has no gated delta nets.
     """
     hybrid = shape.hybrid
     if not hybrid.pattern:

@@ -33,7 +33,7 @@ class LayerKinds:
     MLPs that follow.
 
     Attributes:
-        kinds: the distinct kinds of attention, beginning with the kinds whose queries see most keys.
+        kinds: the distinct kinds of attention, in descending order of the number of keys that a query sees.
         of_layer: for each unit with attention, the index of its kind in ``kinds``.
         recurrences: for each unit its recurrence, or None for a unit with attention. Empty if all units have attention.
     """

@@ -21,8 +21,9 @@ class Rotary:
 
     Attributes:
         base: base of the frequencies.
-        scaling: scaling for contexts longer than the original ones. Its attention factor multiplies cosines and sines.
-        percent: the part of each head's dimensions that is rotated, from the first on; 1 for all.
+        scaling: scaling for contexts longer than in the model's first training. ``scaling.resolved_attention_factor``
+            multiplies cosines and sines.
+        percent: share of each head's dimensions that RoPE rotates, beginning with dimension 0; from 0 to 1.
     """
 
     base: float
@@ -36,7 +37,7 @@ class QueryScaling:
 
     Attributes:
         beta: how fast the factor grows.
-        original_length: the factor is 1 at all positions below this one.
+        original_length: number of positions from 0 on at which the factor is 1.
     """
 
     beta: float
@@ -51,8 +52,8 @@ class ModelOptions:
 
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: RoPE of each layer of the whole model. None stands for the model's rotary embedding, or for no RoPE
-            where Megatron's ``no_rope_freq`` takes it away. An empty tuple is None for all layers.
+        rotations: RoPE of each layer of the whole model. A layer with None takes the model's rotary embedding, or has
+            no RoPE if Megatron's ``no_rope_freq`` says so. An empty tuple means None for each layer.
         query_scaling: a factor on queries that grows with the position, or None.
         norms: the places of a layer's norms. "pre": before attention and before the MLP. "post": on the outputs of
             attention and MLP, before the residual is added (OLMo 2). "both": in all four places (Gemma 2).
@@ -73,8 +74,8 @@ class ModelOptions:
         plain_recurrent_norm: whether the norm of a gated delta net's heads multiplies by the weight, where
             ``layernorm_zero_centered_gamma`` makes other norms multiply by one plus the weight (Qwen3.5).
         step_min: smallest step size of Mamba-2; 0 for no limit (Nemotron-H).
-        latent_norm_epsilon: epsilon of the norms on the low-rank rows of latent attention (DeepSeek-V3: 1e-6). 0 takes
-            the epsilon of the other norms.
+        latent_norm_epsilon: epsilon of latent attention's norms ``q_layernorm`` and ``kv_layernorm`` (DeepSeek-V3:
+            1e-6). 0 takes the epsilon of the other norms.
     """
 
     score_softcap: float = 0.0
@@ -99,7 +100,7 @@ class ModelOptions:
     def own_layers(self) -> bool:
         """Whether Megatron's own layers cannot compute the options, so that the model needs this project's layers."""
         in_any_layers = ModelOptions(
-            # Megatron's layers are enough for these four, which act outside of layers or in core attention.
+            # These four act outside of layers or in core attention, so Megatron's layers compute models that have them.
             score_softcap=self.score_softcap,
             embedding_scale=self.embedding_scale,
             logit_multiplier=self.logit_multiplier,

@@ -2,8 +2,8 @@
 
 Megatron-Core's HybridModel has a pattern with one symbol for each layer. A layer is one mixer (attention, a gated delta
 net or Mamba), one MLP, or experts. A ``|`` stands between pipeline stages. A *unit* is a mixer with the MLPs and
-experts that follow: Qwen3.5's pattern ``G-G-G-*-`` has four. MLPs before a stage's first mixer belong to the first
-unit. Each layer of a GPTModel is a unit.
+experts that follow: Qwen3.5's pattern ``G-G-G-*-`` has four. MLPs before a stage's first mixer belong to that
+mixer's unit. Each layer of a GPTModel is a unit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ ATTENTION, DELTA_NET, MAMBA, MLP, EXPERTS = "*", "G", "M", "-", "E"
 RECURRENT = DELTA_NET + MAMBA
 STAGE = "|"
 MIXERS = ATTENTION + RECURRENT
-_SERVED = MIXERS + MLP + EXPERTS
-"""The symbols of mixers, and all symbols that are supported."""
+_SUPPORTED = MIXERS + MLP + EXPERTS
 _REFUSED = {
     "/": "only the next token is predicted: leave out '/' and all that follows",
     "D": "sparse attention is not supported: take '*'",
@@ -55,7 +54,7 @@ def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
 
 
 def layers_of(pattern: str) -> str:
-    """Returns the symbols of a pattern's layers, of all pipeline stages."""
+    """Returns a pattern without the signs between stages."""
     return pattern.replace(STAGE, "")
 
 
@@ -68,8 +67,8 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
     """
     layers, stages = layers_of(pattern), pattern.split(STAGE)
     for symbol in layers:
-        if symbol not in _SERVED:
-            why = _REFUSED.get(symbol, f"symbols are {' '.join(_SERVED)}")
+        if symbol not in _SUPPORTED:
+            why = _REFUSED.get(symbol, f"symbols are {' '.join(_SUPPORTED)}")
             raise SupportError(f"hybrid_layer_pattern {pattern!r} has {symbol!r}, but {why}.")
     if ATTENTION not in pattern:
         raise SupportError(

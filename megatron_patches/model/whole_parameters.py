@@ -19,7 +19,7 @@ from megatron_patches.model.recurrences import mamba_recurrence, recurrence_of
 from megatron_patches.te.fp8_weights import set_values
 
 Divisions = Mapping[str, Sequence[int]]
-"""How parameters are divided into sections: the sections' relative sizes, by the end of the parameter's name.
+"""Maps the end of a parameter's name to the relative sizes of the parameter's sections.
 
 Each tensor-parallel rank has an equal part of every section. For example, gate and up projection of an MLP are two
 sections of one weight, with sizes (1, 1). Rank 0 of 2 has the first half of gate and the first half of up.
@@ -126,7 +126,7 @@ def gather_whole(
         weights: weights of the whole model, for their shapes.
     """
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
-    # Ranks of these groups have other experts and other layers.
+    # Ranks of the first group have different experts, and ranks of the second different layers.
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
     for group in groups:
         if group.size() == 1:

@@ -49,7 +49,7 @@ def use_cpu() -> None:
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # Megatron may have been imported before ``before_import.py`` replaced torch.compile.
+    # Megatron may have been imported before ``before_import.py`` replaced torch.compile. Then this turns compiling off.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.config.disable = True
 

@@ -25,7 +25,7 @@ from megatron_patches.model.expert_fields import sigmoid_gelu
 from megatron_patches.te.quantization import keeps_inputs
 
 _KEPT = "distca_rotation"
-"""RoPE's tensor of angles has its cosines and sines in this attribute."""
+"""Name of an attribute of the tensor with RoPE's angles. The attribute holds the angles' cosines and sines."""
 _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702}
 """The slope of activation functions x · sigmoid(slope · x)."""
 
@@ -33,8 +33,8 @@ _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702
 def fuse_rotation(config: TransformerConfig) -> None:
     """Makes Megatron's layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
 
-    It does nothing if the model has norms of query and key heads, layers without RoPE, or RoPE of neighbouring
-    elements.
+    This function does nothing for models with norms of query and key heads, layers without RoPE, or rotated pairs of
+    neighbouring elements.
     """
     if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
         return

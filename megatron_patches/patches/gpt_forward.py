@@ -1,4 +1,4 @@
-"""The forward that ``CAD.attach`` gives to a GPTModel or HybridModel, and changes of its logits and embeddings.
+"""The forward that ``CAD.attach`` gives to a model, and functions that change the model's logits and embeddings.
 
 The new forward takes a micro-batch object (``steps/batch_context.py``) in place of the attention mask. It can return
 the sum of losses, or the labels' log-probabilities. Then output layer and softmax are computed for some rows at a time,
@@ -124,7 +124,7 @@ class PatchedGPT(PatchedForward, GPTModel):
     """:class:`PatchedForward` for a GPTModel, whose forward calls ``_preprocess`` and ``_postprocess``."""
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # The next class is the user's or Megatron's.
+        # Behind PatchedForward in the MRO is the user's class or Megatron's.
         output: torch.Tensor = super(PatchedForward, self).forward(*args, **kwargs)
         return output
 
@@ -176,7 +176,7 @@ def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | 
 def _own_output(model: PatchedForward) -> str:
     """Names the user's change of the output layer or loss; "" without a change."""
     classes = type(model).__mro__
-    # The class after PatchedForward is that of the built model.
+    # In the MRO the built model's class comes right after PatchedForward.
     base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]
     for name in ("_postprocess", "compute_language_model_loss"):
         if getattr(own, name, None) is not getattr(base, name, None):
@@ -190,7 +190,7 @@ def _own_output(model: PatchedForward) -> str:
 def megatrons_class(model: Any) -> type[LanguageModule]:
     """Returns GPTModel or HybridModel, from which the model's class derives."""
     names = ("GPTModel", "HybridModel")
-    # Base classes come first, as the patched class may have the same name and module.
+    # The search begins with the base classes, as the patched class may have the same name and module.
     classes = reversed(type(model).__mro__)
     return next(each for each in classes if each.__name__ in names and each.__module__.startswith("megatron.core"))
 

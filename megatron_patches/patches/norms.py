@@ -100,8 +100,8 @@ def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | 
 class _WidthNorm(torch.nn.Module):
     """RMSNorm of a row's queries or keys, over the heads of all tensor-parallel ranks together.
 
-    Every rank stores the whole weight, and uses the part for its own heads. Megatron gives the elements of one head as
-    ``hidden_size``.
+    Every rank stores the whole weight, and uses the part for its own heads. ``hidden_size`` is head_dim, as Megatron
+    builds norms of heads with this class.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -117,7 +117,7 @@ class _WidthNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``x`` [rows, ...] of this rank's heads normalised, in the shape and type of ``x``."""
         flat = x.flatten(1).to(wide(x.dtype))
-        # Every rank's output depends on the sum over ranks. So backward of this copy adds up gradients over ranks.
+        # Every rank's output depends on the sum over ranks. Backward of this copy adds up the gradients of all ranks.
         squares = copy_to_tensor_model_parallel_region(flat.square().sum(1, keepdim=True))
         mean = reduce_from_tensor_model_parallel_region(squares) / len(self.weight)
         first = parallel_state.get_tensor_model_parallel_rank() * flat.shape[1]

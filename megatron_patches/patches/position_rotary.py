@@ -51,7 +51,7 @@ class PositionRotary(torch.nn.Module):
         """Returns the embedding for the first ``dims`` dimensions of a head.
 
         Args:
-            scaling: scaling for long contexts, whose attention factor is not applied here.
+            scaling: scaling for long contexts. Its factor on cosines and sines is not applied here.
             interleaved: whether the two elements of a pair are neighbours.
         """
         by_length = partial(frequencies_by_length, dims, base, scaling) if scaling.by_length else None

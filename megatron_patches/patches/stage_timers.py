@@ -12,7 +12,7 @@ from typing import Any
 from distca.runtime.timeline import Timeline
 
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
-"""The span's name, by the name of Megatron's timer."""
+"""Maps the name of a timer of Megatron to the name of the span on the timeline."""
 
 
 class StageTimers:
