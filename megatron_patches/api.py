@@ -100,8 +100,8 @@ class CAD:
     ``parallel_state.initialize_model_parallel``, and before the model is built.
 
     Args:
-        config: the model's configuration. CAD may set its fields ``gradient_accumulation_fusion``,
-            ``deallocate_pipeline_outputs``, ``disable_parameter_transpose_cache`` and ``fused_single_qkv_rope``.
+        config: the model's configuration. CAD may change ``gradient_accumulation_fusion``,
+            ``deallocate_pipeline_outputs``, ``disable_parameter_transpose_cache`` and ``fused_single_qkv_rope`` in it.
         keywords: the fields of :class:`megatron_patches.arguments.CadArguments`.
 
     Attributes:
@@ -113,7 +113,7 @@ class CAD:
         SupportError: a field of the configuration or an argument is not supported; or Transformer Engine's linear
             layers give wrong products on this machine.
         KernelError, TransportError: the kernel or transport cannot run here, or gives wrong results.
-        PlanError: the cost table is not usable.
+        PlanError: the table of the kernel's speeds (``cost_table``) is not usable.
         LaunchError: a server without a model did not start.
     """
 
@@ -183,7 +183,8 @@ class CAD:
 
     def _terms(self) -> PoolTerms:
         spec = attention_spec(self.config, self._kinds, self.device, self._given)
-        # All stages have the same layers. Servers need the numbers of a stage's layers with attention.
+        # All stages have the same sequence of layer kinds. Servers need the numbers, from 0, of a stage's layers with
+        # attention. These have no recurrence.
         of_stage = self._kinds.recurrences[: len(self._kinds.recurrences) // self._stages]
         layers = tuple(number for number, recurrence in enumerate(of_stage) if recurrence is None)
         return PoolTerms(self.options, spec, self._how, layers)
@@ -194,13 +195,13 @@ class CAD:
         numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
         homes, given = self.options.homes, self._given
         speeds = given.speeds
-        # A server has ``tp`` numbers, one for each tensor-parallel rank, but one speed. A server that came later has
-        # speed 1: as fast as the cost table says.
+        # ``homes`` is the number of ranks with the model, whose speeds come first. A server has ``tp`` numbers, one for
+        # each tensor-parallel rank, but one speed. A server that joined during the run has speed 1.
         if speeds:
             of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
-        # `ranks_per_node` must divide the number of servers, with a model and without. 0 takes nodes from machines'
-        # names.
+        # `ranks_per_node` must divide the number of ranks with the model plus servers. With 0, ranks on machines of one
+        # name are a node.
         nodes = given.ranks_per_node
         if nodes and (homes + len(numbers) // tp) % nodes:
             nodes = 0
@@ -227,7 +228,7 @@ class CAD:
 
     @property
     def pool_rank(self) -> int:
-        """This rank's number, over all pipeline stages, among the ranks that share core attention."""
+        """This rank's number among the ranks of all pipeline stages, which share core attention."""
         return self.options.pool_rank(self._stage, self._rank)
 
     def _kinds_of(self, config: TransformerConfig) -> LayerKinds:
@@ -241,7 +242,7 @@ class CAD:
         """
         if not self._given.hybrid_layer_pattern:
             raise SupportError(
-                "CAD was made without hybrid_layer_pattern, for a GPTModel: give it the pattern of the HybridModel."
+                "CAD was made without hybrid_layer_pattern, for a GPTModel: give CAD the pattern of the HybridModel."
             )
         from megatron_patches.layers.hybrid_stack import hybrid_stack_spec
 
@@ -301,8 +302,8 @@ class CAD:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
             model.position_embedding_type = "rope"  # with "none" a HybridModel would not call rotary_pos_emb
-        # Any model of this CAD may run a step. So steps have lengths if one model needs them, and token ids that
-        # every model knows.
+        # Any model of this CAD may run a step. So steps carry the documents' lengths if one of the models needs them.
+        # Token ids must be below the smallest vocabulary.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
@@ -310,7 +311,7 @@ class CAD:
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         model.expert_load = ExpertLoad(take_nano_batches(model), self.config.moe_router_topk)
-        # With recompute "all" outputs of norms and SwiGLU live only from a layer's recomputation to its backward.
+        # If backward recomputes layers, kept outputs of norms and SwiGLU live in one layer's backward only.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate or pattern:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -328,8 +329,8 @@ class CAD:
     ) -> DistributedDataParallel:
         """Returns Megatron's DistributedDataParallel around an attached model that is on this rank's device.
 
-        Weights become bfloat16 if the configuration says so. Without pipeline stages gradients are reduced during
-        backward.
+        Weights become bfloat16 if the configuration says so. Ranks reduce gradients during backward, or with pipeline
+        stages after it.
 
         Args:
             model: from :meth:`attach`.
@@ -339,7 +340,7 @@ class CAD:
 
         Raises:
             SupportError: the model was not attached; a dtype is not supported; or ``distributed_optimizer`` is False
-                and weights are stored in FP8 alone.
+                and the configuration has ``fp8_param``, which stores weights in FP8 without a bfloat16 copy.
         """
         check_attached(model)
         check_unwrapped(model)
@@ -356,8 +357,8 @@ class CAD:
 
         Args:
             documents: for each micro-batch the list of documents of all data-parallel ranks, the same on every rank. A
-                document is anything with a length and slices of token ids. A rank reads the ids of its own tokens. To
-                check that ranks have equal documents, it reads 16 ids of each of 8 documents.
+                document is anything with a length and slices of token ids. A rank reads the ids of its own tokens, and
+                16 ids of each of 8 documents, to check that ranks have equal documents.
 
         Raises:
             PlanError: an object is no document; fields of ``StepDocuments`` do not go together; documents have more
@@ -374,8 +375,8 @@ class CAD:
     ) -> Generator[Step, None, None]:
         """Yields steps, each planned in a background thread while the step before runs. All ranks call it together.
 
-        Loops may be nested, for example a validation inside training. If all ranks leave a loop early, ``steps`` may
-        have been read one item further.
+        Loops may be nested, for example a validation inside training. If all ranks leave a loop early, one item of
+        ``steps`` that was not yielded may have been read.
 
         Args:
             steps: the documents of every step, in the form that :meth:`plan_step` takes.
@@ -393,7 +394,7 @@ class CAD:
     def _make_step(
         self, number: int, documents: StepDocuments | Sequence[Sequence[Document]], dealt: bool = False
     ) -> Step:
-        """Plans step ``number``. ``dealt``: documents were moved between micro-batches before, and stay."""
+        """Plans step ``number``. With ``dealt``, documents stay in the micro-batches that an earlier plan chose."""
         documents, given = listed(documents), self._given
         check_room(documents, self.options.ranks, given.tokens_per_rank)
         return make_step(
@@ -411,9 +412,9 @@ class CAD:
     ) -> list[Any]:
         """Runs forward and backward of a step.
 
-        Gradients are set to zero first. At the end they are reduced over ranks, and divided by the target tokens of the
-        global batch. With both pipeline stages and disaggregation ``training/pipeline_schedule.py`` runs the step, else
-        Megatron's schedule does.
+        Gradients are set to zero first. At the end each is the sum over all ranks, divided by the number of the global
+        batch's target tokens. With both pipeline stages and disaggregation ``training/pipeline_schedule.py`` runs the
+        step, else Megatron's schedule does.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
@@ -479,7 +480,7 @@ class CAD:
         return self._ran or step
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
-        """Returns the log-probability of every token of a step's documents, on all data-parallel ranks.
+        """Returns the log-probability of every token after the first of each document, on all data-parallel ranks.
 
         All ranks call it together. There is no backward.
 

@@ -2,8 +2,8 @@
 
 The *home* of a token is the rank that computes linear layers for the token. A *server* computes core attention
 (attention without projections). Every rank is home and server; the argument ``servers`` adds processes that are servers
-only. Backward needs q, k and v on a server again. With "keep" the server keeps them, with "resend" homes send them once
-more.
+only. Backward needs q, k and v on a server again. The argument ``backward`` says from where: with "keep" the server
+keeps them, with "resend" homes send them once more.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class CadArguments(CadOptions):
         level: what a plan makes about equal on all ranks: the seconds of "attention", or the "time" of attention and
             linear layers together. "time" needs ``ping_pong`` (a micro-batch runs as two parts), and pipeline stages,
             ``servers`` or ``speeds``. "auto" is "time" on GPUs with ``ping_pong`` and a transport other than "nvshmem",
-            if there are stages, ``servers``, ``speeds`` or different GPUs. Else, and if the cost table has no linear
-            layers, it is "attention".
+            if there are stages, ``servers``, ``speeds`` or different GPUs. Else, and if the file ``cost_table`` has no
+            times of linear layers, it is "attention".
         recompute: with "none" backward recomputes only modules that Megatron's configuration names. With "all" it
             recomputes everything but core attention, or, without ``disaggregate``, every layer as a whole.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It
@@ -71,8 +71,8 @@ class CadArguments(CadOptions):
         linears: whose linear layers a model gets: Megatron's own ("local"), Transformer Engine's ("te"), or Transformer
             Engine's if they can be used ("auto"). Transformer Engine's need GPUs and bfloat16. FP8 needs Transformer
             Engine's, and takes ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", "delayed" or "blockwise")
-            of the configuration. With ``fp8_param`` weights are stored in FP8 alone, which needs the distributed
-            optimizer.
+            of the configuration. With ``fp8_param`` the model has weights in FP8 without a bfloat16 copy, which needs
+            the distributed optimizer.
         hybrid_layer_pattern: the pattern of layers with which a HybridModel is built; empty for a GPTModel.
         model_options: options of the model for which Megatron's configuration has no field.
     """
@@ -121,7 +121,7 @@ class CadArguments(CadOptions):
         check_level(self.level, self.disaggregate, stages, self.ping_pong, bool(self.servers or self.speeds))
         if self.speeds and not self.disaggregate:
             raise SupportError(
-                "speeds are given, but disaggregate is False, so each rank computes its own attention: leave them out."
+                "speeds are given, but disaggregate is False, so each rank computes its own attention: omit speeds."
             )
         if self.servers and not self.disaggregate:
             raise SupportError(

@@ -21,6 +21,8 @@ nodes:
 
 Backward computes the convolution once more. Pieces of pong also read halo rows and states that arrived in ping.
 
+The core gets q, k, v (the convolution's outputs), g and beta for each row, and returns o. ``do`` is the gradient of o.
+
 Shape suffixes: N rows of this rank (padding included), C channels of the convolution, U halo rows that arrived; H
 heads, K elements of a head of k, V elements of a head of v.
 """
@@ -69,22 +71,23 @@ class RecurrentCall(LayerCall):
     ) -> None:
         super().__init__(pool, layer, nano, pool.homes or pool.transport)
         self._routes, self._what, self._kernel, self._before = routes, what, kernel, before
-        self._rows: tuple[torch.Tensor, ...] = ()  # mixed_NC, g, beta_NH
+        self._rows: tuple[torch.Tensor, ...] = ()  # the arguments of launch_halo
         self._parameters: CoreParameters | None = None
         self._halo: torch.Tensor | None = None  # halo_UC that arrived in this nano-batch
-        self._core: tuple[CoreRows, torch.Tensor] | None = None  # q, k, v, g, beta, and o or dO, between two nodes
+        # From summarise to leave: q, k, v, g, beta, and o. From leave's backward to summarise's: the same, and do.
+        self._core: tuple[CoreRows, torch.Tensor] | None = None
         self._arriving: list[torch.Tensor] = []  # own states and transitions from other ranks
         self._own: dict[int, torch.Tensor] = {}  # by piece, own states to send; in backward, gradients to send
         self._transitions: dict[int, torch.Tensor] = {}  # by inner piece; sent in forward and in backward
         self._states: dict[int, torch.Tensor] = {}  # by inner or last piece, the state before the piece
-        # By document that goes on in pong: ping's last state, and pong's gradient of this state.
+        # In ping, by document that goes on in pong: the last state, and its gradient, which pong computes.
         self._last_states: dict[int, torch.Tensor] = {}
         self._last_state_gradients: dict[int, torch.Tensor] = {}
-        self._halo_gradients_of_pong: torch.Tensor | None = None  # in ping, pong's gradient of ping's halo rows
+        self._halo_gradients_of_pong: torch.Tensor | None = None  # in ping, the gradient of halo rows that pong read
         # In backward: q, k and v with their graph, and the leaves: mixed_NC, halo rows, the convolution's weights.
         self._graph: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = ((), [])
-        self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and halo rows, between two nodes
-        self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta, between two nodes
+        self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and halo rows
+        self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta
         # Numbers of this rank's pieces: only, first, inner or last piece of a document.
         pairs = list(zip(routes.opens, routes.closes, strict=True))
         self._only = [n for n, each in enumerate(pairs) if each == (True, True)]
@@ -138,7 +141,7 @@ class RecurrentCall(LayerCall):
         return joined
 
     def summarise(self, token: torch.Tensor, parameters: CoreParameters) -> torch.Tensor:
-        """Computes the first pieces of documents, and the summaries of inner pieces."""
+        """Computes only and first pieces of documents, and the summaries of inner pieces."""
         done: torch.Tensor = _Summarise.apply(token, parameters.kernel, parameters.bias, parameters.skip, self)
         return done
 
@@ -193,8 +196,7 @@ class RecurrentCall(LayerCall):
                 o_NHV += (self._parameters.skip[:, None] * rows.v).to(o_NHV.dtype)
         if not has_backward:
             self._rows, self._states, self._transitions = (), {}, {}
-        # Autograd sets grad_fn on the returned tensor, and must not set it on o_NHV.
-        return o_NHV.detach()
+        return o_NHV
 
     # Backward.
 
@@ -216,7 +218,8 @@ class RecurrentCall(LayerCall):
     def _summarise_backward(self) -> tuple[torch.Tensor | None, ...]:
         """Runs backward of first and inner pieces, and of the convolution.
 
-        Returns gradients of the convolution's kernel and bias, and skip (o += skip · v). Bias and skip may be None."""
+        Returns the gradients of three parameters: the convolution's kernel and bias, and ``skip`` (o += skip · v). The
+        last two are None if the core has no bias or no ``skip``."""
         assert self._core is not None and self._core_gradients is not None and self._parameters is not None
         (rows, do_NHV), gradients = self._core, self._core_gradients
         with self._pool.timeline.compute("finish", *self._where, "backward"):
@@ -239,7 +242,7 @@ class RecurrentCall(LayerCall):
         (outputs, leaves), self._graph = self._graph, ((), [])
         wanted = gradients.q, gradients.k, gradients.v
         found = torch.autograd.grad(outputs, leaves, wanted, materialize_grads=True)
-        # In pong, the first rows of of_halo belong to halo rows that arrived in ping.
+        # In pong, the gradients of halo rows that arrived in ping come first.
         of_halo = found[1]
         if self._before is not None:
             at = len(of_halo) - self._routes.halo_to_pieces.destination_rows
@@ -276,7 +279,9 @@ class RecurrentCall(LayerCall):
         return torch.cat((self._before._halo, self._halo))
 
     def _core_rows(self, differentiable: bool = False) -> CoreRows:
-        """Computes the core's rows; with ``differentiable`` the graph is kept for :meth:`_convolution_backward`."""
+        """Computes q, k and v by the convolution; returns q, k, v, g and beta.
+
+        With ``differentiable`` the graph is kept for :meth:`_convolution_backward`."""
         assert self._parameters is not None
         (mixed, g, beta), given = self._rows, self._parameters
         leaves = [each.detach() for each in (mixed, self._halo_rows(), given.kernel, given.bias) if each is not None]
@@ -304,7 +309,9 @@ class RecurrentCall(LayerCall):
         o_NHV: torch.Tensor,
         wanted: bool = True,
     ) -> torch.Tensor:
-        """Writes o of these pieces into ``o_NHV``; returns the states after the pieces if ``wanted``."""
+        """Computes pieces by their ``numbers``, from the ``states`` before them; None is zeros.
+
+        Writes o into ``o_NHV``; returns the states after the pieces if ``wanted``."""
         return self._kernel.forward(rows, self._spans(numbers), states, o_NHV, wanted)
 
     def _backward(
@@ -317,7 +324,7 @@ class RecurrentCall(LayerCall):
         gradients: CoreRows,
         wanted: bool = True,
     ) -> torch.Tensor:
-        """Writes gradients of these pieces' rows into ``gradients``.
+        """Runs backward of pieces by their ``numbers``, and writes gradients of their rows into ``gradients``.
 
         ``behind`` has the gradients of the states after the pieces. Returns the gradients of ``states``, the states
         before the pieces, if ``wanted``."""
@@ -325,7 +332,9 @@ class RecurrentCall(LayerCall):
         return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
 
     def _send_states(self, routes: StateRoutes, what: str, direction: str) -> None:
-        """Launches the exchange of own states (in backward: gradients) and transitions. Each one is a row."""
+        """Starts sending own states and transitions; in backward, gradients of states and transitions.
+
+        Each state or transition travels as one row."""
         mixed_NC = self._rows[0]
         self._arriving, parts = [], []
         for by_piece, numbers, shape, moves in (
@@ -348,9 +357,11 @@ class RecurrentCall(LayerCall):
         In backward, S is the gradient of a state, and the pieces come in reverse order.
 
         Args:
-            routes: for each document, a chain of pieces and the rows where their summaries arrived.
+            routes: for each document, a chain with a link for each piece. ``link.piece`` is the piece's number, -1 for
+                first pieces and pieces of other ranks. ``link.state`` and ``link.transition`` are the rows where B and
+                A arrived, -1 for none.
             passed: by document, S at the end of the other nano-batch, if the document has pieces there.
-            backward: whether S are gradients.
+            backward: whether S is the gradient of a state.
 
         Returns:
             S before each of this rank's pieces, by piece; and S at the end of this nano-batch, by document that goes on
@@ -372,7 +383,8 @@ class RecurrentCall(LayerCall):
                         reached = own + carried(transitions[link.transition], reached, backward)
                     else:
                         reached = own.clone()  # a view would keep the whole receive tensor alive
-            # A rank reads a piece's state only for a later piece of its own, here one in the other nano-batch.
+            # This rank gets the own state of a chain's last piece only if the rank has a later piece in the other
+            # nano-batch.
             if reached is not None and links[-1].state >= 0:
                 goes_on[document] = reached
         return found, goes_on

@@ -36,8 +36,8 @@ class Timeline:
 
     Args:
         device: the device whose work is timed.
-        layers: spans show layers[n] as the number of layer n; empty shows n. A server without a model counts only
-            layers with attention.
+        layers: the layer numbers to show; a call with layer n shows layers[n]. Empty shows n itself. Processes that
+            only compute attention need this, as they count only layers with attention.
 
     Attributes:
         clock: this rank's clock; on GPUs it takes times of the current stream.
@@ -61,7 +61,7 @@ class Timeline:
         self._side_stream: torch.cuda.Stream | None = None
 
     def start_recording(self, zero: float | None = None) -> None:
-        """Starts recording, after a barrier of the default process group.
+        """Starts recording; all ranks of the default process group call this together.
 
         ``zero`` is time 0 of spans, in seconds since 1970; None takes the present."""
         self.clock.synchronize()

@@ -1,7 +1,8 @@
 """The CUDA library of ``csrc/``, called through ctypes: copies by copy engine, signals between GPUs, kernels for rows.
 
 A *slot* is a 64-bit word of memory. To *signal*, a GPU writes a number to a slot, and a stream of another GPU waits for
-that number. The NVSHMEM transport needs copies and signals; ``gather_scatter.py`` needs the kernels.
+that number. The NVSHMEM transport uses copies, signals and :func:`push_rows`. ``gather_scatter.py`` uses
+:func:`move_rows` and :func:`sum_rows`.
 
 The library is optional; :func:`why_not` says why it cannot be used. Functions with a ``stream`` queue work on it and do
 not block the host.
@@ -86,7 +87,7 @@ def why_not() -> str | None:
         works = torch.equal(source, destination)
     except (NativeError, RuntimeError) as error:
         return f"the CUDA library of csrc/ does not run here: {error}"
-    return None if works else "the CUDA library of csrc/ does not run right on this GPU"
+    return None if works else "the CUDA library of csrc/ moves rows wrongly on this GPU"
 
 
 def is_available() -> bool:
@@ -207,7 +208,7 @@ def move_rows(
 
 
 def can_sum(rows: torch.Tensor) -> bool:
-    """Whether :func:`sum_rows` can add ``rows``: 16-bit floats or float32, and 16·n bytes in a row."""
+    """Whether :func:`sum_rows` can add ``rows``: 16-bit floats or float32, and a multiple of 16 bytes in a row."""
     return rows.dtype in _SUM_KINDS and row_bytes(rows) % 16 == 0
 
 
@@ -230,7 +231,7 @@ def sum_rows(
 
 
 def addresses_of(base: int, slots: Sequence[int]) -> np.ndarray:
-    """Returns [N] uint64, the addresses of N slots, by number, in an array of slots that begins at ``base``."""
+    """Returns [N] uint64, the addresses of slots with the numbers ``slots``; slot 0 lies at ``base``."""
     return base + 8 * np.asarray(slots, np.uint64)
 
 

@@ -2,7 +2,7 @@
 
 - home: the rank that holds a row between layers.
 - server: a rank that computes attention with rows. Most ranks are homes and servers.
-- RowExchange: the planner's numpy arrays of the rows that travel. :class:`RowMoves` has them as tensors.
+- RowExchange: the planner's numpy arrays of the rows that travel or stay. :class:`RowMoves` has them as tensors.
 - packed rows: rows that travel, sorted by the rank at the other end, then by row in the server's buffer.
 - gateway: a server that gets k,v rows from another node, and sends them on to other servers of its node.
 - relay: the exchange between a gateway and the other servers. On the way back the gateway sends sums of gradients home.
@@ -112,7 +112,8 @@ class RowMoves:
             None,
             exchange.travelling,
         )
-        # On the way back, a row gets several values if two servers had it, or a server and this rank itself.
+        # On the way back, a row gets several values if two servers had it, or a server and this rank itself. With
+        # ``adds`` every row that comes back has a value already.
         once = not adds and _apart(np.append(send.source, keep.source), np.append(send.rows, keep.rows))
         to_home = RowMoves(
             exchange.destination_rows,

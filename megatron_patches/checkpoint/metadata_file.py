@@ -36,14 +36,14 @@ _PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
 _MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
 _MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
 _MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
-"""Classes of which the pickle makes objects: first without arguments, then it sets their fields."""
+"""Classes of which the pickle makes objects without arguments. Then the pickle sets the objects' fields."""
 _CALLED = {*_PATHS, "torch.Size", "torch.serialization._get_layout", f"{_TORCH}_MEM_FORMAT_ENCODING"}
 """Classes and functions that the pickle calls with arguments. Calls are recorded, not made."""
 _DIMENSIONS = 64
 """The most dimensions of a tensor; a file with more is refused. Models' weights have far fewer."""
 _CUTS = 8
-"""The most dimensions along which a tensor is cut into parts; a file with more is refused. Each of them doubles the
-time of ``_is_whole``. The number was chosen, not measured."""
+"""The most dimensions along which a tensor is cut into parts; a file with more is refused. One more such dimension
+doubles the time of ``_is_whole``. The number was chosen, not measured."""
 
 
 class _Name(NamedTuple):
@@ -54,7 +54,7 @@ class _Record:
     """A pickle's description of an object.
 
     Attributes:
-        name: full name of the class or function that would make the object.
+        name: full name of the class or function that unpickling would call.
         arguments: the arguments of that call.
         state: the object's fields; None until the pickle sets them.
     """
@@ -69,9 +69,9 @@ def read_metadata(file: BinaryIO) -> Metadata:
     """Returns the description in a checkpoint's ``.metadata``.
 
     Raises:
-        UnpicklingError: the file does not describe a checkpoint, or contains more than data. No code was run.
+        UnpicklingError: the file does not describe a checkpoint, or contains code. No code was run.
     """
-    return copy(_built(file.read()))  # torch's reader sets a field of the result
+    return copy(_built(file.read()))  # torch's reader changes a field, and the kept result must not change
 
 
 @lru_cache(maxsize=1)
@@ -116,9 +116,9 @@ def check_files(checkpoint: Path, metadata: Metadata) -> None:
 def _is_whole(tensor: TensorStorageMetadata) -> bool:
     """Whether each element of a tensor is in exactly one of its parts, which are boxes.
 
-    A corner of a box is its begin or its end in each dimension. Each corner counts 1, or -1 if it is an end in an odd
-    number of dimensions. At each point the parts' counts are added up. The parts are complete if the sums equal the
-    counts of the whole tensor's corners.
+    A box with n dimensions has 2^n corners: in each dimension a corner is at the box's begin or end. A corner counts 1,
+    or -1 if it is at the end in an odd number of dimensions. At each point the counts of the parts' corners are added
+    up. The parts are complete if the sums equal the counts of the whole tensor's corners.
 
     Example in one dimension: parts [0, 2) and [2, 5) count 1 at point 0, 1 - 1 = 0 at point 2, and -1 at point 5. The
     whole tensor [0, 5) counts 1 at point 0 and -1 at point 5.
@@ -221,7 +221,7 @@ class _Machine:
         names = pairs[::2]
         # Hashing deeply nested tuples would crash Python.
         if not all(isinstance(name, str | _Record) for name in names):
-            raise UnpicklingError("it has a dict whose keys are no names")
+            raise UnpicklingError("it has a dict with a key that is neither text nor an object")
         _of(dict, self._stack[-1]).update(zip(names, pairs[1::2], strict=True))
 
     def _name(self, module: str, name: str) -> None:
@@ -245,7 +245,7 @@ class _Machine:
         """Sets the fields of the record on top of the stack; fields cannot be set twice."""
         record = _of(_Record, self._stack[-1])
         if record.state is not None or record.name not in _MADE:
-            raise UnpicklingError(f"it changes a {record.name}, which is no part of a checkpoint and was not run")
+            raise UnpicklingError(f"it sets fields of a {record.name}, which is no part of a checkpoint")
         record.state = state
 
 
@@ -255,7 +255,7 @@ class _Builder:
         self._parts_left = 0  # how many more parts of tensors the file may have
 
     def metadata(self, made: Any) -> Metadata:
-        """Returns torch's object for a record, without fields that are not used, such as the checkpoint's path."""
+        """Returns torch's ``Metadata`` for a record, without the fields that loading does not read."""
         if not isinstance(made, _Record) or made.name != f"{_TORCH}Metadata":
             raise UnpicklingError("it is no metadata of a checkpoint")
         said = _fields(made, "Metadata")
@@ -270,7 +270,8 @@ class _Builder:
         said = _fields(made, "TensorStorageMetadata")
         parts = _of(list, said["chunks"])
         self._parts_left -= len(parts)
-        # In a small pickle many tensors could share one long list of parts. Reading it for each would take hours.
+        # In a small pickle many tensors could share one long list of parts. Reading the list for every tensor could
+        # take hours.
         if self._parts_left < 0:
             raise UnpicklingError("it has more parts of tensors than places in files")
         return TensorStorageMetadata(
@@ -304,7 +305,9 @@ def _index(made: Any) -> MetadataIndex:
 
 
 def _info(made: Any) -> _StorageInfo:
-    """Returns a part's file, and its place there in bytes. Files in other folders and transformed parts are refused."""
+    """Returns a part's file, and its offset and length there in bytes.
+
+    Files in other folders are refused, and parts that were transformed for storage, for example compressed."""
     if _of(_Record, made).name != "torch.distributed.checkpoint.filesystem._StorageInfo":
         raise UnpicklingError(f"it has a {made.name} in place of a _StorageInfo")
     said = _of(dict, made.state)

@@ -86,7 +86,7 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function from a weight of the model to the values that it would have without FP8.
 
-    All data-parallel ranks call that function together, because it gathers their ranges of the main weight. Weights
+    All data-parallel ranks call that function together, because each rank has one range of the main weight. Weights
     that are not FP8 are detached and not copied.
     """
     ranges = {
@@ -173,7 +173,7 @@ def _sharded_weights(model_state: Any) -> dict[torch.Tensor, ShardedTensor | Sha
 
 
 def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Yields (weight, start, stop): this rank has elements [start, stop) of the weight."""
+    """Yields (weight, start, stop): this rank has elements [start, stop) of the flattened weight."""
     for buffers in optimizer.gbuf_ranges:
         for buckets in buffers.values():
             for bucket in buckets:
@@ -182,9 +182,9 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int
 
 
 def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Returns Adam, and its parameter that is this rank's range of a weight.
+    """Returns Adam, and the parameter in Adam's groups that holds this rank's range of a weight.
 
-    The parameter is float32, or of the model's type if Adam has the float32 weight in its own state.
+    The parameter is float32, or bfloat16 as in the model if Adam's state has the float32 weight.
     """
     group, order = optimizer.model_param_group_index_map[weight]
     return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order]
@@ -233,7 +233,7 @@ def _boxes_of(
                 piece.global_shape,
                 tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(stacked)), *offsets), strict=True))),
                 None,
-                # The last number is 0 on one data-parallel rank, and other numbers mark copies. No box has a copy.
+                # A replica id's last number is 0 on one data-parallel rank. Others mark copies, and no box has a copy.
                 (*piece.replica_id[:-1], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )

@@ -70,7 +70,7 @@ _SAVED_AS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Norms that have another name in checkpoints of models without latent attention, as in Transformer Engine."""
+"""Checkpoints of models without latent attention have these norms under Transformer Engine's names."""
 
 _EXPERTS = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.weight", "linear_fc2.weight"))
 _EXPERT_BIASES = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.bias", "linear_fc2.bias"))

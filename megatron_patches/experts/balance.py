@@ -6,12 +6,13 @@ experts. Megatron's auxiliary loss of a layer is
     coeff x E / (topk x T^2) x sum over experts i of c_i x P_i
 
 T is the number of rows in the micro-batch. c_i is the number of rows with expert i among their ``topk`` highest scores.
-P_i is the sum of all rows' scores for expert i. With "seq_aux_loss" each document has such a loss of its own.
+P_i is the sum of all rows' scores for expert i. With "seq_aux_loss" each document has such a loss, with T, c_i and P_i
+of its rows.
 
-Here the loss is multiplied by T, because a step's gradients are divided by its tokens at the end. c_i has no gradient.
-So the gradient of a row's score for expert i is coeff x E x c_i / (topk x T), as in Megatron-Core 0.19.2. Backward
-needs only the counts c_i. Forward counts rows in one or two parts of the micro-batch, called *nano-batches*. Then one
-all-reduce adds up the counts of all ranks of the pipeline stage.
+Here the loss is multiplied by T, because a step's gradients are divided by the step's number of tokens at the end. c_i
+has no gradient. So the gradient of a row's score for expert i is coeff x E x c_i / (topk x T), as in Megatron-Core
+0.19.2. Backward needs only the counts c_i. Forward runs the micro-batch whole or in two parts, called *nano-batches*,
+and counts rows. Then one all-reduce adds up the counts of all ranks of the pipeline stage.
 
 Shape suffixes: N rows of a nano-batch on this rank, E experts. D documents of the micro-batch with "seq_aux_loss", else
 1.
@@ -36,7 +37,7 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
-    """Returns the coefficient of the loss ``kind``, "aux_loss" or "seq_aux_loss"; 0 if the model does not have it."""
+    """Returns the coefficient of the loss ``kind``, "aux_loss" or "seq_aux_loss"; 0 for a model without this loss."""
     kinds, values = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, values = [kinds], [values]  # type: ignore[list-item]
@@ -45,16 +46,18 @@ def coefficient(config: TransformerConfig, kind: str) -> float:
 
 
 class MicroBatchBalance:
-    """Counts of rows in the routers of a pipeline stage, for one micro-batch. Backward reads the counts of forward.
+    """Counts of each expert's rows, for one micro-batch and the layers of one pipeline stage.
+
+    Forward counts on each rank, :meth:`finish` adds up the ranks' counts, and backward reads the sums.
 
     Args:
         layers: numbers of this stage's layers with experts, from 1.
-        documents_N: int64 number of each row's document in the micro-batch; -1 for padding. It has the rows of all
-            nano-batches, in order.
+        documents_N: int64 number of each row's document in the micro-batch; -1 for padding. These are this rank's rows,
+            nano-batch after nano-batch.
         nano_rows: number of this rank's rows in each nano-batch.
         documents: number of documents in the micro-batch, over all ranks.
-        training: whether backward follows.
-        peers: [expert-parallel ranks, nano-batches] numbers of rows, which are being copied to the host. None without
+        training: whether backward will run for this micro-batch.
+        peers: [expert-parallel ranks, nano-batches] each rank's number of rows, on the way to the host. None without
             expert parallelism.
     """
 
@@ -94,8 +97,8 @@ class MicroBatchBalance:
     ) -> MicroBatchBalance:
         """Returns zero counts; all expert-parallel ranks call this method together.
 
-        The arguments are those of the class, but with sequence parallelism ``documents_N`` and ``nano_rows`` are for
-        the rows of all tensor-parallel ranks.
+        The arguments are those of the class, with one difference. With sequence parallelism, ``documents_N`` and
+        ``nano_rows`` cover the rows of all tensor-parallel ranks, and this rank takes its share.
         """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
@@ -163,7 +166,9 @@ class MicroBatchBalance:
         """
         assert not self._counting, "backward comes after the whole forward pass"
         config, best_DE = self._config, self._best[self._index[layer]]
-        rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)  # the sum of all c_i is T x topk
+        # The sum of all c_i is T x topk, so ``share_DE`` is E x c_i / (topk x T). ``whole`` is the same for the
+        # micro-batch as one document.
+        rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)
         share_DE = best_DE / rows_times_topk * best_DE.shape[1]
         if self.per_document:
             whole = best_DE.sum(0, keepdim=True)
@@ -226,7 +231,7 @@ class ExpertLoad:
         self.total: torch.Tensor | None = None
 
     def add(self, balance: MicroBatchBalance) -> None:
-        """Finishes and adds a micro-batch's counts; all ranks of the stage call it together after forward."""
+        """Adds a micro-batch's counts over all ranks; all ranks of the stage call it together after forward."""
         balance.finish()
         report = balance.report()
         self.total = report if self.total is None else self.total + report
@@ -236,7 +241,7 @@ class ExpertLoad:
         total, self.total = self.total, None
         if total is None:
             return {}
-        rows = total[:, :-1].sum(1).clamp(min=1) / self._topk
+        rows = total[:, :-1].sum(1).clamp(min=1) / self._topk  # each row counts for ``topk`` experts
         loads = zip(self.layers, total[:, :-1], total[:, -1] / rows, strict=True)
         return {number: LayerLoad(rows_E, entropy) for number, rows_E, entropy in loads}
 

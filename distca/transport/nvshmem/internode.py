@@ -40,11 +40,11 @@ _ALIGNMENT = 256
 """In the staging memory, the rows of each put begin at a multiple of this many bytes. So the packing kernel can write
 16 bytes at a time."""
 _MOST_STAGING, _LEAST_STAGING = 64 << 20, 2 << 20
-"""The largest and the smallest size of the staging memory, in bytes. Between these limits, the size is a quarter of the
-receive buffer. The limits were not measured."""
+"""The largest and the smallest size of the staging memory, in bytes. Between them, the size is a quarter of the receive
+buffer. Both numbers were chosen, not measured."""
 _PACK_BLOCKS = 32
 """The largest number of thread blocks of the packing kernel. More blocks would take multiprocessors from compute. The
-number was not measured."""
+number was chosen, not measured."""
 _NO_SIGNALS = np.empty(0, np.uint64)
 
 
@@ -56,8 +56,8 @@ def staging_bytes(capacity: int) -> int:
 class InternodeQueue(Streams, Protocol):
     """Streams and NVSHMEM's calls; on GPUs a :class:`NvshmemQueue`.
 
-    A *slot* is a 64-bit word of a block, for signals. A place in a peer's block is named by the address of the same
-    place in the own block.
+    A *slot* is a 64-bit word of a block, for signals. To name a place in a peer's block, callers give the address of
+    the same place in this rank's block.
     """
 
     def put(self, to: int, source: int, size: int, peer: int, stream: Any) -> None:
@@ -86,9 +86,9 @@ class InternodeAddresses:
         staging: first byte of the staging memory, a multiple of 256.
         staging_bytes: size of the staging memory, a multiple of 512.
         arrived_there: the peer's slot to which this rank signals "arrived".
-        consumed_here: first of [ranks] own slots; rank r signals "consumed" to slot r.
+        consumed_here: first of [ranks] slots of this rank; rank r signals "consumed" to slot r.
         consumed_there: the peer's slot to which this rank signals "consumed".
-        arrived_here: first of [ranks] own slots; rank r signals "arrived" to slot r.
+        arrived_here: first of [ranks] slots of this rank; rank r signals "arrived" to slot r.
     """
 
     receive_buffer: int
@@ -108,8 +108,8 @@ class Slice:
         peer: the receiving rank.
         source: the tensor.
         rows: [N] int64 on the device, row numbers in ``source``.
-        staged: first byte of the packed rows in the load.
-        lands: first byte of the rows in the peer's receive buffer.
+        staged: offset in bytes of the packed rows in their half of the staging memory.
+        lands: offset in bytes of the rows in the peer's receive buffer.
         size: bytes of the N rows.
     """
 
@@ -122,7 +122,9 @@ class Slice:
 
 
 def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[Slice]]:
-    """Cuts rows into loads of at most ``capacity`` bytes, a multiple of 256; yields the slices of each load.
+    """Cuts rows into loads; yields the slices of each load.
+
+    A load has at most ``capacity`` bytes, and ``capacity`` is a multiple of 256.
 
     Example: a load has room for 4 rows, and ``puts`` has 3 rows for rank 1 and 2 rows for rank 2. The first load has 3
     rows for rank 1 and 1 row for rank 2. The second load has 1 row for rank 2."""
@@ -131,6 +133,7 @@ def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[S
     for peer, pieces in puts.items():
         for put in pieces:
             assert put.row_bytes <= capacity, "the staging memory holds any row"
+            # ranges[0, 1] is the place, in rows, of this rank's first row among all rows that the peer gets.
             lands = put.begin + int(put.ranges[0, 1]) * put.row_bytes if put.bytes else 0
             first = 0
             while first * put.row_bytes < put.bytes:
@@ -161,7 +164,7 @@ class InternodePeers:
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> tuple[Sent, Any]:
         """Queues an exchange's puts and signals, after the current stream's earlier work.
 
-        Puts to a peer wait until the peer has consumed exchange ``reuses``.
+        Puts to a peer wait until the peer has consumed exchange ``reuses``; with 0 they do not wait.
 
         Returns:
             A token whose event comes when all rows are packed; callers may then write to the sources. And an event
@@ -194,8 +197,8 @@ class InternodePeers:
     def consumed(self, number: int, peers: Sequence[int]) -> None:
         """Signals to ``peers`` that this rank has consumed all exchanges up to ``number``.
 
-        Two signals without a quiet between them may arrive in any order. So a signal adds to the slot's number, and
-        does not replace it."""
+        Two signals without a quiet between them may arrive in any order. So each signal adds to the slot how many more
+        exchanges are consumed, and the sum is right in either order."""
         for peer in peers:
             by = number - self._told.get(peer, 0)
             if by:
@@ -253,7 +256,7 @@ class NvshmemQueue:
         self._calls.signal_op_on_stream(slot, by, self._add, peer, stream.cuda_stream)
 
     def wait_for_signal(self, slot: int, number: int, stream: torch.cuda.Stream) -> None:
-        # The CUDA driver can also wait for a slot. But rows from the network may then not be readable yet.
+        # A wait of the CUDA driver would not do: rows from the network may not be readable yet when it ends.
         self._calls.signal_wait_until_on_stream(slot, self._at_least, number, stream.cuda_stream)
 
 

@@ -1,6 +1,6 @@
 """A rank writes rows to its *intra-node peers* (the other ranks of its node), and copies the rows that it keeps.
 
-- receive buffer: the memory of a rank into which its peers write. It is mapped, so peers write to its addresses.
+- receive buffer: the memory of a rank into which its peers write. Every peer has an address of the buffer.
 - exchange: one movement of rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
 - slot: a 64-bit word. To signal, a rank writes an exchange's number to a slot of a peer.
 - arrived: the rows lie in the receiver's buffer. Then the sender signals to the receiver.
@@ -213,6 +213,7 @@ class IntranodePeers:
         stream = self._stream("push")
         # The stream waits for room. A kernel that waited would occupy multiprocessors.
         self._begin(puts, stream, reuses, ready)
+        # ranges[0, 1] is the place, in rows, of this rank's first row among all rows that the peer gets.
         pieces = [
             (put.source, put.rows, self._at.receive_buffers[peer] + put.begin + int(put.ranges[0, 1]) * put.row_bytes)
             for peer, pieces in puts.items()

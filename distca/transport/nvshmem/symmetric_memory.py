@@ -133,6 +133,7 @@ class NvshmemFabric:
             self._internode_peers.consumed(number, sorted(self._internode))
 
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
+        """Tells the watching thread of a wait; ``what`` comes before "exchange" and the number in warnings."""
         self._waits.note(Wait(cuda_ops.mark(torch.cuda.current_stream()), tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
@@ -180,7 +181,7 @@ class _Layout:
     def internode_addresses(self, base: int, rank: int) -> InternodeAddresses:
         """Returns the addresses for writes to inter-node peers; this rank's block begins at ``base``.
 
-        NVSHMEM names a place in a peer's block by the address of the same place in the own block."""
+        To name a place in a peer's block, NVSHMEM takes the address of the same place in this rank's block."""
         return InternodeAddresses(
             receive_buffer=base + self.receive_buffer,
             staging=base + self.staging,
@@ -238,7 +239,7 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
             "NVSHMEM_REMOTE_TRANSPORT is 'none', but the server pool spans several nodes. Unset it, or set "
             "`transport` to nccl."
         )
-    # NVSHMEM reads these variables when it starts. NVSHMEM itself gets 16 MiB.
+    # NVSHMEM reads these variables when it starts. 16 MiB beside the block are for NVSHMEM's own data.
     os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes + (16 << 20))
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # no multicast memory, which is not used here
     if one_node:
