@@ -73,7 +73,7 @@ def check_with_servers(config: TransformerConfig, offload: bool) -> None:
     """
     found = {
         "offload": offload,
-        # If a server leaves during a step, the step runs again. Delayed scaling would count the values of both runs.
+        # A step runs again if a server leaves during it. Delayed scaling would count the largest values of both runs.
         "FP8 with delayed scaling": bool(config.fp8) and config.fp8_recipe == "delayed",
     }
     for what, there in found.items():

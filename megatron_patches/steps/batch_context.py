@@ -4,7 +4,7 @@ Megatron hands a model's argument ``attention_mask`` to the attention modules wi
 our modules, and no signature changes.
 
 - :class:`DisaggregatedMicroBatch`: several ranks compute the micro-batch's core attention. Rows are split into one or
-  two nano-batches. Of two, one is computed while the other's rows travel.
+  two nano-batches. With two, the device computes one nano-batch while rows of the other one travel between ranks.
 - :class:`PackedMicroBatch`: every document lies whole on one rank, which computes its attention.
 
 A row is the hidden state of one token. "This rank" is a data-parallel rank; its tensor-parallel ranks have the same
@@ -44,7 +44,7 @@ class DisaggregatedMicroBatch:
             them.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
         document_count: number of documents in the micro-batch, over all ranks.
-        balance: counts of rows by expert; None in models without experts.
+        balance: the number of rows that go to each expert; None in models without experts.
     """
 
     routes: Sequence[LayerRoutes]
@@ -71,7 +71,7 @@ class PackedMicroBatch:
             them.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
         document_count: number of documents in the micro-batch, over all ranks.
-        balance: counts of rows by expert; None in models without experts.
+        balance: the number of rows that go to each expert; None in models without experts.
     """
 
     batch: TaskBatch
@@ -109,7 +109,7 @@ class PackedMicroBatch:
                 sinks.
         """
         if not self.rows:
-            # The zeros depend on all inputs, as Megatron waits for a gradient of every weight.
+            # The result has no elements, but depends on all inputs, as Megatron waits for a gradient of every weight.
             others = [k_NGD, v_NGD] if sink_H is None else [k_NGD, v_NGD, sink_H]
             return (q_NHD[..., : v_NGD.shape[2]] + sum(x.sum() for x in others)) * 0
         return core_attention(q_NHD, k_NGD, v_NGD, self.batch, kernel, kind, timer, sink_H)

@@ -18,9 +18,9 @@ from megatron_patches.model.recurrences import has_output_gate
 
 
 def layer_works(config: TransformerConfig, pattern: str, recompute_segments: bool) -> list[LayerWork]:
-    """Returns the work of each of the model's units with attention, over all tensor-parallel ranks.
+    """Returns the counts of each unit with attention, summed over all tensor-parallel ranks.
 
-    Every layer of a GPTModel is given the mean weights of all layers' MLPs and experts.
+    In a GPTModel each layer counts the mean number of weights in a layer's MLP or experts.
 
     Args:
         pattern: the layers of a HybridModel, a letter for each layer and "|" between stages; empty for a GPTModel.

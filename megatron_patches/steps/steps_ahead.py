@@ -21,7 +21,7 @@ from megatron_patches.steps.step_documents import checksum
 
 
 class AgreedSteps:
-    """Makes the steps of all loops of this rank in one thread, and compares each step between ranks.
+    """Makes the steps of this rank's loops (training and validation) in one thread, and compares them between ranks.
 
     All ranks create the object together, as it creates a process group.
 
@@ -103,7 +103,7 @@ class StepsAhead:
             return next(self._steps, None)
 
     def close(self) -> None:
-        """Ends the loop. A step that was begun is finished before it is dropped: other ranks wait for its plan."""
+        """Ends the loop. If a step was begun, the thread finishes it, as other ranks wait for its checksums."""
         self._closed, begun, self._next = True, self._next, None
         # Garbage collection may call this in the planning thread, which cannot wait for itself.
         if begun is not None and not _is_planning():
@@ -124,6 +124,6 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # `queued` is called when all work of this step is queued. Earlier planning would slow the queueing, as both
-        # need Python's global lock.
+        # `queued` is called once all work of this step is queued on the device. Planning before that would slow the
+        # queueing, as both need Python's global lock.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)

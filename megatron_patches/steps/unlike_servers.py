@@ -1,7 +1,8 @@
 """Makes cost models for servers with different GPUs or attention kernels.
 
-A *server* computes core attention. It is a rank or another process; with tensor parallelism it is several of them. A
-server's GPU model and kernel are its *sort*. A *cost table* has the measured seconds of attention tasks on one sort.
+A *server* computes core attention: a rank, or a process without a model. With tensor parallelism a server is one such
+process for each tensor-parallel rank. A server's GPU model and kernel are its *sort*. A *cost table* has the measured
+seconds of attention tasks on one sort.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def pool_sorts(tp: int, own: ServerSort, others: Sequence[ServerSort]) -> list[S
     """Returns the sort of every server, the same on every rank; all ranks call it together.
 
     Args:
-        tp: number of tensor-parallel ranks, which together are one server. The slowest rank's kernel counts.
+        tp: number of tensor-parallel ranks, which together are one server. If their sorts differ, the server has the
+            sort of the slowest kernel.
         own: the sort of this rank.
-        others: sorts of processes that are not ranks, ``tp`` for each server. Their servers end the result.
+        others: sorts of processes that are not ranks, ``tp`` for each server. These servers come last in the result.
     """
     everyone = [*of_ranks(own), *others]
     return [_slowest(everyone[at : at + tp]) for at in range(0, len(everyone), tp)]
@@ -67,7 +69,7 @@ def costs_by_sort(
         warns: whether to log a warning if a table is missing.
 
     Raises:
-        PlanError: tables are for different sizes of kernel tiles.
+        PlanError: the kernels of two tables compute attention in tiles of different sizes.
     """
     unlike = list(dict.fromkeys(sorts))
     if len(unlike) == 1:

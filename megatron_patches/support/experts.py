@@ -68,8 +68,8 @@ EXPERT_FIELDS = {
     *" ".join(limit.inert for limit in LIMITS.values()).split(),
     *LIMITS,
 } - {"fp8"}
-"""All fields about experts. Models without experts read none but ``expert_model_parallel_size``, which has to be 1; any
-values of the others pass."""
+"""All fields that only experts read. In a model without experts ``expert_model_parallel_size`` has to be 1, and the
+other fields may have any values."""
 
 _LOSSES = ("none", "aux_loss", "seq_aux_loss")
 

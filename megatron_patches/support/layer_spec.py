@@ -85,12 +85,12 @@ def has_te_linears(spec: ModuleSpec) -> bool:
 
 
 def mlp_submodules(spec: Any) -> Any:
-    """Returns the part of an MLP's spec that names the linear layers. It is no copy: callers change the spec by it."""
+    """Returns the part of an MLP's spec that names the linear layers. Changes of the result change the spec."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> None:
-    """Refuses a spec without the norm, or with two. A norm is a module, or is inside the linear layer that follows."""
+    """Refuses a spec in which the norm is missing or comes twice: as a module, and inside the linear layer after it."""
     found = getattr(parts, norm)
     if linear is TELayerNormColumnParallelLinear and found is IdentityOp:
         return

@@ -63,7 +63,7 @@ def check_groups(config: TransformerConfig) -> None:
 def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) -> None:
     """Refuses a configuration or arguments of ``CAD`` that differ between ranks; all ranks call it together.
 
-    It compares numbers, strings, booleans and None.
+    Only values that are numbers, strings, booleans or None are compared.
 
     Raises:
         SupportError: a value differs. All ranks raise the same message, which names the first such value.

@@ -36,10 +36,10 @@ def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
 
 
 def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) -> None:
-    """Refuses weights that are stored in FP8 alone (``fp8_param``) without Megatron's distributed optimizer.
+    """Refuses a model with FP8 weights (``fp8_param``) without Megatron's distributed optimizer.
 
     Raises:
-        SupportError: ``distributed_optimizer`` is False for such weights.
+        SupportError: ``fp8_param`` is True and ``distributed_optimizer`` is False.
     """
     if config.fp8_param and not distributed_optimizer:
         raise SupportError(
@@ -92,7 +92,7 @@ def check_trained_weights(model: DistributedDataParallel) -> None:
 
 
 def _check_places(model: DistributedDataParallel) -> None:
-    """Refuses weights outside Megatron's buffers. The distributed optimizer updates only the buffers."""
+    """Refuses weights that have left Megatron's buffers. The distributed optimizer updates only the buffers."""
     for buffer in model.buffers + model.expert_parallel_buffers:
         if buffer.param_data is None:
             continue
@@ -107,8 +107,8 @@ def _check_places(model: DistributedDataParallel) -> None:
 
 
 def _check_hooks(model: DistributedDataParallel) -> None:
-    """Refuses hooks on gradients of weights in fused layers. Backward adds these gradients to ``main_grad`` alone.
-    A hook would get unwritten memory."""
+    """Refuses hooks on gradients of weights in fused layers (``_FUSED``). Backward writes these gradients to
+    ``main_grad`` only, so a hook would get unwritten memory."""
     for weight in _fused_weights(unwrap_model(model)):
         if weight.requires_grad and (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)):
             raise SupportError(

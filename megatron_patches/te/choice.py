@@ -62,12 +62,14 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
 
 
 def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
-    """Refuses a layer spec with Transformer Engine's linear layers, as the run has Megatron's own.
+    """Refuses a layer spec with Transformer Engine's linear layers, for a run with Megatron's own linear layers.
 
     Raises:
         SupportError: always; the message says why the run has Megatron's own.
     """
     reason = why_not_te(device, config.params_dtype) or "`linears` is local, and neither auto nor te"
+    if config.num_moe_experts or is_latent(config):
+        reason = _OWN
     raise SupportError(
         f"the layer spec has Transformer Engine's linear layers, but {reason}: give the spec of megatron's "
         "get_gpt_layer_local_spec(normalization='RMSNorm')."
@@ -119,13 +121,13 @@ def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
         raise SupportError(f"`fp8` is {fp8}, but {reason}: set `fp8` to none.")
     if config.fp8_param and config.use_cpu_initialization:
         raise SupportError(
-            "fp8_param is True, but use_cpu_initialization draws weights after copies for the optimizer were made, so "
-            "its main weights would differ from the model's: set use_cpu_initialization to False."
+            "fp8_param is True, but use_cpu_initialization draws weights after the optimizer's copies of them were "
+            "made, and the copies would keep earlier values: set use_cpu_initialization to False."
         )
     if config.fp8_param and config.tp_only_amax_red and fp8 == "delayed":
         raise SupportError(
-            "tp_only_amax_red is True, so data-parallel ranks have different scales, but with fp8_param each of them "
-            "casts a part of a weight, and a weight has one scale: set tp_only_amax_red to False."
+            "tp_only_amax_red is True, so data-parallel ranks have different scales, but with fp8_param every rank "
+            "casts a part of each weight, and a weight has one scale: set tp_only_amax_red to False."
         )
     assert config.ffn_hidden_size is not None and config.num_query_groups is not None
     assert config.kv_channels is not None

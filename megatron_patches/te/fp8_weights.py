@@ -1,11 +1,11 @@
-"""Weights of Transformer Engine's linear layers that are stored in FP8 (numbers and scales) alone.
+"""FP8 weights of Transformer Engine's linear layers: the model holds FP8 numbers and scales, and no bfloat16 copies.
 
-Megatron builds such weights if its configuration sets ``fp8_param``. Its optimizer keeps a float32 *main weight* for
-each. The first main weight is the drawn initial value, not rounded to FP8.
+Megatron builds such weights if its configuration sets ``fp8_param``. Megatron's optimizer keeps a float32 *main weight*
+for each. The first main weight is the drawn initial value, not rounded to FP8.
 
 For backward on Hopper GPUs Transformer Engine makes a transposed copy of a weight's FP8 numbers, and keeps the copy.
-This file drops it after use, which halves the weight's memory to one byte for each parameter. In names, "columns" means
-the transposed copy.
+This file drops the copy after use, so the weight takes one byte for each element in place of two. In names, "columns"
+means the transposed copy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def break_reference_cycle(weight: Any) -> None:
         return lambda: method(here())
 
     for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
-        if hasattr(weight, name):  # weights that are built without gradients lack these attributes
+        if hasattr(weight, name):
             setattr(weight, name, bound(getattr(weight, name).__func__))
 
 
@@ -60,8 +60,8 @@ def break_reference_cycle(weight: Any) -> None:
 def _cast_parts_by_rows() -> None:
     """Makes Transformer Engine cast one-dimensional tensors to FP8 without a transposed copy.
 
-    The distributed optimizer casts this rank's part of a weight as one long row. Transposing that row takes 70 ms for a
-    billion weights.
+    The distributed optimizer casts this rank's part of a weight as one long row. Transposing a row of a billion
+    elements would take 70 ms.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 

@@ -45,7 +45,7 @@ class _Linear:
 
     @is_first_microbatch.setter
     def is_first_microbatch(self, first: bool) -> None:
-        if first:  # of a step: the FP8 copies are from before the weight's update
+        if first:  # of a step. The cached FP8 copies of the weight are then older than its last update.
             self.__dict__.get("_fp8_workspaces", {}).clear()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -63,7 +63,8 @@ class _Linear:
     def _recipe(self) -> Any:
         return make_recipe(self.config)  # type: ignore[attr-defined]
 
-    # Transformer Engine's own extra state is a pickle, which can run code when it is loaded. This one has tensors only.
+    # Transformer Engine's own extra state is a pickle, which can run code when it is loaded. So this class overrides it
+    # with a dictionary of tensors.
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
         """Returns the scales of delayed scaling and the largest values of earlier steps.
@@ -80,8 +81,10 @@ class _Linear:
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Sets the state that :meth:`get_extra_state` returned; ignores other states, and a history of another
-        length."""
+        """Sets the state that :meth:`get_extra_state` returned.
+
+        Does nothing without delayed scaling, with a state that is no dictionary, or with a history of another length.
+        """
         if self._recipe is None or not self._recipe.delayed() or not isinstance(state, dict):
             return
         meta = self.fp8_meta  # type: ignore[attr-defined]

@@ -24,20 +24,20 @@ _FIELDS: dict[Fp8, dict[str, Any]] = {
     "delayed": {
         "fp8": "hybrid",
         "fp8_recipe": "delayed",
-        "fp8_amax_history_len": 1024,  # a scale follows from the largest values of so many steps
+        "fp8_amax_history_len": 1024,  # number of latest steps whose largest values set a scale
         "fp8_amax_compute_algo": "max",
     },
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }
 
 _unreduced = False
-"""Whether layers with delayed scaling have run since scales were last set."""
+"""Whether a layer with delayed scaling has run since :func:`end_step` last set scales."""
 
 
 def config_fields(fp8: Fp8, weights: bool = False) -> dict[str, Any]:
     """Returns the fields of Megatron's configuration for a way of scaling to FP8.
 
-    ``weights`` adds the field ``fp8_param``, with which weights are stored in FP8 alone.
+    ``weights`` adds the field ``fp8_param``: the model then holds FP8 weights, and no bfloat16 copies of them.
     """
     return _FIELDS[fp8] | ({"fp8_param": True} if weights else {})
 
@@ -51,7 +51,7 @@ def fp8_of(config: TransformerConfig) -> Fp8:
 
 
 def keeps_inputs(linear: Any) -> bool:
-    """Whether a linear layer keeps its input for backward as it is. Most layers with FP8 keep an FP8 copy instead."""
+    """Whether a linear layer keeps its unrounded input for backward. Most layers with FP8 keep an FP8 copy instead."""
     return linear.config.fp8 is None or getattr(linear, "save_original_input", False)
 
 
@@ -70,7 +70,8 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
     None.
 
     Args:
-        recipe: from :func:`make_recipe`, or another recipe of Transformer Engine.
+        recipe: the scaling, from :func:`make_recipe`, or another recipe of Transformer Engine.
+        config: the model's configuration. It says over which ranks delayed scaling takes the largest values.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 
@@ -85,8 +86,8 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
         _unreduced = True
         _autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
-    # Transformer Engine's own context manager would also set new scales, which only end_step may do. So would backward
-    # of a layer with is_first_fp8_module, the value after the group.
+    # Transformer Engine's own context manager would also set new scales, which only end_step may do. The fifth value is
+    # is_first_fp8_module. If it were True, backward of the layer would set new scales.
     State.set_autocast_state((True, False, recipe, group, False, False))
     try:
         yield
@@ -122,7 +123,7 @@ def end_step() -> None:
 
 
 def forget_layers() -> None:
-    """Resets Transformer Engine's global state, which would keep closed process groups and values of earlier layers."""
+    """Resets Transformer Engine's global state, which would keep closed process groups and scales of earlier models."""
     global _unreduced
     _unreduced = False
     if "transformer_engine.pytorch.quantization" in sys.modules:

@@ -27,8 +27,8 @@ The error is the norm of the difference from float64, over the norm in float64. 
 and up to 5.8 % in FP8.
 """
 _MOST_FACTOR = 0.02
-"""How much larger or smaller a product may be on average, as a part of itself. Rounding averages out; a wrong scale
-does not."""
+"""The most by which the factor from the float64 product to the tested product may differ from 1. The factor is a
+least-squares fit over all elements. Rounding averages out in it; a wrong scale does not."""
 
 
 def check_products(config: TransformerConfig, device: torch.device) -> str | None:
@@ -71,7 +71,7 @@ def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], f
     for name, expected in exact.items():
         values, square = actual[name].double(), expected.square().sum()
         off = float(((values - expected).square().sum() / square).sqrt())
-        factor = float((values * expected).sum() / square)  # the least-squares factor from exact to actual values
+        factor = float((values * expected).sum() / square)
         if not off <= _MOST[fp8]:
             return f"{name} is {off:.2%} off float64, and rounding explains at most {_MOST[fp8]:.2%}"
         if not abs(factor - 1) <= _MOST_FACTOR:
@@ -117,7 +117,7 @@ def _products(
 def _recipe(fp8: Fp8) -> Any:
     """Returns Transformer Engine's recipe for the check; None for bfloat16.
 
-    Delayed scaling is checked by current scaling, which runs the same products without a history.
+    For delayed scaling the check uses current scaling, which runs the same products and needs no earlier steps.
     """
     from transformer_engine.common import recipe
 

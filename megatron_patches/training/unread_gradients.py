@@ -1,8 +1,9 @@
 """Finds optimizers that train nothing because they read ``weight.grad``.
 
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips such
-weights without an error. So a hook runs after every step of every optimizer, and looks for weights of a trained model
-that all have no ``grad``. Megatron's own optimizers set ``grad`` or hold copies of weights, so they pass.
+weights without an error. So a hook runs after every step of every optimizer. It looks for an optimizer that has weights
+of a trained model, all of them without ``grad``. Megatron's own optimizers set ``grad`` or hold copies of weights, so
+they pass.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ STEPS = 8
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 _still: WeakKeyDictionary[Optimizer, tuple[int, torch.Tensor]] = WeakKeyDictionary()
-"""For each watched optimizer the number of steps so far, and the sum of each weight. The watch ends at ``STEPS``,
-or with ``STEPS`` + 1 as soon as a weight has changed."""
+"""For each watched optimizer the number of steps so far without a changed weight, and the sum of each weight. From
+``STEPS`` on the optimizer is not watched; the number is ``STEPS`` + 1 once a weight has changed."""
 _listening: list[Any] = []
 """The handle of the hook; empty until the first model is trained."""
 

@@ -147,3 +147,11 @@ def test_fp8_weights_are_drawn_where_they_are_and_their_main_weights_shared(monk
     config.use_cpu_initialization = True
     with pytest.raises(SupportError, match="fp8_param is True, but use_cpu_initialization draws weights after"):
         choice.use_te("auto", config, GPU)
+
+
+def test_a_transformer_engine_spec_is_refused_with_experts_because_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "why_not_te", lambda *_: None)
+    config: Any = _config()
+    config.num_moe_experts = 4
+    with pytest.raises(SupportError, match="linear layers, but with experts or latent attention all linear layers are"):
+        choice.refuse_te_spec(config, GPU)
