@@ -68,9 +68,10 @@ class Plan:
         layout: the layout of the nano-batch.
         tasks: the tasks, which compute every query row once.
         before: the tasks of the previous nano-batch, if servers keep the k,v rows of these tasks; else None.
-        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys, and for a kind that no
-            document has.
-        kind: [D] int64 index in ``windows`` of every document's kind; None if all documents have the first kind.
+        windows: for each kind of layer, the number of keys that a query sees; 0 for all keys, and for a kind whose
+            layers compute no document of this plan.
+        kind: [D] int64 index in ``windows``: the kind of layer that computes each document. None if it is the first
+            kind for all documents.
     """
 
     layout: Layout
@@ -126,7 +127,7 @@ class Plan:
             Two [L] arrays: how many first rows of the context's document the server has; and where these rows begin in
             the server's buffer of the previous nano-batch.
         """
-        assert not any(self.windows), "kinds with a window keep no rows of the nano-batch before"
+        assert not any(self.windows), "kinds with a window keep no rows of the previous nano-batch"
         # stop [L]: the server read the rows [0, stop) of the context's document in the previous nano-batch; 0 if it
         # read none. For the search, a server and a document become one number.
         kept = before.take(before.last_on_server)
@@ -154,9 +155,9 @@ class Plan:
     def kv_reads(self) -> Reads:
         """Returns the k,v rows that contexts need from homes, as ranges of shards.
 
-        Rows of documents without a window may come from a *gateway*: the server of a node that reads most rows of a
-        shard. All servers read the shard from its first row on, so the gateway has the rows of the others. With a
-        window that is not true, and rows come *straight* from home."""
+        In layers without a window, rows may come from a *gateway*: of the servers of a node, the one that reads the
+        largest number of rows of a shard. All servers read the shard from its first row on, so the gateway has the rows
+        of the others. With a window, servers begin at different rows, and rows come *straight* from home."""
         reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
         if not any(self.windows):
             return reads

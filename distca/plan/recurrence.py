@@ -103,8 +103,8 @@ class Recurrence:
     def transition_shape(self) -> tuple[int, int, int]:
         """Returns the shape of the transitions of all heads.
 
-        With the delta rule a transition is a matrix. Without it a transition is one factor for each channel of k, or
-        one for the head."""
+        With the delta rule a transition is a matrix. Without the delta rule a transition is, for each head,
+        one factor for each channel of k, or a single factor."""
         if self.delta:
             return self.heads, self.key_dim, self.key_dim
         return self.heads, self.key_dim if self.decay_by_channel else 1, 1

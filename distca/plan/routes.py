@@ -10,8 +10,8 @@ The rows of a context travel to the server's buffer once. If tasks share rows, t
 regions. Example: a server has the tasks [2, 4) and [6, 7) of a document. Its buffer gets the k,v rows [0, 7). The
 regions are copies of the rows [0, 4) and [0, 7).
 
-The k,v rows of a document without a window travel once to each node, to a server called the *gateway*. A second
-exchange, the *relay*, brings them to other servers of the node (``network.py``).
+In layers without a window, k,v rows travel once to each node, to a server called the *gateway*. A second exchange, the
+*relay*, brings the rows to other servers of the node (``network.py``).
 
 A micro-batch is computed in one or two parts, the *nano-batches*. Each nano-batch has a plan. In the second nano-batch
 a server may use its buffer of the first.
@@ -74,7 +74,7 @@ def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
     """Returns the part of ``plan`` that concerns ``rank``.
 
     Args:
-        plan: over R ranks.
+        plan: the plan of all ranks.
         rank: the rank.
         links: which ranks share a node, so that gateways can be chosen; None if all ranks share one.
 
@@ -88,7 +88,7 @@ class Routes(Sequence[Route]):
     """The routes of all ranks of a plan; each is made when it is asked for.
 
     Args:
-        plan: over R ranks.
+        plan: the plan of all ranks.
         links: which ranks share a node, so that gateways can be chosen; None if all ranks share one.
         only: the rank whose route will be asked for, which saves time; None for any rank.
     """
@@ -174,7 +174,8 @@ def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -
 
 
 def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
-    """Returns copies to regions, from the server's buffer and from its buffer of the previous nano-batch.
+    """Returns copies to the regions of all tasks: from a server's buffer, and from its buffer of the previous
+    nano-batch.
 
     A server copies nothing if its buffer already consists of the regions: if its tasks share no rows, and need no rows
     from the previous nano-batch. ``peer`` is the server of each copy. ``kv_offset`` and ``bounds`` are those of

@@ -29,14 +29,14 @@ from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"
 _FORMAT = 4
-"""The newest format. Files of other formats are refused."""
+"""The number of the format that is written. Files of other formats are refused."""
 _NOT_WRITTEN = {"scheduler"}
-"""Options that are left out of the file."""
+"""Options that are left out of the file, because they are functions."""
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
 """Options that are objects or lists; they are written one by one in :func:`write_step`."""
 _FACTORS = ("forward_factor", "backward_factor")
 _PLAIN = [option.name for option in fields(PlanOptions) if option.name not in _OF_THEIR_OWN | _NOT_WRITTEN]
-"""Options that are a number, a switch or None; they are written as they are."""
+"""Options that are a number, true, false or None; JSON takes them as they are."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def write_step(path: Path, inputs: StepInputs) -> None:
 
 
 def read_step(path: str | Path) -> StepInputs | None:
-    """Returns the step's inputs in a file; None if the file cannot be read or is another file.
+    """Returns the step's inputs in a file; None if the file cannot be read, is not JSON or is not a step's file.
 
     Raises:
-        PlanError: the file is a step of another format, or was damaged.
+        PlanError: the file is a step of another format, or a step whose contents were changed.
     """
     try:
         with open(path, encoding="utf-8") as file:

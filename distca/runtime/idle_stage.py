@@ -1,6 +1,6 @@
 """Attention for other pipeline stages, while this rank's stage has no micro-batch.
 
-- phase: the forward, or the backward, that all stages run at the same time. A stage has one micro-batch or none.
+- phase: all stages run forward at the same time, or all run backward. A stage has one micro-batch or none.
 - nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
 
 Ranks of all stages exchange attention rows in a phase, and each exchange needs all ranks. So a rank without a

@@ -20,9 +20,9 @@ class LayerCall:
     """The core of one layer for one nano-batch, with at most one transfer at a time.
 
     Args:
-        pool: this rank's timeline.
-        layer: layer number, for the timeline.
-        nano: 0 for ping, 1 for pong, for the timeline.
+        pool: holds this rank's timeline.
+        layer: layer number, which the timeline shows.
+        nano: 0 for ping, 1 for pong; the timeline shows it.
         transport: moves the call's rows.
     """
 

@@ -1,12 +1,13 @@
 """Places a micro-batch's documents on ranks so that as few documents as possible lie on several ranks.
 
 Models with recurrent layers (linear attention, SSM) want this placement. If a document lies on several ranks, each of
-these layers runs more kernels for it, and its ranks send each other states. Attention is then less even between ranks,
-so more of its rows travel. ``distca/plan/step.py`` compares this placement with one by attention work.
+these layers runs more kernels for the document, and ranks send each other states. But whole documents spread attention
+less evenly, so more of attention's rows travel. ``distca/plan/step.py`` compares this placement with one by attention
+work.
 
 Documents are given to ranks whole, the longest first, each to the rank with the least work among those that have room.
-Documents for which no rank has room are laid end to end into the room that is left. Those that are cut there are the
-*rest*.
+Documents for which no rank has room are laid end to end into the room that is left. The documents that are cut there
+are the *rest*.
 
 Array legend: D documents, R ranks, N pieces of the rest. Arrays are int64.
 """

@@ -52,7 +52,8 @@ class ChainRoute:
         sends_transition: numbers of this rank's pieces whose transition is sent, in the order in which they are sent.
         states: the transfer of own states between all ranks; each is one row.
         transitions: the transfer of transitions between all ranks; each is one row.
-        chains: for each document whose states this rank computes, the document's number and its links in order.
+        chains: for each document whose states this rank computes, the document's number, and the document's links in
+            order.
     """
 
     sends_state: np.ndarray

@@ -32,8 +32,8 @@ class Summaries:
     Attributes:
         states: number of own states that travel between each pair of ranks.
         transitions: number of transitions that travel between each pair of ranks.
-        read: [R] int64 number of own states that each rank reads, with those of its own pieces.
-        read_transitions: [R] int64 number of transitions that each rank reads, with those of its own pieces.
+        read: [R] int64 number of own states that each rank reads, including those of pieces on this rank.
+        read_transitions: [R] int64 number of transitions that each rank reads, including those of pieces on this rank.
     """
 
     states: PairRows

@@ -61,11 +61,11 @@ _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Numbers that are added to the tolerance, one after the other, until a plan keeps to the limit. A small limit may be
 out of reach: one kernel tile of a long document can take a few percent of the mean load."""
 _MORE_OVERHEAD = 1.0
-"""The time that a cut may add in the last tries, as a part of the time that it moves. It allows short ranges, which add
-much time."""
+"""The time that a cut may add in the last tries, as a part of the time of the range that moves. So short ranges may
+move, although their cuts add much time."""
 _LEAST_SLACK = 0.0003
-"""A limit is tried only if it exceeds the least possible imbalance by at least this part of the mean load. Closer
-limits take very many moves."""
+"""A limit is tried only if it exceeds the least possible one (:func:`_least_imbalance`) by at least this part of the
+mean load. Closer limits take very many moves."""
 
 
 def training_tolerance(servers: int) -> float:
@@ -99,8 +99,8 @@ def schedule(
         links: which ranks share a node, and prices of bytes between ranks; None prices all pairs alike.
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
             server with less other work gets more attention. None if all servers have equally much.
-        growth: for each direction, the factor by which cuts made all work grow in the plan before. It is used and
-            updated if servers are not equally fast. None if no plan came before.
+        growth: for each direction, the work of the previous plan after its cuts, divided by the work before its cuts.
+            It is used, and updated for the next plan, if servers are not equally fast. None for the first plan.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
@@ -133,12 +133,12 @@ class _Search:
 
     Attributes:
         home: the plan that computes everything at home.
-        work: the work of ranges on every server.
+        work: gives the seconds of a range on every server.
         target: how much work each server should get.
         moved_bytes: bytes that travel for a query row, and for a key/value row, that leaves its home.
         links: which ranks share a node, and prices of bytes.
         best: tasks of the best plan so far.
-        lowest: the slowest server's seconds in ``best``, over the mean load.
+        lowest: the slowest server's seconds in ``best``, divided by the mean load.
         before: [K] seconds of the slowest server in ``home``.
         grown: [K] mean load after the newest try, with the work that cuts added.
     """
@@ -160,8 +160,9 @@ class _Search:
         """Tries limits, the first a little below ``tolerance``. Returns False if a finer tolerance may give a better
         plan.
 
-        First a few rising limits are tried, then all limits with costlier cuts. Limits below ``least``, the least
-        possible imbalance, are left out. So are limits above the tolerance that the best plan already keeps."""
+        First a few rising limits are tried, then all limits with costlier cuts. Limits below ``least``
+        (:func:`_least_imbalance`) are left out. While the best plan exceeds the tolerance, limits that this plan
+        already keeps are left out too."""
         more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
@@ -188,10 +189,10 @@ class _Search:
     ) -> float:
         """Balances to one limit; returns how far the slowest server then is above the mean load.
 
-        The limit is ``aim`` above the target. A good plan keeps to ``tolerance`` above it. The try ends if a server is
-        stuck at more than ``at_most`` above it. All three are parts of the mean load. A cut may add the part
-        ``overhead`` of the time that it moves. ``expected`` [K] is the least mean load to compute the limit from; None
-        for the present mean load."""
+        The limit is ``aim`` above the target. A good plan keeps to ``tolerance`` above the target. The try ends if a
+        server is stuck at more than ``at_most`` above the target. All three are parts of the mean load. A cut may add
+        the part ``overhead`` of the time of the range that moves. The limit is computed from at least the mean load
+        ``expected`` [K]; None for the present one."""
         start, over = self.home, np.inf
         for _ in range(_JOININGS):
             state = SchedulerState(start, self.work, self.target, tolerance=aim, links=self.links, expected=expected)

@@ -4,8 +4,8 @@ A *server* is a rank that computes attention. ``scheduler.py`` makes a :class:`T
 server is far above its target. A server gets less attention if it is slower, or if it has other work at the same time.
 Example of other work: in a pipeline, some stages compute linear layers between the attention of two layers.
 
-Let server r take f_r times as long for attention as the mean server. All servers end at the same time T if server r
-gets
+Let server r take f_r times as long for attention as a server of mean speed. All servers end at the same time T if
+server r gets
 
     target_r = max(T − other_seconds_r, 0) / f_r      where the targets add up to all attention.
 
@@ -85,8 +85,8 @@ class TargetLoad:
         )
         slow = np.ones_like(other) if slowness is None else slowness
         times = _least_times(mean * servers, other, slow)
-        # Cuts will add work to the servers that get attention. The last array is the seconds by which each direction
-        # then ends later, for each second that the mean rises.
+        # Cuts will add work to the servers that get attention. So each direction ends later: the last array is by how
+        # many seconds, for each second that the mean rises.
         takes_part = np.where(other < times[:, None], 1.0 / slow, 0.0).sum(axis=1)
         self._times = mean, times, servers / np.maximum(takes_part, 1.0 / slow.max(axis=1))
         self._other = other
@@ -117,7 +117,7 @@ class TargetLoad:
     def work_in(self, seconds: np.ndarray) -> np.ndarray:
         """Returns the work that each server does in ``seconds`` [K, R] or [K, 1].
 
-        It has the shape of ``seconds``, or [K, R] if servers differ in speed."""
+        The result has the shape of ``seconds``, or [K, R] if servers differ in speed."""
         return seconds if self._slowness is None else np.asarray(seconds / self._slowness)
 
     def seconds_of(self, work: np.ndarray) -> np.ndarray:
@@ -136,10 +136,11 @@ def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
 
 
 def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> np.ndarray:
-    """Returns the [K] times with the least sum in which servers can do all attention, with equal fractions in all
-    directions.
+    """Returns [K] times, one for each direction, in which servers can do all attention. Their sum is the least
+    possible.
 
-    ``total`` [K] is the attention of all servers together."""
+    Each server does the same fraction of the attention in all directions. ``total`` [K] is the attention of all servers
+    together."""
     # A direction takes at least its longest other work, and the time that its attention needs by itself. If these times
     # do not suffice, a longer forward time is searched. At its upper bound, "high", backward takes its least time.
     some = np.flatnonzero(total > 0)

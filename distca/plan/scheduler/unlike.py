@@ -1,9 +1,9 @@
 """Schedules attention over servers that are not equally fast.
 
 A *server* is a rank that computes attention. If servers differ in speed, ``scheduler.py`` calls
-:func:`schedule_unlike`. Much work then moves from slow to fast servers. Every cut of a range of queries adds work, so
-under a tight limit some servers stay above it. Then the limit rises, and moving goes on from where it ended. Beginning
-again with a higher limit would take longer.
+:func:`schedule_unlike`. Much work then moves from slow to fast servers. Every cut of a range of queries adds work. So
+some servers may stay above a tight limit. Then the limit rises, and more ranges move. Beginning again with a higher
+limit would take longer.
 
 Array legend: K directions (forward, backward, or both). Constants except ``_RISES`` were compared with other values:
 ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
@@ -28,11 +28,12 @@ _FINEST = 0.01
 _RISES = (1, 1.25, 2.5, 6, 20)
 """Multiples of the tolerance that are tried as the limit, one after the other, until no server is above its limit."""
 _MOST_OVERHEAD = 1.0
-"""The most time that a cut may add, as a part of the time that it moves. It is large, because all servers wait for the
-slowest."""
+"""The most time that a cut may add, as a part of the time of the range that moves. This is much, but all servers wait
+for the slowest."""
 
 Growth = dict[Direction, np.ndarray]
-"""For each direction, the factor [K] by which cuts made all work grow in the plan before."""
+"""For each ``direction`` of planning: [K] work of the previous plan after its cuts, divided by the work before its
+cuts."""
 
 
 def schedule_unlike(
@@ -48,13 +49,13 @@ def schedule_unlike(
 
     Args:
         home: the plan in which every rank computes its own rows.
-        work: the work of ranges on every server.
+        work: gives the seconds of a range on every server.
         target: how much work each server should get.
         tolerance: how far a server may be above its target, as a part of the mean load.
         moved_bytes: bytes that travel for each query row, and for each key/value row, that leaves its home rank.
         links: which ranks share a node, and prices of bytes between ranks.
-        growth: the growth of work in the plan before. Limits include it from the start, as otherwise servers count as
-            full too early. The growth of this plan is written into it.
+        growth: how much cuts are expected to add. Limits include this work from the start, as otherwise servers count
+            as full too early. The values of the new plan replace the given ones.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)
