@@ -54,9 +54,9 @@ from megatron_patches.steps.unlike_servers import ServerSort
 
 logger = logging.getLogger(__name__)
 
-_HERE_S = 15.0
-"""Seconds that homes wait for a server's answer where servers may leave (on devices in ``MAY_GO``). After this time the
-run goes on without the server."""
+_HERE = timedelta(seconds=15)
+"""The time that homes wait for a server's answer where servers may leave (on devices in ``MAY_GO``). After this time
+the run goes on without the server."""
 _TRIES = 5
 """The most attempts to form a pool after a change; then the run ends."""
 _TRIES_WITH_NEW = 2
@@ -208,16 +208,11 @@ class RemoteServers:
 
         Raises:
             KernelError: a server has no usable kernel, or not the one that the user named. All homes raise it.
-            LaunchError: a server does not answer.
+            LaunchError: a server has ended, or does not answer.
         """
         found: list[Any] = [None]
         if self._leads:
-            found = [
-                [
-                    self._store.take(f"kernel/{each.process}", why=_NO_KERNEL.format(each.number))
-                    for each in self._servers
-                ]
-            ]
+            found = [[self._kernel_of(each) for each in self._servers]]
         dist.broadcast_object_list(found)
         answers: list[KernelAnswer] = found[0]
         for each, answer in zip(self._servers, answers, strict=True):
@@ -226,6 +221,12 @@ class RemoteServers:
         self._servers = [
             replace(each, kernel=answer.kernel) for each, answer in zip(self._servers, answers, strict=True)
         ]
+
+    def _kernel_of(self, server: Comer) -> KernelAnswer:
+        key = f"kernel/{server.process}"
+        self._answers(key, server, TIMEOUT)  # of a server that has ended nobody waits for the rest of the time
+        found: KernelAnswer = self._store.take(key, timedelta(0), _NO_KERNEL.format(server.number))
+        return found
 
     def begin(self, terms: PoolTerms) -> None:
         """Forms the process group of the first generation, together with all homes and servers.
@@ -392,9 +393,11 @@ class RemoteServers:
             return False
         return self._answers(f"here/{self.generation}/{server.number}", server)
 
-    def _answers(self, key: str, server: Comer) -> bool:
-        """Waits until ``key`` is in the store; returns False if the server has left or takes too long."""
-        until = time.monotonic() + (_HERE_S if self._may_change else TIMEOUT.total_seconds())
+    def _answers(self, key: str, server: Comer, patience: timedelta | None = None) -> bool:
+        """Waits until ``key`` is in the store; returns False if the server has left or takes longer than
+        ``patience``."""
+        usual = _HERE if self._may_change else TIMEOUT
+        until = time.monotonic() + (patience or usual).total_seconds()
         while not self._store.has(key):
             if (self._may_change and self._is_gone(server)) or time.monotonic() > until:
                 return self._store.has(key)

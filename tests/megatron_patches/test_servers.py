@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,6 +30,7 @@ from distca.runtime.attention_server import Comer, KernelTerms, check_device
 from distca.testing.ranks import run_ranks
 from distca.transport.breakable import BreakableTransport
 from megatron_patches.arguments import CadArguments
+from megatron_patches.ranks import remote_servers
 from megatron_patches.ranks.remote_servers import RemoteServers, _check_gpus, check_planned, check_with_servers
 from megatron_patches.versions import has_gated_delta_net
 from tests.attention.rounded_kernel import RoundedKernel
@@ -276,6 +278,22 @@ def test_late_servers_on_taken_gpus_are_refused_alone() -> None:
     joining, refused = _joining(2, "aabb", "bcaacdee")  # the first two have gone
     assert joining == [6, 7, 8, 9, 10, 11] and refused.keys() == {4, 5}
     assert all("Servers 2 and 4 of the pool share a GPU" in each for each in refused.values())
+
+
+def _ended_early() -> str:
+    """What homes say of a server that ends before it has chosen a kernel."""
+    store, ended = c10d._get_default_store(), replace(Process.here(), started=1)
+    PoolStore(store).put("server/0", Comer(0, "", "cpu", "", ended))
+    remote = RemoteServers(1, 1, "auto", CPU)
+    began = time.monotonic()
+    with patch.object(remote_servers, "TIMEOUT", timedelta(seconds=20)), pytest.raises(LaunchError) as refused:
+        remote.hear_kernels()
+    assert time.monotonic() - began < 5
+    return str(refused.value)
+
+
+def test_homes_do_not_wait_for_a_server_that_ended_before_it_chose_a_kernel() -> None:
+    assert run_ranks(1, _ended_early) == ["Server 0 of the pool came, but has not chosen a kernel of core attention."]
 
 
 def _changed(fails: int) -> tuple[tuple[int, ...], int]:
