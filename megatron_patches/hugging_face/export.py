@@ -70,7 +70,7 @@ def export_weights(
 
 
 def _on_first_rank(work: Callable[[], None]) -> str | None:
-    """Runs ``work`` on rank 0 while all other ranks wait; returns on all ranks the text of its OSError, or None."""
+    """Runs ``work`` on rank 0 while other ranks wait. Returns on all ranks the OSError of ``work`` as text, or None."""
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:

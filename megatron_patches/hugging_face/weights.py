@@ -53,6 +53,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         return Vocabulary((model.weights.embedding if model.tie_embeddings else OUTPUT,), model.vocabulary)
     if parameter in ("decoder.final_layernorm.weight", "decoder.final_norm.weight"):
         return Whole((model.weights.final_norm,))
+    # ``name`` is the parameter's name inside the layer. ``symbol`` is the layer's in Megatron's hybrid pattern, or "".
     place, name = layer_prefix(model.stored_numbers[layer]), parameter.split(".", 3)[3]
     stored, symbol = model.weights, model.hybrid.symbols(model.layers)[layer:][:1]
     kind = name.rpartition(".")[2]
@@ -145,7 +146,7 @@ def _gate_up(names: tuple[str, ...], rows: int, gated: bool) -> Slot:
 
 
 def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) -> Slot:
-    """Returns the slot of a parameter of a recurrent layer's mixer."""
+    """Returns the slot of a recurrent layer's parameter; ``name`` is the name inside the mixer, such as "A_log"."""
     hybrid, stored = model.hybrid, model.weights.recurrent
 
     def whole_name(part: str) -> str:

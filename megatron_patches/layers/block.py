@@ -1,8 +1,8 @@
 """Megatron's transformer block with another forward, in which ranks compute core attention for each other.
 
-The *core* of a layer is softmax(QKᵀ)V, or the recurrence in its place. Rows travel to the ranks that compute the core,
-and outputs travel back. A micro-batch may be split into two *nano-batches*: one is computed while rows of the other
-travel (``distca/runtime/ping_pong.py``).
+The *core* of a layer is softmax(QKᵀ)V, or the recurrence in its place. Its inputs travel to the ranks that compute the
+core, and its outputs travel back. A micro-batch may be split into two *nano-batches*: one is computed while rows of
+the other travel (``distca/runtime/ping_pong.py``).
 
 A training script builds its model with the spec from ``distca.CAD.block_spec``. Then ``CAD.attach`` gives the model's
 block the new forward.
@@ -95,7 +95,7 @@ class DisaggregatedForward(MegatronModule):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         recompute = self.recompute_segments and torch.is_grad_enabled()
-        # In phases the i-th layers of all stages run backward together. So backward must reach frozen layers too.
+        # With ``in_phases`` the i-th layers of all stages run backward together, so backward must reach frozen layers.
         if recompute or self.in_phases:
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
@@ -136,7 +136,7 @@ def refuse_other_schedule() -> NoReturn:
 
 
 def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) -> Any:
-    """Returns ``function(*tensors)``, which backward calls again; ``offload`` keeps ``tensors`` on the host."""
+    """Returns ``function(*tensors)``. Backward calls ``function`` again; ``offload`` keeps ``tensors`` on the host."""
     with nullcontext() if offload is None else offload.saved_tensors():
         return tensor_parallel.checkpoint(function, False, *tensors)
 

@@ -36,7 +36,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 from megatron_patches.te.quantization import keeps_inputs
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
-"""The output of a mixer or an MLP before it is added to the residual, and its bias or None."""
+"""The output of a mixer or an MLP, and the bias that is still to be added, or None. The residual is not added yet."""
 
 
 class SplitLayerParts:
@@ -64,7 +64,7 @@ class SplitLayerParts:
         raise NotImplementedError
 
     def _projected(self, hidden: torch.Tensor, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``hidden``, and ``linear`` of the normed rows as [rows, columns].
+        """Returns ``hidden``, and the output of ``linear`` for the normed rows, [rows, columns].
 
         With sequence parallelism ``linear`` returns the rows of all tensor-parallel ranks.
         """
@@ -164,10 +164,9 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     ) -> tuple[Branch, torch.Tensor]:
         """Adds a branch to the residual, then computes the norm, and the MLP or experts.
 
-        ``hidden`` is the residual, [rows, 1, hidden].
-
         Args:
             branch: the output of the mixer, or of the last MLP behind the mixer. None if the residual is complete.
+            hidden: [rows, 1, hidden] the residual.
             nano_batch: as in :meth:`post`.
 
         Returns:
@@ -183,8 +182,8 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def behind_parts(
         self, branch: Branch | None, hidden: torch.Tensor, nano_batch: NanoBatch | None
     ) -> Generator[None, None, tuple[Branch, torch.Tensor]]:
-        """:meth:`behind` as a generator. With experts it yields twice: while rows travel to experts, and while outputs
-        travel back."""
+        """:meth:`behind` as a generator. With experts it yields twice: while rows travel to experts, and while
+        their outputs travel back."""
         read, residual, normed, norm = self._before_mlp(branch, hidden)
         if not isinstance(self.mlp, NanoBatchExperts):
             return self._transformed(read, residual, normed, norm, nano_batch)
@@ -195,7 +194,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def _before_mlp(
         self, branch: Branch | None, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        """Returns the input of the MLP's norm, the residual with the branch, the norm's output, and the norm itself."""
+        """Returns the input of the MLP's norm, the residual plus the branch, the norm's output, and the norm."""
         if branch is None:
             hidden, normed = beside(self.pre_mlp_layernorm, hidden)
             return hidden, hidden, normed, self.pre_mlp_layernorm
@@ -274,7 +273,7 @@ def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
     """Sets whether norms and MLPs' activations keep their outputs for backward.
 
-    With Megatron's ``recompute_granularity`` set, activations keep theirs even if ``keep`` is False.
+    With Megatron's ``recompute_granularity`` set, activations keep their outputs even if ``keep`` is False.
     """
     for module in model.modules():
         if isinstance(module, SplitLayerParts):

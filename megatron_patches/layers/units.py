@@ -92,7 +92,7 @@ class _Bound:
 
     def post_parts(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> Parts:
         """:meth:`post` as a generator. In each layer with experts it yields twice: while rows travel to experts, and
-        while outputs travel back."""
+        while their outputs travel back."""
         last, nano_batch = self.unit.mixer, self._nano_batch(nano)
         branch, hidden = last.mixed(o, *residual)
         for last in self.unit.behind:

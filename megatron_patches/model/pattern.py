@@ -62,8 +62,9 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
     """Refuses a pattern that is not supported or does not fit the configuration.
 
     Raises:
-        SupportError: the pattern has an unsupported symbol or no attention; stages have different layers; numbers of
-            layers, stages or experts differ from the configuration; or Mamba-2's groups cannot be divided.
+        SupportError: the pattern has an unsupported symbol or no attention; stages have different layers; the number of
+            layers or stages differs from the configuration; pattern or configuration alone has experts; or Mamba-2's
+            groups or heads cannot be divided evenly.
     """
     layers, stages = layers_of(pattern), pattern.split(STAGE)
     for symbol in layers:

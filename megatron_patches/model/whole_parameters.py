@@ -61,6 +61,8 @@ def share_of(
         name: the parameter's name in a GPTModel.
         full: the parameter in a model without tensor parallelism.
         shape: shape of this rank's part.
+        rank: this rank's number among the tensor-parallel ranks.
+        divisions: from :func:`divisions_of`; by default gate and up projection are divided.
     """
     if full.shape == shape:
         return full

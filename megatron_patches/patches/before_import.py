@@ -16,8 +16,8 @@ from typing import Any
 def compile_on_gpus_only() -> None:
     """Makes torch.compile return Megatron's functions unchanged if there is no GPU.
 
-    Call it before Megatron is imported: Megatron decorates functions with torch.compile, and on CPUs these would need a
-    C++ compiler.
+    Call this function before Megatron is imported. Megatron decorates functions with torch.compile, which on CPUs needs
+    a C++ compiler.
     """
     if not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeMegatron())

@@ -73,7 +73,7 @@ class PatchedForward(LanguageModule):
         if not isinstance(attention_mask, self.takes):
             raise SupportError(
                 f"The model was called with a {type(attention_mask).__name__} as attention_mask; pass the `attention` "
-                "of a batch that its own CAD planned."
+                "of a batch that the model's own CAD planned."
             )
         if summed_loss and (kwargs.get("labels") is None or kwargs.get("loss_mask") is None):
             raise SupportError("summed_loss needs labels and loss_mask; pass both, or leave summed_loss out.")
@@ -82,7 +82,7 @@ class PatchedForward(LanguageModule):
         if (summed_loss or log_probabilities) and (own := _own_output(self)):
             raise SupportError(
                 f"The model has {own}, which summed_loss and log_probabilities would ignore: leave both arguments out, "
-                "and sum the losses of tokens that the model returns."
+                "and sum the tokens' losses, which the model then returns."
             )
         lengths = getattr(attention_mask, "document_lengths", None)
         self.rotary_pos_emb.set_positions(position_ids.flatten(), lengths)

@@ -100,8 +100,8 @@ def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | 
 class _WidthNorm(torch.nn.Module):
     """RMSNorm of a row's queries or keys, over the heads of all tensor-parallel ranks together.
 
-    Every rank stores the whole weight, and uses the part for its own heads. ``hidden_size`` is head_dim, as Megatron
-    builds norms of heads with this class.
+    Every rank stores the whole weight, and uses the part for its own heads. Megatron passes head_dim as
+    ``hidden_size``.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
