@@ -1,8 +1,8 @@
-"""The planner decides, from document lengths, which rank holds each row and which rank computes each row's attention.
+"""The planner decides, from document lengths, which rank holds each token and which rank computes its attention.
 
-- A layout says which rank holds each row.
+- A layout says which rank holds each token, as a row of its tensors.
 - A plan says which rank computes each query range.
-- A route says which rows one rank sends and receives.
+- A route says which rows of q, k and v one rank sends and receives.
 
 The planner needs numpy but no torch.
 """

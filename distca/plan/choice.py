@@ -1,7 +1,8 @@
 """Chooses the cheaper of two placements of a micro-batch's documents on ranks.
 
-A micro-batch is computed in two parts, the *nano-batches*. The transfers of one nano-batch run beside the computation
-of the other. The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention.
+A micro-batch is computed in two parts, the *nano-batches*. The transfers of one nano-batch run during the computation
+of the other. A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear
+layers. A *server* is a rank that computes attention.
 
 - If both nano-batches are placed *together* (``place/shares.py``), ranks send about equally many rows. But more
   documents have rows in both nano-batches, and the keys of such documents are read twice.
@@ -68,7 +69,8 @@ class Price:
         """Returns whether this price of placing together beats the ``other`` price, of placing apart.
 
         There are two cases. In the first, no row travels if placed together, and attention takes no longer. In the
-        second, ranks wait for transfers if placed apart; placing together saves time and moves no more bytes."""
+        second, ranks wait for transfers if placed apart; placing together saves time (``_WORTH``) and moves no more
+        bytes."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
@@ -130,7 +132,7 @@ def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> P
     Args:
         nanos: the plans of each nano-batch.
         cost: seconds per task, and bytes of rows.
-        links: which ranks share a node, and their speed.
+        links: which ranks share a node, and the speeds of transfers.
         resend: whether homes send rows again for backward.
     """
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape

@@ -1,7 +1,8 @@
 """Exchanges of rows between ranks: the rows that each rank sends, receives and keeps for attention.
 
-The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A *task* is a range of
-query rows of one document on one server. A *nano-batch* is a whole micro-batch, or one of its two parts.
+A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers. A
+*server* is a rank that computes attention. A *task* is a range of query rows of one document on one server. A
+*nano-batch* is a whole micro-batch, or one of its two parts.
 
 In each nano-batch, q goes from homes to servers in one exchange, and k and v in another exchange. Between nodes, k and
 v may first go to one server of a node, the *gateway*. A third exchange then brings them to other servers of the
@@ -70,7 +71,8 @@ class RowExchange:
 
     The rank has a home tensor, from which rows are sent, and a server buffer, in which each row arrives once. A kernel
     reads one *region* of k,v rows for each task. If tasks share rows, the server copies rows from its buffer to the
-    regions. In the exchange from gateways, gateways are in place of homes, and their server buffers of home tensors.
+    regions. In the exchange from gateways, the sender is a gateway, and its server buffer takes the place of the home
+    tensor.
 
     Attributes:
         source_rows: number of rows of the home tensor.
@@ -82,9 +84,9 @@ class RowExchange:
             if the buffer already consists of the regions.
         before: copies from the previous nano-batch's server buffer to regions. In backward, gradients of the copies are
             added to the gradients of that buffer.
-        travelling: number of rows that travel, summed over all ranks. If it is 0, all ranks leave the exchange out.
+        travelling: number of rows that travel, summed over all ranks. If it is 0, all ranks skip the exchange.
         ahead_at_server: [R] rows that each server receives from ranks below this rank. A server stores received rows in
-            the order of senders, so this rank's rows begin there.
+            the order of senders, so this rank's rows begin at this offset.
         ahead_at_home: [R] rows that each home gets back from ranks below this rank.
         most_to_server: the most rows that any server receives from other ranks.
         most_to_home: the most rows that any home gets back from other ranks.
@@ -141,7 +143,8 @@ class Pieces:
         destination = offset[reads.task] + start - begin[reads.task]
         from_home, on, gateway = reads.in_hops(links, ranks)
         home, server, rows = reads.home, reads.server, reads.rows
-        # A gateway sends rows "on" from its own server buffer.
+        # Piece on[n] comes from a gateway's server buffer. The gateway itself reads the piece gateway[n], which begins
+        # with the same row.
         return (
             Pieces(home[from_home], server[from_home], source[from_home], destination[from_home], rows[from_home]),
             Pieces(server[gateway], server[on], destination[gateway], destination[on], rows[on]),
@@ -154,7 +157,7 @@ class Exchanges:
     Args:
         pieces: the row ranges that servers read.
         source_rows: [R] rows of every sender's tensor.
-        only: the rank whose exchange will be asked for, which saves time; None for any rank.
+        only: the rank that :meth:`of` will be called for; with a rank, less is computed. None for any rank.
     """
 
     def __init__(self, pieces: Pieces, source_rows: np.ndarray, only: int | None) -> None:

@@ -1,6 +1,6 @@
 """Layouts: the home rank and row of every token of a nano-batch.
 
-The *home* of a token is the rank that holds the token's row. A micro-batch is computed in one or two parts, the
+Each token is one *row* of the tensors on one rank, its *home*. A micro-batch is computed in one or two parts, the
 *nano-batches* ping and pong. Each nano-batch has a layout.
 
 A document may have its first rows in ping and its last rows in pong. The queries in pong then also need the keys and
@@ -151,13 +151,13 @@ class Layout:
             return self
         kv = self.kv
         start = np.where(carried, np.maximum(kv.start, self.first[kv.document] - window + 1), kv.start)
-        left = start < kv.stop
-        document, start, stop, rank, row = kv.document[left], start[left], kv.stop[left], kv.rank[left], kv.row[left]
-        carried, rows = carried[left], stop - start
+        seen = start < kv.stop
+        document, start, stop, rank, row = kv.document[seen], start[seen], kv.stop[seen], kv.rank[seen], kv.row[seen]
+        carried, rows = carried[seen], stop - start
         carried_rows = np.bincount(rank[carried], rows[carried], self.ranks).astype(np.int64)
         row -= (self.carried_rows - carried_rows)[rank]
         some = np.flatnonzero(carried)
-        some = some[order_by(rank[some], kv.row[left][some])]
+        some = some[order_by(rank[some], kv.row[seen][some])]
         row[some] = np.cumsum(rows[some]) - rows[some] - (np.cumsum(carried_rows) - carried_rows)[rank[some]]
         return replace(self, kv=Shards(document, start, stop, rank, row), carried_rows=carried_rows)
 

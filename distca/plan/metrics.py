@@ -1,7 +1,7 @@
-"""The effects of a plan: seconds of each server, rows that travel and their memory, and a bound on any plan's time.
+"""The effects of a plan: seconds of each server, rows that travel and memory for them, and a lower bound on seconds.
 
 - A *nano-batch* is a whole micro-batch, or one of its two parts. Each nano-batch has a plan.
-- The *home* of a row is the rank that holds the row.
+- A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers.
 - A *server* is a rank that computes attention.
 - A *task* is a range of query rows of one document on one server.
 - A *gateway* is a server that receives key/value rows from another node, and sends them on to servers of its own node.
@@ -50,12 +50,12 @@ class PairRows:
 
     @property
     def sent(self) -> np.ndarray:
-        """Returns [R] int64 rows that leave every rank."""
+        """Returns [R] int64 number of rows that each rank sends."""
         return np.bincount(self.home, self.rows, self.ranks).astype(np.int64)
 
     @property
     def received(self) -> np.ndarray:
-        """Returns [R] int64 rows that reach every rank."""
+        """Returns [R] int64 number of rows that each rank receives."""
         return np.bincount(self.server, self.rows, self.ranks).astype(np.int64)
 
     def between(self, group: np.ndarray) -> PairRows:
@@ -114,7 +114,7 @@ def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction:
 
 
 def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """Returns [K, R] attention seconds of every server, by kind of layer; with one cost, [1, R] for all tasks."""
+    """Returns [K, R] attention seconds of every server, for each kind of layer; with one cost, [1, R] for all tasks."""
     tasks, ranks = plan.tasks, plan.layout.ranks
     found = np.zeros((len(costs), ranks))
     for number, cost in enumerate(costs):
@@ -127,7 +127,8 @@ def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction
 def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     """Returns two [R] arrays: k,v rows in each server's buffer, and rows that the server copies for its tasks.
 
-    A server copies rows if tasks share rows, or need rows from the previous nano-batch; else it copies 0 rows."""
+    A server copies rows if its tasks share rows, or need rows from the previous nano-batch; else the server copies 0
+    rows."""
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
     kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
     regions = np.bincount(tasks.server, plan.region_rows, ranks).astype(np.int64)
@@ -175,15 +176,16 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
     """Returns a lower bound on the seconds of the slowest server, for any plan.
 
     The result is the larger of two bounds. One is the time of all work, divided in proportion to the servers' speeds.
-    The other is the time of the costliest query row. "both" adds the bounds of forward and backward.
+    The other is the time of the costliest query row with the fastest cost table. "both" adds the bounds of forward and
+    backward.
 
     Args:
         layout: the nano-batch.
         cost: seconds per task.
         direction: forward, backward or both.
     """
-    # work [tables, directions]: seconds of all documents on one server. row: seconds of the costliest row. speed: the
-    # fraction of all documents that all servers together compute in a second.
+    # work and row [tables, directions]: with each cost table, the seconds of all documents on one server, and of the
+    # costliest row. speed [directions]: the fraction of all documents that all servers together compute in a second.
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * layout.ranks)

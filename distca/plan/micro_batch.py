@@ -1,8 +1,9 @@
-"""The plan of one micro-batch without pipeline stages, with figures about it.
+"""The plan of one micro-batch without pipeline stages, and figures about this plan.
 
-The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A *task* is a range of
-query rows of one document on one server. A micro-batch is computed in one or two parts, the *nano-batches*. Training
-plans whole steps (``step.py``); ``distca plan``, for example, plans a micro-batch.
+A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers. A
+*server* is a rank that computes attention. A *task* is a range of query rows of one document on one server. A
+micro-batch is computed in one or two parts, the *nano-batches*. Training plans whole steps (``step.py``); ``distca
+plan``, for example, plans a micro-batch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from distca.plan.step import StepPlan, plan_step
 
 @dataclass(frozen=True)
 class NanoPlan:
-    """One nano-batch in the layers of one kind.
+    """One nano-batch in the layers of one kind, for example all layers with a window.
 
     Attributes:
         layout: the home and row of every token; the same for all kinds.
@@ -104,7 +105,8 @@ class MicroBatchPlan:
     @property
     def by_kind(self) -> tuple[tuple[NanoPlan, ...], ...]:
         """Returns the plan of each nano-batch, for each kind of layer."""
-        # Without pipeline stages, each *combination* of a step consists of one kind.
+        # A step has plans for each combination of kinds that pipeline stages run together. Here there is one stage, so
+        # each combination is one kind.
         step, options = self.step, self.step.options
         (layouts,), (forward,), (backward,) = step.layouts, step.forward, step.backward
         costs = [options.cost_of_kind[kind] for (kind,) in options.combinations]
@@ -201,7 +203,7 @@ def plan_micro_batch(
         ranks: number of homes, which are servers too.
         cost: seconds per task.
         rank_of: [D] home of every document, if documents must stay whole; None lets documents span ranks.
-        tolerance: the most that the slowest server may take above the mean, as a fraction of the mean.
+        tolerance: the most time that the slowest server may take above the mean, as a fraction of the mean.
         options: other options of :class:`distca.plan.options.PlanOptions`.
 
     Raises:

@@ -1,7 +1,8 @@
 """The network between ranks: which ranks share a node, and where a server gets each row from.
 
-The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A *task* is a range of
-query rows of one document on one server. A *shard* is a range of a document's rows on one home.
+A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers. A
+*server* is a rank that computes attention. A *task* is a range of query rows of one document on one server. A *shard*
+is a range of a document's rows on one home.
 
 Query rows come straight from home. Keys and values cross the network once to each node, to a server called the
 *gateway*. The gateway sends them on to other servers of its node. Example: home 0 on node A has a shard of rows [0,
@@ -9,7 +10,8 @@ Query rows come straight from home. Keys and values cross the network once to ea
 server 9 gets 6 rows from server 8.
 
 The gateway is the node's server that reads most rows of the shard. All servers read a shard from its first row on, so
-the gateway has the rows of the others. With a window that is not true, and k,v rows come straight from home.
+the gateway has all rows that the others need. With a window, servers may begin at a later row. Then k,v rows come
+straight from home.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ measured (benchmarks/results/planner.md)."""
 
 @dataclass(frozen=True)
 class Links:
-    """The nodes of ranks, and the price of bytes between nodes.
+    """The nodes of ranks, and how much longer a byte takes between nodes.
 
     Attributes:
         ranks_per_node: consecutive ranks that share a node; 0 if all ranks share one.

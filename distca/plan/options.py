@@ -1,6 +1,7 @@
 """The options of planning, with their checks.
 
-- The *home* of a row is the rank that holds the row. The ranks of all pipeline stages are homes.
+- A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers. The
+  ranks of all pipeline stages are homes.
 - A *server* is a rank that computes attention. All homes are servers. There may be more servers, without a model.
 - A *task* is a range of query rows of one document on one server.
 
@@ -28,8 +29,8 @@ from distca.plan.network import Links
 class PlanOptions:
     """The options of planning. Array legend: R servers, C combinations.
 
-    All pipeline stages run their layer i at the same time. The kinds of these layers, one for each stage, are a
-    *combination*.
+    Layers with and without a window, for example, are two *kinds* of layers. All pipeline stages run their layer i at
+    the same time. The kinds of these layers, one for each stage, are a *combination*.
 
     Attributes:
         ranks: data-parallel ranks of a stage.
@@ -40,13 +41,13 @@ class PlanOptions:
             computation of the other.
         align: the rows of a nano-batch on a rank are a multiple of this, except on the last rank. ``align`` must be a
             multiple of ``shares``.
-        shares: tensor-parallel ranks that split the rows of a home; 1 without sequence parallelism.
+        shares: tensor-parallel ranks that split the rows of a data-parallel rank; 1 without sequence parallelism.
         resend: True if homes send rows again for backward; False if servers keep the rows of a forward until backward.
             With several stages and ``disaggregate``, ``resend`` must be True.
         disaggregate: False computes the attention of every row at its home.
-        tolerance: the most that the slowest server may take above the mean, as a fraction of the mean. None takes a
-            value that depends on the number of servers.
-        links: which servers share a node, and prices of bytes between servers.
+        tolerance: the most time that the slowest server may take above the mean, as a fraction of the mean. None takes
+            a value that depends on the number of servers.
+        links: which servers share a node, and how long bytes take inside a node and between nodes.
         kinds: the kinds of the model's attention layers, for example with and without a window.
         costs: seconds per task for each kind; empty if all kinds have ``cost``.
         layer_kinds: for each stage and layer, the index of the layer's kind; empty if all layers have the first kind.
@@ -96,7 +97,9 @@ class PlanOptions:
             raise PlanError(
                 f"{len(self.kinds)} kinds of layers need as many cost models, or none; {len(self.costs)} are given."
             )
-        if {kind for stage in self.layer_kinds for kind in stage} - set(range(len(self.kinds))) or not self.kinds:
+        if not self.kinds:
+            raise PlanError("kinds is empty; give the kind of at least one attention layer.")
+        if {kind for stage in self.layer_kinds for kind in stage} - set(range(len(self.kinds))):
             raise PlanError(
                 f"layer_kinds is {self.layer_kinds}, and kinds are numbered from 0 to {len(self.kinds) - 1}."
             )
@@ -109,7 +112,7 @@ class PlanOptions:
                 f"(`disaggregate` is {self.disaggregate})."
             )
         if not 0 <= self.server_gb_s < math.inf:
-            raise PlanError(f"`server_gb_s` is {self.server_gb_s}; it must be 0 or more.")
+            raise PlanError(f"`server_gb_s` is {self.server_gb_s}; it must be a finite number of at least 0.")
         for cost in (self.cost, *self.costs):
             if isinstance(cost, PoolCost) and len(cost.of_server) != self.pool_ranks:
                 raise PlanError(

@@ -1,11 +1,14 @@
 """The phases of a step, and the plans of each phase.
 
-- The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention.
+- A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers.
+- A *server* is a rank that computes attention.
 - A *task* is a range of query rows of one document on one server.
 - In a forward *phase*, each pipeline stage runs the forward of a micro-batch, or is idle. In a backward phase, each
   stage runs the backward of a micro-batch, or is idle. Any server may compute attention of any stage.
-- A *nano-batch* is a whole micro-batch, or one of its two parts. In each phase, a nano-batch has a plan over all ranks.
-- All stages run their layer i at the same time. The kinds of these layers are a *combination*, which has its own plans.
+- A *nano-batch* is a whole micro-batch, or one of its two parts. In each phase, the first nano-batches of all stages
+  have one plan together, and the second nano-batches another.
+- All stages run their layer i at the same time. The kinds of these layers (for example with a window) are a
+  *combination*. Each combination has its own plans.
 
 Example of combinations: in stage 0, layers with and without a window alternate. In stage 1, all layers are without a
 window. The combinations are (window, full) and (full, full).
@@ -53,7 +56,7 @@ class Phase:
 
 
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
-    """Returns [R] seconds of linear layers beside the attention of a layer; for "both", [2, R].
+    """Returns [R] seconds that each rank spends on linear layers for each attention layer; for "both", [2, R].
 
     If ``options.non_attention`` is None, the result is [R] zeros."""
     each = options.non_attention
@@ -129,8 +132,9 @@ def _of_combination(
         if all(windows):
             plans.append(home)
             continue
-        # full [R] bool: whether a rank is in a stage without a window, or a server without a model. The tasks of other
-        # ranks ("rest") stay at home. The scheduler counts their seconds ("beside"), so these ranks get fewer tasks.
+        # full [R] bool: whether a rank is in a stage without a window, or a server without a model. All other ranks are
+        # in stages with a window. They compute their own tasks ("rest"), and the seconds of these tasks are in
+        # "beside". So the scheduler gives them fewer further tasks.
         full = np.repeat([not window for window in windows], options.ranks)
         full = np.append(full, np.ones(options.servers, bool))
         rest = home.tasks.take(~full[home.tasks.server])
@@ -143,7 +147,7 @@ def _of_combination(
 
 
 def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
-    """Returns the plan with the kind of each document's layer."""
+    """Returns the plan with the fields ``windows`` and ``kind``, the kind of the layer that runs each document."""
     if not any(kinds) and not any(options.windows):
         return plan
     documents = [0 if layout is None else len(layout.first) for layout in nano]
@@ -161,7 +165,8 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
-    growth: Growth = {}  # by how much cuts made work grow in the plan before, as a first guess for the next plan
+    # Cuts add work. The scheduler writes here by which factor, as a first guess for its next plan.
+    growth: Growth = {}
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)
@@ -184,8 +189,8 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
     """Returns the seconds per task on every server.
 
-    A server without rows of its own waits until rows arrive. These waits are added if servers have several cost tables
-    and linear layers are balanced too."""
+    A server without rows of its own waits until rows arrive. These waits are added if servers have different cost
+    models (``PoolCost``) and linear layers are balanced too."""
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost

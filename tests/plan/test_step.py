@@ -244,4 +244,8 @@ def test_mistakes_are_sentences() -> None:
         PlanOptions(3, COST, stages=2)
     with pytest.raises(PlanError, match="at least one rank and one stage, not 0 and 1"):
         PlanOptions(0, COST)
+    with pytest.raises(PlanError, match="kinds is empty"):
+        PlanOptions(3, COST, kinds=())
+    with pytest.raises(PlanError, match="`server_gb_s` is inf; it must be a finite number"):
+        PlanOptions(3, COST, server_gb_s=float("inf"))
     assert [STAGES.pool_rank(stage, rank) for stage in range(2) for rank in range(3)] == list(range(STAGES.pool_ranks))

@@ -58,7 +58,7 @@ class LinearRate:
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
             raise PlanError(
                 "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token "
-                "above 0, or lacks in fp8 a number above 0 for each scaling; measure it again with `distca profile`."
+                "above 0, or a scaling in its fp8 has no number above 0; measure it again with `distca profile`."
             ) from None
 
 
@@ -70,7 +70,7 @@ def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: in
 
 @dataclass(frozen=True)
 class NonAttention:
-    """Seconds per row that a rank computes beside core attention.
+    """Seconds per row that a rank spends on linear layers for each core attention.
 
     Attributes:
         forward: seconds in forward.
@@ -97,11 +97,11 @@ class LayerWork:
 
 
 def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
-    """Returns the seconds per row that a rank computes beside each core attention, in the mean.
+    """Returns the seconds per row of the products between two core attentions, as the mean over ``layers``.
 
-    A micro-batch runs in two parts, and one part's attention runs beside the other part's products right before and
-    after attention. Recurrent layers do not count, as no attention is under way while they run. Norms, rotation and
-    activations do not count either.
+    A micro-batch runs in two parts. While one part's attention runs, the rank computes the other part's products
+    between two attentions. Recurrent layers do not count, as no attention is under way while they run. Norms, rotation
+    and activations do not count either.
 
     Args:
         rate: seconds of matrix products.

@@ -133,7 +133,8 @@ class ServerWork:
 
     @staticmethod
     def of(cost: CostModel, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """Returns the work by ``cost``; the N tasks must be all tasks that the servers will compute."""
+        """Returns the work on servers with the seconds of ``cost``. The N tasks must be all tasks that will be
+        computed."""
         if isinstance(cost, PoolCost):
             return cost.work(direction, q_rows, kv_rows)
         return ServerWork(direction, (cost,))
@@ -174,7 +175,7 @@ class ServerWork:
 def seconds_on(
     tables: Sequence[CostModel], number: np.ndarray, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray
 ) -> np.ndarray:
-    """Returns [K, N] seconds of tasks; those of task n are by tables[number[n]]."""
+    """Returns [K, N] seconds of tasks; tables[number[n]] gives the seconds of task n."""
     found = np.zeros((2 if direction == "both" else 1, len(q_rows)))
     for each in np.unique(number).tolist():
         some = number == each

@@ -23,7 +23,7 @@ _FORWARD, _BACKWARD = 39.5, 56.8
 The milliseconds are for 32,768 rows and 32 states of 128 × 128 numbers. They are in
 benchmark/benchmark_results_H200.txt of github.com/QwenLM/FlashQLA."""
 _BY_CHANNEL, _WITHOUT_DELTA = 1.5, 2 / 3
-"""Factors on the time of the gated delta rule: if the decay differs by channel, and without the delta rule. The first
+"""Factors on the time of the gated delta rule: if each channel has its own decay, and without the delta rule. The first
 is a guess, and the second is the ratio of operations. Neither was measured."""
 
 

@@ -1,12 +1,12 @@
 """Places one nano-batch's documents on ranks by work; long documents are cut from their end.
 
-A micro-batch has two *nano-batches*, ping and pong: the transfers of one run beside the computation of the other.
+A micro-batch has two *nano-batches*, ping and pong: the transfers of one run during the computation of the other.
 ``nano_batches.py`` deals documents to ping and pong, and ``lay_out.py`` calls :func:`spread` for each. ``shares.py``
 places ping and pong together instead; ``distca/plan/choice.py`` compares the two placements.
 
-- *Work* is the time of attention. The mean rank's work is 1.
+- *Work* is the time of attention. Its unit is the mean work of a rank.
 - A *long* document has more work than one rank should get. Parts with one rank's work each are cut from its end.
-- *Filler* is the shortest documents. It fills the tokens that other documents leave.
+- *Filler* is the shortest documents. It fills the room that other documents leave.
 - The *surplus* of a range of rows is its work minus the work of as many tokens of filler.
 
 Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Constants were compared with other
@@ -36,12 +36,12 @@ _SHORT_DOCUMENTS = 0.03
 the slowest server takes 0.1 % longer."""
 _ENOUGH_OVER = 0.005
 """A document is cut only if its surplus exceeds the surplus that a rank should have by more than this part. Cutting is
-repeated until the mean rank's work changes by less than this."""
+repeated until the mean work of a rank changes by less than this."""
 _LEAST_PART = 0.05
 """No document is cut if ranks should have less surplus than this part of the mean work. Filler then gives them enough
 work."""
 _PASSES = 3
-"""The most times that documents are cut. Cuts add work, so the next pass cuts for a higher mean."""
+"""The most times that documents are cut. Cuts add work, so the next pass cuts for a higher mean work of ranks."""
 _CORRECTIONS = 2
 """How often the place of a document's first cut is guessed; each guess uses the work of the guess before. With 1
 instead, plans move 1.8 % more bytes."""
@@ -156,11 +156,11 @@ def _left_over(
 def _deal(
     ranges: Stream, work_left: np.ndarray, tokens_left: np.ndarray, work: Work
 ) -> tuple[Stream, np.ndarray, Stream]:
-    """Deals ranges, longest first, each to the rank that lacks most surplus among those with enough tokens.
+    """Deals ranges, longest first, each to the rank that lacks most surplus among those with enough room.
 
     Returns the ranges that were dealt, the rank of each, and the ranges that are left as filler."""
     # Ranges [begin, end) are one group of similar length. All shorter ranges together have "short_rate" work per token.
-    # The first "count" ranges are dealt, at most ``ONE_BY_ONE`` for each rank.
+    # The first "count" ranges are dealt, at most R · ``ONE_BY_ONE``.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))

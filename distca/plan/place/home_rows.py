@@ -2,15 +2,16 @@
 
 ``lay_out.py`` calls :func:`home_rows` after ``shares.py`` has dealt documents to ranks.
 
-- A document's first rows, its *head*, are in ping, and its last rows, its *tail*, in pong. Both are on the same ranks,
-  so queries in pong find the keys of the head there.
-- A document on several ranks is in *shares*. A share is a range of the head's rows and its mirror image in the head,
-  and the same for the tail.
-- *Filler* is the shortest documents. It fills the tokens that are left.
+- A document's first rows, its *head*, are in ping, and its last rows, its *tail*, in pong. Head and tail are dealt to
+  the same ranks, so queries in pong find the keys of the head there.
+- A document on several ranks is in *shares*. A share has a range of rows and its mirror image in the head, and a range
+  and its mirror image in the tail.
+- *Filler* is the shortest documents. It fills the room that is left.
 
-Example: two ranks have 6 tokens each, 3 of them in ping. A document of 8 rows is in two equal shares and is cut at row
-4. In ping, rank 0 has the outer rows of the head, 0 and 3, and rank 1 has 1 and 2. In pong, rank 0 has the inner rows
-of the tail, 5 and 6, and rank 1 has 4 and 7. Each rank has one token left in each nano-batch, for filler.
+Example: two ranks have room for 6 tokens each, 3 of them in ping. A document of 8 rows is in two equal shares, and row
+4 is its first row in pong. In ping, rank 0 has the outer rows of the head, 0 and 3, and rank 1 has 1 and 2. In pong,
+rank 0 has the inner rows of the tail, 5 and 6, and rank 1 has 4 and 7. Each rank has room for one token of filler in
+each nano-batch.
 
 Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
 """

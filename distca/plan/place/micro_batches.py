@@ -1,10 +1,10 @@
 """Deals a step's documents over its micro-batches, so that few documents must be cut over several ranks.
 
 ``step.py`` calls this before it lays out each micro-batch. The gradient of a step is a sum over documents, so a
-document may go to any micro-batch that has room. Few rows travel between ranks if documents lie whole on one rank. A
-document must be cut if it has more attention work than the mean rank of its micro-batch. Among documents of similar
-length this is rare. So documents are dealt longest first, and one micro-batch is filled after the other. Micro-batches
-may have unequal work, because each is balanced over the ranks by itself.
+document may go to any micro-batch that has room. Few rows of q, k and v travel between ranks if documents lie whole on
+one rank. A document must be cut if it has more attention work than a rank of its micro-batch has on average. Among
+documents of similar length this is rare. So documents are dealt longest first, and one micro-batch is filled after the
+other. Micro-batches may have unequal work, because each is balanced over the ranks by itself.
 
 With pipeline stages, the first and the last micro-batches get the longest documents. While a pipeline fills and drains,
 stages without a micro-batch compute attention of other stages.

@@ -1,7 +1,7 @@
 """Deals documents to *ping* and *pong*, the two nano-batches of a micro-batch, before they are placed on ranks.
 
-Both get about equally many tokens, so that the transfers of one can run beside the computation of the other. The
-documents are put in an order and laid end to end. The tokens before a *cut* are ping's, and the tokens behind it
+Ping and pong get about equally many tokens, so that the transfers of one can run during the computation of the other.
+The documents are put in an order and laid end to end. The tokens before a *cut* are ping's, and the tokens behind it
 pong's. ``lay_out.py`` deals documents in this way unless it places ping and pong together.
 
 Array legend: D documents, N ranges, R ranks. Constants were compared with other values:
@@ -62,7 +62,7 @@ def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarra
 
 
 def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, Stream]:
-    """Returns the ranges of the first ``cut`` tokens of ``documents``, and of the other tokens."""
+    """Lays ``documents`` end to end; returns the ranges before the token ``cut``, and the ranges behind it."""
     own = length[documents]
     ends = np.cumsum(own)
     in_ping = np.clip(cut - (ends - own), 0, own)
@@ -92,7 +92,8 @@ def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit
 
 
 def streams_of(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut: int) -> list[Stream]:
-    """Returns the ranges of each nano-batch; if there are two, ping has the first ``cut`` tokens of ``documents``."""
+    """Returns the ranges of each nano-batch. Of two nano-batches, ping has the first ``cut`` tokens of ``documents``,
+    laid end to end."""
     if nano_batches == 1:
         return [Stream(documents, np.zeros(len(documents), np.int64), length[documents])]
     return list(_deal(length, documents, cut))
