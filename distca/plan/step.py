@@ -128,7 +128,7 @@ class StepPlan:
         return replace(self, options=replace(options, layer_kinds=layers), forward=forward, backward=backward)
 
     def balance(self) -> StepBalance:
-        """Returns seconds and bytes with and without balancing; this takes about as long as planning."""
+        """Returns seconds with and without balancing, and the bytes that travel. It takes about as long as planning."""
         options, phases = self.options, self.phases
         return StepBalance(
             self._in_order().seconds_by_kind(),

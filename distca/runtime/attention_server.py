@@ -153,7 +153,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         store: the homes' store, a TCPStore at MASTER_ADDR and MASTER_PORT of the homes.
         number: this server's number, from 0. Servers have different numbers.
         pool: 0 for the first ``distca.CAD`` (the object of a training script) with servers, 1 for the second.
-        patience: the longest wait for homes.
+        patience: the longest wait until homes come.
 
     Raises:
         LaunchError: no homes come in time, or homes are silent for ``HOMES_QUIET``.

@@ -4,7 +4,7 @@
 - server: a rank that computes attention for homes. Most ranks are home and server.
 - task: a range of a document's queries, with all keys and values that they see.
 - plan: which server computes which task.
-- route: one rank's part of a plan. ``distca/plan/routes.py`` makes routes in numpy, and this file copies them.
+- route: one rank's part of a plan. ``distca/plan/routes.py`` makes routes as numpy arrays.
 - region: a contiguous copy of one task's keys and values, for the kernel.
 - nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
 - kind: a set of layers with equal window, scale and softcap.

@@ -204,7 +204,7 @@ def deal(
     limits = split.most_work, split.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
     items = Items(rows, whole, added, long, rows)
-    # With few ranks, nearly every rank reads nearly every long document, so nothing is gained.
+    # With few ranks, nearly every rank reads nearly every long document, so ``few_keys`` would gain nothing.
     few_keys = nano_batches == 2 and len(budgets) > SMALL_POOL
     first = np.unique(node, return_index=True)[1]
     bounds = [*first.tolist(), len(budgets)]

@@ -1,4 +1,4 @@
-"""Moves attention work from servers above their limit to other servers, so that few bytes travel for it.
+"""Moves attention work from servers above their limit to other servers, and chooses moves for which few bytes travel.
 
 ``scheduler.py`` and ``unlike.py`` run a :class:`Balancer`.
 
@@ -72,7 +72,7 @@ class Balancer:
         lately: [R] all ranks in the order that :meth:`_falling` found last.
         failed: number of failed cuts: no receiver had enough room, or the cut added too much time.
         unlike: whether servers are not equally fast.
-        patience: the most failed cuts.
+        patience: balancing may end after more failed cuts than this.
     """
 
     def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
@@ -114,8 +114,8 @@ class Balancer:
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        Homes of the ``document`` that moved last come first, because some receivers now have its k,v rows. ``free`` [R]
-        is how far servers are below their limits, in parts of the mean load."""
+        Homes of ``document``, which was cut last, come first, because some receivers now have k,v rows of ``document``.
+        ``free`` [R] is how far servers are below their limits, in parts of the mean load."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
@@ -163,8 +163,9 @@ class Balancer:
     def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
         """Returns the [P] price of each piece: bytes for each query-key pair of the cheapest range in the piece.
 
-        The range takes the time ``work``, in parts of the mean load, or is the whole piece. The middle of the range is
-        as near to ``geometry.cheapest_middle`` as the piece allows."""
+        The range takes the time ``work``, in parts of the mean load, or is the whole piece if that takes less. The
+        middle of the range is as near as possible to the row where such a range needs the fewest bytes
+        (``cheapest_middle``)."""
         if not len(pieces) or work <= ENOUGH:
             return np.full(len(pieces), np.inf)
         # numpy takes twice as long for mixed types, so rows become floats at once.
@@ -174,9 +175,9 @@ class Balancer:
         per_pair = np.maximum(seconds[0], seconds[-1]) / whole
         wanted = np.minimum(whole, work / per_pair)
         middle = cheapest_middle(wanted, self.q_bytes / self.kv_bytes)
-        half = rows_around(middle, wanted, 1.0) / 2
+        half = rows_around(middle, wanted, least=1.0) / 2
         middle = np.minimum(np.maximum(middle, start + half), np.maximum(stop - half, 1.0))
-        rows = np.minimum(rows_around(middle, wanted, 0.5), stop - start)
+        rows = np.minimum(rows_around(middle, wanted, least=0.5), stop - start)
         # The receiver reads all keys up to the range's end.
         return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, stop)) / wanted
 
@@ -256,10 +257,10 @@ class Balancer:
         return True
 
     def _falling(self, worth: np.ndarray) -> np.ndarray:
-        """Returns [N] the ranks whose ``worth`` [R] is above 0, highest first; ``state.order`` decides between equal
-        ranks."""
-        # numpy sorts a nearly sorted array faster, so the order of the last call is sorted. If this leaves equal ranks
-        # in the wrong order, ``state.order`` is sorted instead.
+        """Returns [N] the ranks whose ``worth`` [R] is above 0, highest first. Ranks of equal worth are in
+        ``state.order``."""
+        # numpy sorts a nearly sorted array faster, so the order of the last call is sorted. If this leaves ranks of
+        # equal worth in the wrong order, ``state.order`` is sorted instead.
         found = -worth.take(self.lately)
         at, some = found.argsort(kind="stable"), np.count_nonzero(worth)
         self.lately = self.lately.take(at)
@@ -322,8 +323,8 @@ class Balancer:
         ranks = self._falling(worth)
 
         def price(low: np.ndarray, ends: np.ndarray, chosen: list[int]) -> np.ndarray:
-            # Receiver i computes the rows from ends[i − 1] (the first from ``low``) to ends[i]. Each costs each[i].
-            # The sum of these prices over i is ends @ rises − low · each[0].
+            # Receiver i computes the rows from ends[i − 1] (the first from ``low``) to ends[i]. Each row has the
+            # price each[i]. The sum of these prices over i is ends @ rises − low · each[0].
             to = ranks.take(chosen)
             each = q_price.take(to)
             rises = each.copy()

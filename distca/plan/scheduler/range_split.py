@@ -48,7 +48,7 @@ _NEVER_WASTEFUL = 32
 """``MOST_OVERHEAD`` is not checked if every range has at least this many kernel tiles."""
 _SLIVER = 8
 """The rows of the piece that lie before or behind the part join the part if they are few: fewer than 1/8 of the rows of
-the range beside them."""
+the range beside them, or than half of the rows between two places where cuts may fall."""
 _FINEST = 0.004
 """Cuts fall on whole kernel tiles of query rows, if a tile takes at most this part of a server's mean load. Otherwise
 they fall on halves, quarters, eighths or sixteenths of a tile."""
@@ -171,7 +171,9 @@ def least_of(directions: np.ndarray) -> np.ndarray:
 
 
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
-    """Returns the cheapest ranges that the receivers have room for and that relieve the sender; None if no cut pays."""
+    """Returns ranges for receivers, at the place with the lowest price; None if no cut pays.
+
+    The ranges relieve the sender as far as receivers have room."""
     # The size of a range is its number of query-key pairs. Sizes are guessed, and corrected in the loop.
     whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
@@ -180,7 +182,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     low = _place(excess, receivers, chosen, sizes, whole, timer)
     room = receivers.room.take(chosen, axis=1).tolist()
     split = _timed(excess, chosen, room, _on_blocks(excess, low, sizes, block), timer)
-    # Seconds per pair differ from range to range, so the seconds of the present ranges give better sizes.
+    # Seconds per pair differ from range to range, so the seconds of the present ranges give better sizes. The factor
+    # 0.999 leaves a margin, so that few ranges exceed their receiver's room.
     for _ in range(1 if len(chosen) <= _FEW else 3):
         relief = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
         relieved = all(own >= need for own, need in zip(relief, excess.need, strict=True))
