@@ -99,7 +99,7 @@ def _check_gpus(servers: Sequence[Comer], tp: int, of_homes: Collection[str] = (
         for each in servers[tp_rank::tp]:
             if each.gpu_id and each.gpu_id in of_homes:
                 raise SupportError(
-                    f"Server {each.number} of the pool is on the GPU of a rank with a model: start it on another one "
+                    f"Server {each.number} of the pool is on the GPU of a rank with a model: start it on another GPU "
                     "(LOCAL_RANK, CUDA_VISIBLE_DEVICES)."
                 )
             if each.gpu_id and first.setdefault(each.gpu_id, each.number) != each.number:
@@ -268,13 +268,15 @@ class RemoteServers:
                 elif self._may_change:
                     self._lost.add(each.number)
                 else:
-                    raise LaunchError(f"Server {each.number} of the pool does not plan.")
+                    raise LaunchError(f"Server {each.number} of the pool does not plan: look at the server's output.")
 
     def run(self, number: int, plan: StepPlan, forward_only: bool, zero: float | None) -> None:
         """Makes servers compute their part of a step.
 
         Args:
             number: from :meth:`announce`.
+            plan: the homes' plan of the step.
+            forward_only: whether to leave out backward.
             zero: the time from which homes record a timeline, in seconds since 1970; None if they record none. Servers
                 record if homes do.
         """
@@ -386,7 +388,10 @@ class RemoteServers:
                 self._begin_watch()
                 _say(before, self.numbers)
                 return
-        raise LaunchError(f"The pool of homes and servers without a model has failed to form {_TRIES} times.")
+        raise LaunchError(
+            f"The pool of homes and servers without a model has failed to form {_TRIES} times: look at the "
+            "servers' output."
+        )
 
     def _is_here(self, server: Comer) -> bool:
         if server.number in self._released:

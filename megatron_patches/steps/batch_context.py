@@ -40,8 +40,8 @@ class DisaggregatedMicroBatch:
         nano_rows: number of this rank's rows in each nano-batch, with padding.
         chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without sequence
             parallelism. :func:`gather_nano_rows` has an example.
-        document_lengths: [N] int64 tokens of each row's document; None if the model's position embedding does not need
-            them.
+        document_lengths: [N] int64 length of each row's document; None if the model's position embedding does not need
+            lengths.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
         document_count: number of documents in the micro-batch, over all ranks.
         balance: the number of rows that go to each expert; None in models without experts.
@@ -67,8 +67,8 @@ class PackedMicroBatch:
         rows: number of rows that belong to documents; padding comes after them.
         recurrent: borders of documents for recurrent layers. The key is the number of earlier rows that a layer's
             causal convolution reads.
-        document_lengths: [N] int64 tokens of each row's document; None if the model's position embedding does not need
-            them.
+        document_lengths: [N] int64 length of each row's document; None if the model's position embedding does not need
+            lengths.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
         document_count: number of documents in the micro-batch, over all ranks.
         balance: the number of rows that go to each expert; None in models without experts.

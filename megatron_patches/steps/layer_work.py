@@ -1,7 +1,7 @@
 """Counts the weights by which each layer of a model multiplies a token's hidden state, without core attention.
 
 The planner multiplies these counts by measured seconds per weight. A *unit* is an attention or recurrent layer, with
-the MLPs and experts that follow. Each layer of a GPTModel is a unit. In a HybridModel each MLP is a layer of its own.
+the MLPs and experts that follow. Each layer of a GPTModel is a unit. In a HybridModel each MLP is a separate layer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_patches.model.recurrences import has_output_gate
 
 
 def layer_works(config: TransformerConfig, pattern: str, recompute_segments: bool) -> list[LayerWork]:
-    """Returns the counts of each unit with attention, summed over all tensor-parallel ranks.
+    """Returns the counts of each unit with attention, for all tensor-parallel ranks together.
 
-    In a GPTModel each layer counts the mean number of weights in a layer's MLP or experts.
+    In a GPTModel the MLPs or experts of each layer count with their mean over all layers.
 
     Args:
         pattern: the layers of a HybridModel, a letter for each layer and "|" between stages; empty for a GPTModel.

@@ -1,7 +1,7 @@
 """Makes the planner's options from Megatron's configuration and process groups, and from the arguments of ``CAD``.
 
 The planner divides core attention into tasks, and gives each task to a *server*, which is a rank or a process without a
-model. The tasks of each server take about the same seconds in total. Seconds come from a *cost table*, which ``distca
+model. All servers are to be busy for about the same seconds. Seconds come from a *cost table*, which ``distca
 profile`` measures for a GPU model, a kernel and a shape of heads. Without a table seconds are estimated. Servers with
 unlike GPUs or kernels have unlike tables. Layers of one *kind* have the same window, softmax scale, softcap and sinks.
 """
@@ -59,6 +59,9 @@ def plan_options(
     """Returns the planner's options, the same on every rank; all ranks call it together.
 
     Args:
+        layer_kinds: the kinds of the model's layers.
+        kernel: the attention kernel of this rank.
+        given: the arguments of ``CAD``.
         how: "keep" if servers keep q, k and v for backward, "resend" if servers get them once more.
         remote: the processes that compute attention and have no model; None without such processes.
 

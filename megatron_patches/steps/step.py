@@ -50,7 +50,8 @@ class Batch:
         positions: [1, rows] int64 position in the document.
         documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
         attention: the object that a model gets in place of the attention mask.
-        micro_batch_lengths: [documents] int64 tokens of every document of the micro-batch on all ranks; a host array.
+        micro_batch_lengths: [documents] int64 length of each document of the micro-batch, also of those on other ranks;
+            in host memory.
     """
 
     tokens: torch.Tensor
@@ -134,7 +135,7 @@ def make_step(
         options: the planner's options.
         taker: this rank and the needs of its model.
         room: the most tokens of a micro-batch, over all ranks. Within this limit the planner may move documents to
-            other micro-batches, unless the caller gave documents homes. 0 leaves every document in its micro-batch.
+            other micro-batches, unless ``documents.homes`` is set. 0 leaves every document in its micro-batch.
         number: the step's number, for messages.
         folder: the folder for the file that is written if the planner fails.
         remote: the servers without a model, which plan the step as well; None without such servers.

@@ -41,7 +41,7 @@ class Attached:
     Attributes:
         pool: the kernel and transport of the CAD that attached the model; every CAD has its own pool.
         fields: values of the model's configuration, by field.
-        modules: all modules of the model but the model itself: the name, the module that holds it, and itself.
+        modules: for each module inside the model its name, the module that holds it, and the module itself.
         disaggregated: whether other ranks compute parts of this rank's core attention.
     """
 

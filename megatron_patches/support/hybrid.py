@@ -30,7 +30,7 @@ _SERVED = ("rotations", *_OF_SYMBOL)
 
 
 def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: torch.device) -> None:
-    """Warns on rank 0 if the model has recurrent layers or output gates and runs on GPUs."""
+    """Warns on rank 0 if a HybridModel, or a GPTModel with recurrent layers or output gates, runs on GPUs."""
     unproved = bool(pattern) or has_recurrent_layers(config) or has_output_gate(config)
     if unproved and device.type == "cuda" and dist.get_rank() == 0:
         logger.warning(
@@ -65,7 +65,7 @@ def check_hybrid(
     # Unsupported settings, by a phrase for the message; the value is True if the setting is present.
     refused = {
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
-        f"tensor_model_parallel_size is {tp}, without sequence_parallel: set it to True": (
+        f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
             tp > 1 and not config.sequence_parallel
         ),
         f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}: set it to 1": (
@@ -97,8 +97,8 @@ def check_hybrid(
 
 
 def _check_stages(config: TransformerConfig) -> None:
-    """Refuses pipeline stages with different kinds of layers. All stages run their layer i at the same time, and these
-    must be of one kind."""
+    """Refuses pipeline stages with different kinds of layers. All stages run their layer i at the same time, so layer i
+    must be of the same kind on all stages."""
     recurrent, stages = (
         [is_recurrent(config, 1 + n) for n in range(config.num_layers)],
         config.pipeline_model_parallel_size,

@@ -48,7 +48,7 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
             tp > 1 and not config.sequence_parallel
         ),
         f"fp8 is {config.fp8!r}, as all linear layers are Megatron-Core's own: set it to None": config.fp8 is not None,
-        "`model_options` has more than latent_norm_epsilon: leave it out": (
+        "`model_options` has more than latent_norm_epsilon: leave the rest out": (
             replace(given.model_options, latent_norm_epsilon=0.0) != MEGATRONS
         ),
         f"hybrid_layer_pattern is {given.hybrid_layer_pattern!r}: leave it out": bool(given.hybrid_layer_pattern),

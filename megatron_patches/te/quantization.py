@@ -1,8 +1,8 @@
 """FP8 in Transformer Engine's linear layers: the context in which a layer computes, and the scales of delayed scaling.
 
 A tensor is multiplied by a scale before it is rounded to FP8. With *delayed* scaling the scale follows from the largest
-values of earlier steps. Scales stay the same during a step, so recomputation in backward rounds like forward. At the
-step's end :func:`end_step` sets the next scales.
+values of earlier steps. Such scales stay the same during a step, so recomputation in backward rounds like forward. At
+the step's end :func:`end_step` sets the next scales.
 """
 
 from __future__ import annotations

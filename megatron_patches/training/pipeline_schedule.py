@@ -61,7 +61,7 @@ def run_ticks(
 ) -> list[Any]:
     """Runs forward and backward of a global batch over all stages; every rank calls it.
 
-    Afterwards gradients are reduced over ranks and divided by the target tokens of the global batch.
+    With backward, gradients are then reduced over ranks and divided by the number of target tokens (whose loss counts).
 
     Args:
         model: this stage's part of the model, from ``wrap_for_data_parallel``.

@@ -111,7 +111,7 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
         options: further arguments of Megatron's ``finalize_model_grads``.
 
     Raises:
-        SupportError: a weight got more or fewer gradients than in the first step.
+        SupportError: a weight got more or fewer gradients than in the first step, or got none in the first step.
     """
     for model in models:
         _check_uses(model)

@@ -274,7 +274,7 @@ def test_late_servers_on_taken_gpus_are_refused_alone() -> None:
     assert joining == [2, 4, 7]
     assert "Servers 1 and 3 of the pool share a GPU" in refused[3] and refused[3].endswith("start each on its own.")
     assert "Servers 4 and 5 of the pool share a GPU" in refused[5]
-    assert "Server 6 of the pool is on the GPU of a rank with a model: start it on another one" in refused[6]
+    assert "Server 6 of the pool is on the GPU of a rank with a model: start it on another GPU" in refused[6]
     joining, refused = _joining(2, "aabb", "bcaacdee")  # the first two have gone
     assert joining == [6, 7, 8, 9, 10, 11] and refused.keys() == {4, 5}
     assert all("Servers 2 and 4 of the pool share a GPU" in each for each in refused.values())

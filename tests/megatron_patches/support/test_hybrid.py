@@ -59,7 +59,11 @@ def test_models_without_either_are_not_looked_at() -> None:
 @pytest.mark.parametrize(
     ("changed", "how", "said"),
     [
-        ({"tensor_model_parallel_size": 2}, {}, "tensor_model_parallel_size is 2, without sequence_parallel: set it"),
+        (
+            {"tensor_model_parallel_size": 2},
+            {},
+            "sequence_parallel is False with tensor_model_parallel_size 2: set sequence_parallel",
+        ),
         ({"num_moe_experts": 8}, {}, "num_moe_experts is 8: set it to None"),
         (_STAGES, {}, "linear_attention_freq is 4, which gives the 2 stages of pipeline_model_parallel_size diff"),
         (_STAGES | _EVEN, {"disaggregate": False}, "pipeline_model_parallel_size is 2: set it to 1"),
