@@ -1,4 +1,4 @@
-"""Makes the object with which a rank uses the server pool, the ranks that compute each other's core attention.
+"""Makes the object with which a rank uses the server pool: the ranks that compute each other's core attention.
 
 A rank needs an attention kernel, and a transport that moves rows of q, k, v and outputs between ranks. With
 "keep" q, k and v stay until backward on the rank that computed attention. With "resend" they are sent there again.

@@ -218,7 +218,7 @@ def layer_spec(
     norm = norm_class(config, options.norm_bias)
     parts.input_layernorm = IdentityOp if options.norms == "post" else norm
     parts.pre_mlp_layernorm = IdentityOp if options.norms == "post" or options.parallel_mlp else norm
-    # Megatron's checkpoints name a norm after the linear layer behind it, as Transformer Engine does.
+    # Like Transformer Engine, Megatron's checkpoints name a norm after the linear layer that reads the norm's output.
     parts.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention

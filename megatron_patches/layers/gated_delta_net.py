@@ -53,7 +53,7 @@ def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, n
         module=OwnGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row),
     )
-    # Megatron's checkpoints name a norm after the linear layer behind it, as Transformer Engine does.
+    # Like Transformer Engine, Megatron's checkpoints name a norm after the linear layer that reads the norm's output.
     names = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
         key: name.replace("linear_qkv", "in_proj") for key, name in names.items()

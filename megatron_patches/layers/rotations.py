@@ -22,7 +22,7 @@ from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.steps.batch_context import gather_nano_rows
 
 _NONE, _OWN = object(), object()
-"""Marks of layers: one without positions, and one that uses the model's own embedding."""
+"""In place of a layer's :class:`Rotary`: ``_NONE`` without positions, ``_OWN`` with the model's own embedding."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def fuse_swiglu(model: torch.nn.Module) -> None:
     """Turns a built model's MLPs into :class:`SwigluMLP` or, with another activation, into :class:`LeanMLP`.
 
     Experts stay unchanged, and so do MLPs with another activation that Megatron fuses. Classes change after the model
-    was built, as Megatron warns of unknown classes while it builds.
+    was built, as Megatron warns of unknown classes during the build.
     """
     for module in model.modules():
         if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):
