@@ -37,8 +37,8 @@ class StateRoutes:
         sends_transition: this rank's pieces whose transition is sent, by number, in sending order.
         states: moves of own states, a row for each state.
         transitions: moves of transitions, a row for each transition.
-        chains: for each document whose summaries this rank reads: its number, and a link for each piece. A link has the
-            numbers of the received rows with the piece's A and B.
+        chains: for each document whose summaries this rank reads: the document's number, and a link for each piece. A
+            link says in which received rows the piece's A and B lie.
     """
 
     sends_state: list[int]
@@ -88,10 +88,11 @@ class RecurrentRoutes:
         """Returns the routes of a micro-batch, one for each nano-batch.
 
         Args:
-            layouts: for each nano-batch, where documents lie.
+            layouts: for each nano-batch, the rows of documents that each rank has.
             rank: this rank's number in the layouts.
             halo_rows: number of rows that the convolution reads before each row.
-            device: a device, or an upload; tensors get their values when the upload is sent.
+            device: a device, or an upload, which copies several tensors at once. With an upload, tensors get their
+                values when the upload is sent.
         """
         with uploading(device) as upload:
             arrived, routes = 0, []
@@ -109,9 +110,10 @@ class RecurrentRoutes:
 
 
 def _of(route: PieceRoute, arrived: int, device: Destination) -> RecurrentRoutes:
-    """Returns the routes of one nano-batch; ``arrived`` counts the halo rows that arrived in this and earlier ones.
+    """Returns the routes of one nano-batch; ``arrived`` counts halo rows that arrive in this and earlier nano-batches.
 
-    Before a document's first row, the convolution reads a row of zeros, which has the index ``arrived``."""
+    Before a document's first row, the convolution reads a row of zeros. The planner marks this row with -1, and here it
+    gets the index ``arrived``."""
     picked = np.where(route.halo.picked < 0, arrived, route.halo.picked)
     opens = route.opens.tolist()
     return RecurrentRoutes(

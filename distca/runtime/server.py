@@ -3,8 +3,8 @@
 - task: a range of a document's queries, with all keys and values that they see.
 - buffer: the k,v rows that came to the server. A row that several tasks read is there once.
 - region: a contiguous copy of one task's k,v rows, for the kernel. Backward adds up the regions' gradients.
-- range (``SharedRows``): buffer rows from ``first`` on, which one or more tasks read. ``places`` has three numbers for
-  each task: first row within the range, first row in the regions, number of rows.
+- range (``SharedRows``): a run of buffer rows, which one or more tasks read; ``first`` is the first row. ``places`` has
+  three numbers for each task: first row, counted from ``first``; first row in the regions; number of rows.
 - ping, pong: the first and the second part of a micro-batch. Tasks of pong may read k,v rows that arrived in ping.
 
 Shape suffixes: T query rows of the tasks; U k,v rows of the buffer; V k,v rows that arrived in ping; S k,v rows of all
@@ -27,7 +27,9 @@ from distca.transport import Transport
 
 
 def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route: ServerRoute) -> torch.Tensor:
-    """Returns kv_S2GD, the regions of all tasks; ``kv_U2GD`` itself if it can serve as the regions."""
+    """Returns kv_S2GD, the regions of all tasks; ``kv_U2GD`` itself if it can serve as the regions.
+
+    ``route.repeats`` has the ranges of ``kv_U2GD``, and ``route.before`` those of ``before_V2GD``."""
     if not route.repeats:
         return kv_U2GD
     kv_S2GD = kv_U2GD.new_empty(route.region_rows, *kv_U2GD.shape[1:])
@@ -91,16 +93,16 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
 
 
 def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
-    """Returns pong's gradients of k,v rows that arrived in ping."""
+    """Returns the gradients that tasks of pong computed for k,v rows that arrived in ping."""
     return {each.first: _sum(dkv_S2GD, each) for each in route.before}
 
 
 def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
-    """Returns the sums in float32 of the gradients of a range's rows.
+    """Returns the gradients of a range's first rows, summed over tasks in float32.
 
-    The result ends before the rows that only the last of several tasks reads. Example: two tasks read rows [0, 4) and
-    [0, 7) of the range. The result has 4 rows."""
-    # The last task may begin behind the range's first row. Then zeros stand for its gradients of the first rows.
+    Example: two tasks read rows [0, 4) and [0, 7) of the range. The result has 4 rows, since only the last task reads
+    the others. A single task's rows are all in the result."""
+    # If the last task begins behind the range's first row, zeros take the place of its gradients before.
     *others, (offset, place, rows) = shared.places
     longest = max((offset + rows for offset, _, rows in others), default=rows)
     wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)
@@ -166,10 +168,11 @@ class AttentionPool:
         transport: moves rows between the ranks of the pool.
         kernel: computes attention on this rank.
         timeline: records the times of this rank's compute and transfers.
-        backward: "keep" if servers keep q, k and v until backward; "resend" if homes keep them and send them again.
-        offload: host memory for rows that homes keep with "resend", and for the inputs of recomputed layers; None
-            leaves them on the device.
-        homes: transport between the ranks with a model, for recurrent layers; None takes ``transport``.
+        backward: "keep" if servers keep q, k and v until backward; "resend" if homes keep these and send them again.
+        offload: host memory for rows that homes keep with "resend", and for the inputs of recomputed layers; with None
+            both stay on the device.
+        homes: transport between the ranks with a model, for recurrent layers (linear attention, SSM); None takes
+            ``transport``.
     """
 
     transport: Transport

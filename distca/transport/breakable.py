@@ -42,7 +42,7 @@ class BreakableTransport:
         goes_on: whether exchanges deliver zeros after a rank has gone (on homes), or raise an error (on servers).
 
     Attributes:
-        broken: whether an exchange has failed in this group, or there is no group.
+        broken: True if an exchange has failed in this group, and while there is no group.
     """
 
     def __init__(self, goes_on: bool) -> None:
@@ -66,7 +66,7 @@ class BreakableTransport:
                 give_up(group)
 
     def break_off(self) -> None:
-        """Makes exchanges fail that are under way. Any thread may call this."""
+        """Makes the exchanges that are under way fail. Any thread may call this."""
         with self._ending:
             self.broken = True
             if self._group is not None:
@@ -90,7 +90,7 @@ class BreakableTransport:
         return BreakableHandle(self, handle, parts)
 
     def failed(self, error: RuntimeError) -> None:
-        """Leaves the group, or raises the ``error`` of an exchange.
+        """Leaves the group after an exchange failed with ``error``.
 
         Raises:
             RuntimeError: the ``error``, if ``goes_on`` is False or the cause is not a rank that is gone.

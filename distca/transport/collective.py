@@ -43,8 +43,8 @@ class CollectiveTransport:
         """
         check_ranks(parts, self.ranks)
         if self._newest is not None:
-            # All ranks must start collectives in the same order, but they wait at different times. So the second hop of
-            # the previous exchange starts here at the latest.
+            # All ranks must start collectives in the same order, but they wait for exchanges at different times. So the
+            # second hop of the previous exchange starts here, unless it started before.
             self._newest.hand_on()
             self._newest = None
         hops = Hops.of(parts)
@@ -130,7 +130,7 @@ class CollectiveHandle:
         return [each.work for each in self._under_way if each.work is not None]
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Makes a gloo thread call ``ended`` after each collective of both hops."""
+        """Makes a thread of gloo call ``ended`` each time a collective of this exchange ends."""
         self._ended = ended
         for each in self._under_way:
             each.tell(ended)
@@ -162,8 +162,8 @@ def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
 def nccl_goes_first() -> None:
     """Gives NCCL's kernels a high stream priority; must be called before any process group is made.
 
-    With equal priority, a collective on one rank may wait seconds for attention of a long document. On other ranks the
-    collective's kernel would wait too, and take multiprocessors from attention. An environment variable
-    TORCH_NCCL_HIGH_PRIORITY that is set already stays.
+    With equal priority, a collective on one rank may wait seconds until attention of a long document ends. On other
+    ranks the collective's kernel has begun and waits for that rank, and takes multiprocessors from attention. If the
+    environment variable TORCH_NCCL_HIGH_PRIORITY is set already, it stays as it is.
     """
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

@@ -43,7 +43,9 @@ def sum_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor,
 ) -> None:
-    """Adds packed rows to destination rows: in float32, in the order of ``copies``, with one rounding at the end.
+    """Adds packed rows to destination rows, in the order of ``copies``, with one rounding at the end.
+
+    Sums are float32, or float64 for float64 rows.
 
     Example: packed rows 0 and 2 are added to destination row 5, and packed row 1 to row 9. Then destination_rows is
     [5, 9], copies is [0, 2, 1] and borders is [0, 2, 3]. The rounds are ([0, 1], [0, 1]) and ([2], [0]).

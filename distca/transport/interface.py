@@ -1,8 +1,8 @@
 """The interface of transports, which move rows of tensors between ranks.
 
 A *pool* is a group of ranks that compute attention for each other. One *exchange* moves rows of several tensors between
-all its ranks. Each tensor is a :class:`Part` of the exchange. A *hop* is one journey from rank to rank; rows for
-another node may take two. Implementations: ``collective.py`` (NCCL, gloo) and ``nvshmem/transport.py``.
+all ranks of the pool. Each tensor is a :class:`Part` of the exchange. A *hop* is one journey from rank to rank; rows
+for another node may take two. Implementations: ``collective.py`` (NCCL, gloo) and ``nvshmem/transport.py``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class Part:
 
     Attributes:
         source: [moves.source_rows or more, ...] contiguous tensor to send rows of. Callers must not write to it until
-            the exchange has ended. With ``moves.relay_before`` the exchange first adds other ranks' gradients to it.
+            the exchange has ended. With ``moves.relay_before`` the exchange itself first adds other ranks' gradients to
+            rows of ``source``.
         destination: [moves.destination_rows or more, ...] contiguous tensor to fill, with the trailing shape and dtype
-            of ``source``. Callers must not use it until the exchange has ended. With ``moves.reduction`` it must hold
-            zeros at first.
+            of ``source``. Callers must not use it until the exchange has ended. If received rows are added up
+            (``moves.reduction``), it must hold zeros at first.
         moves: the rows and ranks.
     """
 
@@ -59,12 +60,16 @@ class Hops:
 
     @property
     def first(self) -> tuple[Part, ...]:
-        """All parts of the first hop; those with a second hop come first."""
+        """The parts of the first hop: ``handed_on``, then ``others``."""
         return self.handed_on + self.others
 
     @staticmethod
     def of(parts: tuple[Part, ...]) -> Hops:
-        """Splits the parts of an exchange into hops."""
+        """Splits the parts of an exchange into hops.
+
+        A part with a relay becomes two. On the way there, the gateway sends rows of ``destination`` on to
+        ``destination`` of other ranks. On the way back, ranks send rows of ``source`` to ``source`` of the gateway.
+        """
         handed_on, others, second = [], [], []
         for part in parts:
             before, after = part.moves.relay_before, part.moves.relay_after
@@ -114,8 +119,8 @@ class Transport(Protocol):
     """Moves rows between the ranks of a pool.
 
     All ranks must launch the same exchanges in the same order, even if no row of a rank moves. On a GPU, a rank must
-    use one stream for all launches and waits, because torch's allocator reuses freed memory without waiting for other
-    streams.
+    use one stream for all launches and waits. torch's allocator hands freed memory out again without waiting for other
+    streams, so with two streams an exchange could read memory that was overwritten.
 
     Attributes:
         name: "nccl", "gloo" or "nvshmem", for logs.

@@ -47,8 +47,8 @@ most one entry, since NVSHMEM starts once per process."""
 _failed: list[str] = []
 """The reason why NVSHMEM did not start, if it did not. This process does not try again."""
 _ALONE_S = 3.0
-"""If NVSHMEM does not start on this rank, the rank waits this many seconds for the other ranks. If they have not come
-back from NVSHMEM by then, the rank raises an error."""
+"""If NVSHMEM does not start on this rank, the rank waits this many seconds until NVSHMEM has started or failed on all
+other ranks. After that the rank raises an error."""
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
@@ -121,7 +121,7 @@ def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transpor
 def why_not_nvshmem() -> str | None:
     """Returns the reason why this process cannot use NVSHMEM, or None."""
     if not torch.cuda.is_available():
-        return "it moves GPU memory, and torch finds no GPU here"
+        return "torch finds no GPU here"
     if cuda_ops.why_no_signals() is not None:
         return cuda_ops.why_no_signals()
     if importlib.util.find_spec("nvshmem") is None:

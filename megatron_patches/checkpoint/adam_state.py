@@ -17,6 +17,7 @@ _WHOLE = "master_param"
 
 
 def inner_adams(optimizer: Any) -> Iterator[Any]:
+    """Yields the Adams inside Megatron's optimizer, which may be a chain of optimizers."""
     if hasattr(optimizer, "chained_optimizers"):
         for part in optimizer.chained_optimizers:
             yield from inner_adams(part)
@@ -89,7 +90,7 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(top: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Returns the float32 numbers that :func:`split` split into ``top`` and ``rest``."""
+    """Undoes :func:`split`: returns float32 numbers from their bfloat16 numbers and remainders."""
     upper = top.detach().contiguous().view(torch.int16).to(torch.int32) - (rest < 0).to(torch.int32)
     return ((upper << 16) | (rest.to(torch.int32) & 0xFFFF)).view(torch.float32)
 

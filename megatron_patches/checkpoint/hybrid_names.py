@@ -53,7 +53,10 @@ def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
 
 
 def saved_as(symbol: str, parameter: str) -> tuple[str, ...]:
-    """Returns the checkpoint's keys for a recurrent layer's parameter. Each key has the parameter's next rows."""
+    """Returns the checkpoint's keys for a recurrent layer's parameter. Concatenated, their tensors are the parameter.
+
+    Example: ``mixer.conv1d_bias`` has the keys ``mixer.conv1d.bias.x``, ``mixer.conv1d.bias.B`` and
+    ``mixer.conv1d.bias.C``."""
     if parameter == _RECURRENT_LAYERS[symbol][0]:
         return (_NORM_KEYS[symbol],)
     key = parameter.replace("conv1d_", "conv1d.")

@@ -83,7 +83,7 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
         if missing:
             quantise_main_weights(model, distributed_parts(optimizer.optimizer))
         elif any(getattr(adam, "store_param_remainders", False) for adam in inner_adams(optimizer.optimizer)):
-            # Loading set this rank's range of the bfloat16 weights. The other ranks' ranges are gathered here.
+            # Loading set only this rank's range of the bfloat16 weights. Now the other ranks' ranges are gathered.
             model.start_param_sync(force_sync=True)
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
@@ -131,7 +131,7 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
         inner["param_groups"] = own["param_groups"]
         numbers = inner.setdefault("state", {})
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            # Megatron gives this number to every weight. A checkpoint of another Adam has none.
+            # Megatron reads every weight's number of steps here. A checkpoint of another Adam lacks this entry.
             numbers.setdefault("common_step", torch.tensor(float(step)))
         part.load_state_dict(state)
 
@@ -147,10 +147,10 @@ def _allocate_state(optimizer: Any) -> None:
 
 
 def _restore_step(optimizer: Any, step: int) -> None:
-    """Sets Adam's number of steps done, which :func:`_load_optimizer` does not.
+    """Sets Adam's number of steps done, after :func:`_load_optimizer`.
 
-    After Megatron 0.16.1 loaded torch's Adam, all weights share one tensor with that number. Each step would add 1 to
-    it for every weight.
+    Megatron 0.16.1 loads one tensor with that number for all weights of torch's Adam. Each step would add 1 to this
+    tensor once for every weight.
     """
     for adam in inner_adams(optimizer):
         set_step(adam, step)

@@ -1,7 +1,7 @@
 """Copies a checkpoint's tensors to host memory, so that training goes on while the copies are written to the disk.
 
-A GPU copies tensors on a separate stream while the next step runs. Only the optimizer's update changes weights, so it
-waits for the copies (:meth:`HostStaging.before_update`).
+A GPU copies tensors on a separate stream while the next step runs. Only the optimizer's update changes weights, so the
+update waits for the copies (:meth:`HostStaging.before_update`).
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class HostStaging:
         """Logs once, on rank 0; ``need`` and ``free`` are bytes of a node."""
         if dist.get_rank() == 0 and not self._warned:
             logger.warning(
-                "Training waits while checkpoints are written: copies need %.1f GiB of host memory on a node, and "
-                "%.1f GiB are free there.",
-                *(need / 2**30, free / 2**30),
+                "Training waits while checkpoints are written: copies need %.1f GiB of host memory on a node, and may "
+                "take %.1f GiB, %.0f%% of the free memory there.",
+                *(need / 2**30, _USABLE * free / 2**30, 100 * _USABLE),
             )
         self._warned = True
 

@@ -1,8 +1,8 @@
 """Lets torch and Megatron read checkpoints without running code in them.
 
 torch's reader uses ``pickle.load`` for the file ``.metadata``, which describes tensors, and ``weights_only=False`` for
-other objects. Both would run any function that a file names. Inside :func:`readable` neither is used, and all failures
-become one error with a short message.
+other objects. Both would run any function that a file names. Inside :func:`readable` neither is used. Errors of reading
+files become one error with a short message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class UnreadableError(Exception):
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Reads a checkpoint's small files, and compares ``.metadata`` with the files that it describes.
+    """Reads a checkpoint's small files: ``.metadata``, and if present common.pt and metadata.json.
+
+    The files that ``.metadata`` describes must be there and large enough; their tensors are not read.
 
     Raises:
         pickle.UnpicklingError: a file cannot be read, contains more than data, or does not fit ``.metadata``.
@@ -71,7 +73,7 @@ def readable() -> Iterator[None]:
         with only_data():
             yield
         return
-    # torch's CheckpointException is no Exception, and its text has hundreds of lines.
+    # torch's CheckpointException derives from BaseException. It holds every rank's error; the first one is enough.
     except CheckpointException as error:
         cause: BaseException = next(iter(error.failures.values()))[0]
     except (pickle.UnpicklingError, OSError, EOFError, CheckpointingException) as error:

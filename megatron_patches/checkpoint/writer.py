@@ -40,7 +40,9 @@ class TorchWriter:
         self._later: tuple[dict[str, Any], str | Path] | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Copies this rank's tensors to host memory, or writes them if there is too little. All ranks call it together.
+        """Copies this rank's tensors to host memory, or writes the tensors if any node has too little host memory.
+
+        All ranks call this method together.
 
         Args:
             sharded_state_dict: Megatron's descriptions of tensors and objects.

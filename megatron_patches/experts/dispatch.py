@@ -4,9 +4,9 @@ A layer's experts are divided over the expert-parallel ranks. A layer gets the r
 micro-batch, or a part of one. A router chose K experts for each row. The row travels once to each rank that has any of
 them. There it makes a *pair* with each of its experts, and the sum of these pairs' outputs travels back.
 
-The device counts rows, and the host needs the counts. If most rows choose an expert of a given rank, every row is sent
-to all ranks (``goes_everywhere``). Then the host reads the counts after rows have arrived. Otherwise the counts are the
-sizes of the all-to-all, and the host waits for them before rows are sent.
+The device counts rows, and the host needs the counts. With many experts for each row, a row goes to nearly all ranks.
+Then every row is sent to all ranks (``goes_everywhere``), and the host reads the counts after rows have arrived.
+Otherwise the counts are the sizes of the all-to-all, and the host waits for them before rows are sent.
 
 Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row, H hidden.
 S rows that this rank sends; a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs that
@@ -33,7 +33,7 @@ class _Pairs:
 
     Example: this rank has experts 2 and 3, and three rows arrive with experts (0, 2), (3, 2) and (1, 3). There are four
     pairs: rows 0 and 1 at expert 2, then rows 1 and 2 at expert 3. So ``row_P`` is 0, 1, 1, 2 and ``slot_P`` is
-    1, 3, 2, 5. ``pair_RK`` is (4, 0), (2, 1), (4, 3), in which 4 stands for no pair.
+    1, 3, 2, 5. ``pair_RK`` is (4, 0), (2, 1), (4, 3). Here 4, which is P, stands for no pair.
 
     Attributes:
         row_P: int64 index of each pair's row among the R rows.
@@ -58,9 +58,9 @@ class Dispatch:
         question: [G, E] counts, which are being copied to the host: how many rows from each rank go to each expert.
             With ``goes_NG`` there are G more columns: how many rows from each rank go to each rank.
         counts_GE: the first E columns of ``question``, on the device.
-        rows_G: number of rows in each rank's nano-batch; read without ``goes_NG``.
+        rows_G: number of rows in each rank's nano-batch; used if ``goes_NG`` is None.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
-        last_first: whether this rank computes its experts in reverse order, the order of their weights in memory.
+        last_first: whether this rank computes its experts in reverse order, because their weights lie so in memory.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Dispatch:
         here = self._experts_here
         own = slice(self._me * here, (self._me + 1) * here)
         rows, counts_E = self._question.read()[:, own].sum(0).tolist(), self._counts_GE[:, own].sum(0)
-        number = expert_RK.flatten() - own.start  # among this rank's experts
+        number = expert_RK.flatten() - own.start  # 0 is this rank's first expert
         is_own = (number >= 0) & (number < here)
         if self._last_first:
             rows, counts_E, number = rows[::-1], counts_E.flip(0), here - 1 - number
@@ -199,7 +199,7 @@ def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _places(goes_NG: torch.Tensor, sent: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [S] the rows to send, sorted by receiving rank, and [N, G] the places of each row in the first result.
+    """Returns [S] the rows to send, sorted by receiving rank, and [N, G] where each row is in the first result.
 
     Example: row 0 goes to ranks 0 and 1, row 1 to rank 1 and row 2 to rank 0. Rows 0 and 2 are sent to rank 0, rows 0
     and 1 to rank 1, so the first result is 0, 2, 0, 1. The second is (0, 2), (4, 3), (1, 4). Here 4, which is S, stands

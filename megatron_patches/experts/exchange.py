@@ -2,10 +2,10 @@
 
     launch rows → join rows → (experts) → launch outputs → join outputs
 
-A launch starts an all-to-all among expert-parallel ranks, and a join waits for it. In backward a join starts an
-all-to-all of gradients, and a launch waits for it. A *graph token*, a scalar that is never read, links a launch to its
-join in the graph. A micro-batch may be split into two *nano-batches*: one can be computed between launch and join of
-the other (``distca/runtime/ping_pong.py``).
+In forward, a launch starts an all-to-all among expert-parallel ranks, and the next join waits for its end. In backward,
+the join starts an all-to-all of gradients, and the launch waits for its end. A launch returns a *graph token* for the
+join: a scalar that is never read, but gives autograd an edge between the two. A micro-batch may be split into two
+*nano-batches*: one can be computed between launch and join of the other (``distca/runtime/ping_pong.py``).
 
 If backward computes experts again, forward frees the experts' input after use. Backward then sends the rows once more,
 together with the gradients of the experts' outputs.
@@ -34,7 +34,7 @@ class Exchange:
 
     Args:
         dispatch: the indices by which rows travel.
-        again: whether backward computes experts again, for which it sends rows again.
+        again: whether backward computes experts again. Then backward also sends the experts' input rows again.
     """
 
     def __init__(self, dispatch: Dispatch, again: bool = False) -> None:
@@ -47,8 +47,8 @@ class Exchange:
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
         """Starts to send rows and probabilities to the ranks of experts; returns the graph token for :meth:`join_rows`.
 
-        The numbers of the rows' experts are sent too. If backward computes the whole layer again, receivers have these
-        numbers already.
+        The numbers of the rows' experts are sent too, but only the first time: if backward computes the whole layer
+        again, receivers have them.
         """
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token
@@ -100,10 +100,10 @@ class Exchange:
         self._sent_again_NH = hidden_NH.detach() if self.again else None
 
     def remember(self, rows_PH: torch.Tensor) -> None:
-        """Remembers the experts' input, whose memory :meth:`free` frees."""
+        """Notes the memory of the experts' input, for :meth:`free` and :meth:`restore`."""
         if self.again:
-            # ``restore`` later writes the same numbers into this memory. Autograd would refuse a saved tensor that was
-            # written to, but it does not notice writes to ``.data``.
+            # ``restore`` later writes the same numbers into this memory. Autograd refuses saved tensors that were
+            # written to, but does not notice writes to ``.data``.
             self._freed = rows_PH.data, rows_PH.untyped_storage().nbytes()
 
     def free(self) -> None:

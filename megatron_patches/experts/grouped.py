@@ -1,7 +1,7 @@
 """Computes all experts of a rank at once, in place of the loop over experts in Megatron's SequentialMLP.
 
 A *pair* is a row and one of this rank's experts that the row goes to. A row that goes to two experts makes two pairs.
-One *grouped product* multiplies the rows of all pairs, each by the weight of its own expert.
+One *grouped product* multiplies each pair's row by the weight of the pair's expert, for all pairs at once.
 
 Shape suffixes: P pairs, sorted by expert; H hidden; F columns of an expert's first product.
 """
@@ -27,7 +27,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """Returns [P, H] the output of each pair's expert, times the pair's probability.
 
-    Megatron's loop runs where a grouped product would leave something out, for example a linear layer's hook.
+    Megatron's loop runs instead if an expert does more than two products, biases and an activation, such as a hook.
     ``groups`` has the number of pairs of each expert, and whether experts come in reverse order.
     """
     pairs = _linears(experts)
@@ -64,7 +64,7 @@ def _linears(experts: SequentialMLP) -> list[tuple[Any, Any]]:
 
 
 def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether a grouped product leaves out nothing that the modules do."""
+    """Whether a grouped product does all that the modules do."""
     bare = all(map(_is_bare, (linear for pair in pairs for linear in pair)))
     return bare and not experts.config.activation_func_fp8_input_store
 

@@ -34,7 +34,9 @@ class BalancedRouter(TopKRouter):
     """Megatron's router for the rows of a nano-batch, with balancing losses over the whole micro-batch."""
 
     def _apply(self, function: Any, recurse: bool = True) -> BalancedRouter:
-        """Casts the module, but not its float32 buffers: some count rows, and bfloat16 cannot hold 257."""
+        """Casts or moves the module, but keeps float32 buffers in float32.
+
+        Some of them count rows, and bfloat16 has no number between 256 and 258."""
         buffers = {name: each for name, each in self.named_buffers(recurse=False) if each.dtype == torch.float32}
         super()._apply(function, recurse)
         for name, before in buffers.items():
@@ -74,7 +76,8 @@ class BalancedRouter(TopKRouter):
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores, scores).sum(-1)
             nano_batch.balance.count(self.layer_number, nano_batch, best, chosen, entropy)
-            # If backward computes the router again, only that second run is with gradients. So rows are added once.
+            # If backward computes the router again, gradients are enabled in the second run only. So rows are added
+            # once.
             if graded and self.enable_expert_bias:
                 self.local_tokens_per_expert += (chosen & nano_batch.real_N[:, None]).sum(0)
         if graded and (coefficient(config, "aux_loss") or coefficient(config, "seq_aux_loss")):
@@ -86,7 +89,8 @@ class NanoBatchExperts(MoELayer):
     """Megatron's layer with experts, whose forward sends rows by :class:`Exchange`."""
 
     def forward(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """Returns [rows, 1, hidden] each row's sum over its experts and the shared expert, and None for the bias."""
+        """Returns [rows, 1, hidden] each row's sum over its experts and the shared expert; and None, as no bias is left
+        to add."""
         return last_of(self.parts(hidden, nano_batch)), None
 
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
@@ -121,7 +125,7 @@ class NanoBatchExperts(MoELayer):
             return Dispatch.of(chosen[0], self.router.topk, self.ep_group, rows_G, last_first)
 
         dispatch = nano_batch.balance.dispatch(self.layer_number, nano_batch, make)
-        chosen.clear()  # with ``again`` autograd keeps ``route`` until backward, and would keep the tensor too
+        chosen.clear()  # with ``again`` autograd keeps ``route``, and so this list, until backward
         return probs, dispatch
 
 
@@ -165,9 +169,9 @@ def take_nano_batches(model: torch.nn.Module) -> list[int]:
         layer.__class__ = NanoBatchExperts
         layer.router.__class__ = BalancedRouter
         for parameter in layer.experts.parameters():
-            # With allreduce False, DDP adds up gradients over all ranks that hold the same experts. These include
-            # tensor-parallel ranks, which have different rows here. Megatron-Core 0.16.1 sets allreduce False only with
-            # several expert-parallel ranks.
+            # With allreduce False, DDP adds up gradients over all ranks that hold the same experts. Tensor-parallel
+            # ranks are among these, which is needed because here they have different rows. Megatron-Core 0.16.1 sets
+            # allreduce False only with several expert-parallel ranks.
             parameter.allreduce = False
             # With sequence_parallel True, Megatron would add up gradients over tensor-parallel ranks once more. This
             # would count rows twice, or mix gradients of different experts.

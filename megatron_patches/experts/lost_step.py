@@ -2,7 +2,8 @@
 
 Some ranks may have no part of the model and only compute attention for others. If such a rank is lost during a step,
 the step runs to its end on wrong numbers, and is repeated. The second run sets gradients to zero first. Routers have
-other numbers that a step changes: biases of experts, and counts of rows. Copies of these are put back here.
+other numbers that a step changes: biases of experts, and counts of rows. Here these get their values from before the
+step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron_patches.experts.layer import BalancedRouter
 
 
 def remember(model: LanguageModule) -> Callable[[], None]:
-    """Copies the routers' buffers, and keeps the counts of rows for the log; returns a function that puts both back.
+    """Copies the routers' buffers and notes the log's counts of rows; returns a function that puts both back.
 
     The model must be attached to ``distca.CAD``.
     """

@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 class DrawnExperts(SequentialMLP):
     """Megatron's SequentialMLP (one MLP for each expert) with other initial weights on the CPU.
 
-    There Megatron draws equal experts on every expert-parallel rank. Here each rank draws the experts of all ranks in
-    turn and keeps its own. So a single rank with all experts would draw the same weights.
+    On the CPU, Megatron draws equal experts on every expert-parallel rank. Here each rank draws the experts of all
+    ranks in turn and keeps its own. So a single rank with all experts would draw the same weights.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, **options: Any) -> None:

@@ -11,7 +11,8 @@ from megatron_patches.experts.spec import has_experts
 
 
 def mlp_weights(config: TransformerConfig) -> int:
-    """Returns the number of weights that multiply a row in a layer's MLP or experts, as a mean over layers."""
+    """Returns the number of weights that multiply a row in a layer's MLP or experts: the mean over layers, rounded
+    down."""
     mixtures = has_experts(config)
     experts = sum(mixtures) * expert_weights(config)
     return (experts + mixtures.count(False) * weights_of_mlp(config)) // len(mixtures)
@@ -37,5 +38,5 @@ def expert_weights(config: TransformerConfig) -> int:
 
 
 def _products(config: TransformerConfig) -> int:
-    """Returns an MLP's number of weights for each element of its inner activation."""
+    """Returns the number of an MLP's weights divided by its inner width; 3 x hidden with a gate, else 2 x hidden."""
     return (2 + config.gated_linear_unit) * config.hidden_size

@@ -31,7 +31,7 @@ class Put:
         ranges: [N, 3] int64 on the host. Each line is a range of rows: first source row, first row at the
             peer, number of rows. At the peer, the ranges follow each other without gaps.
         rows: int64 on the device, the source rows of all ranges in order.
-        begin: byte of the peer's receive buffer from which rows at the peer are counted.
+        begin: byte of the peer's receive buffer where row 0 at the peer lies.
     """
 
     source: torch.Tensor
@@ -81,7 +81,8 @@ class Fabric(Protocol):
 
         Args:
             parts: the tensors of an exchange.
-            behind: the exchange's token from :meth:`put`; copies may wait for its writes. None if no rows were put.
+            behind: the exchange's token from :meth:`put`; copies may wait until its writes end. None if no rows were
+                put.
 
         Returns:
             A token for the end of the copies; None if the current stream copies.
@@ -103,7 +104,7 @@ class Fabric(Protocol):
         ...
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Calls ``work``, which queues torch operations on the current stream. A test double may delay the call."""
+        """Calls ``work``, which queues torch operations on the current stream. A test double may call it later."""
         ...
 
     def consumed(self, number: int) -> None:

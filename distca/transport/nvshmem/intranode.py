@@ -42,7 +42,7 @@ class CopyPolicy:
     Attributes:
         push_below_bytes: a kernel writes the rows for a peer if they have fewer bytes in all.
         push_below_bytes_per_range: a kernel also writes them if their contiguous ranges have fewer bytes on average.
-        push_blocks: the largest number of the kernel's thread blocks.
+        push_blocks: the largest number of the kernel's thread blocks. 32, 64 and 96 were measured.
         signal_after_bytes: bytes of copies after which the stream signals to the peers.
         keep_from_bytes: a kernel copies rows that stay on the rank if they have fewer bytes in all.
         keep_from_bytes_per_range: a kernel also copies them if their contiguous ranges have fewer bytes on average.

@@ -6,12 +6,13 @@
 - part: the rows of one tensor in an exchange.
 - consumed: a receiver has copied the rows of an exchange out of its buffer.
 
-Places follow each other in the buffer and begin again at byte 0. Senders wait until the receiver has consumed the
-exchanges that lay in the new place. Example: a buffer of 1 MiB and exchanges of 384 KiB. Exchange 1 begins at byte 0,
+Places follow each other in the buffer and begin again at byte 0. Senders wait until the receiver has consumed earlier
+exchanges in the same bytes. Example: a buffer of 1 MiB and exchanges of 384 KiB. Exchange 1 begins at byte 0,
 exchange 2 at 384 KiB, and exchange 3 at byte 0 again. Senders of exchange 3 wait until exchange 1 is consumed.
 
-A rank may launch an exchange before it has consumed the previous one. If the places of the two overlapped, all ranks
-would wait forever. Such an exchange gets no place, and ``transport.py`` uses another transport or raises an error.
+A rank may launch an exchange before it has consumed the previous one. If the places of the two overlapped, the new rows
+could not be written before the previous ones are consumed. A rank that waits for the new rows first would wait forever.
+So such an exchange gets no place, and ``transport.py`` uses another transport or raises an error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class RingPlace:
 
     Attributes:
         number: number of the exchange. An exchange in two hops (to a rank, and on to other ranks) takes two numbers;
-            this is the second.
+            ``number`` is the second.
         begin: first byte in the receive buffer, a multiple of 256.
         offsets: first byte of each part, counted from ``begin``; multiples of 256.
         reuses: receivers must have consumed all exchanges up to this number before rows are written; 0 for no wait.
@@ -106,12 +107,15 @@ class ReceiveRing:
     def _next_place(self, size: int) -> tuple[int, int]:
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._in_use if a < begin + size and begin < b)
-        # Exchanges up to self._reused are no longer in self._in_use. But a sender waited only for the receivers of its
-        # rows to consume them. The next exchange may have other receivers, so the result never becomes smaller.
+        # Exchanges up to self._reused are no longer in self._in_use, but a sender waited for the receivers of its own
+        # rows only. The next exchange may have other receivers, which have yet to be waited for. So the result is at
+        # least self._reused.
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:
-        """Whether the place lies inside the buffer and does not overlap the newest exchange's place."""
+        """Whether the place lies inside the buffer and does not overlap the newest exchange's place.
+
+        ``reuses`` is the newest exchange whose place would be overlapped."""
         return size <= self.capacity and (reuses < self._number or not self._number)
 
     def consumed(self, number: int) -> int:
@@ -122,8 +126,8 @@ class ReceiveRing:
         return min(self._not_consumed, default=self._number + 1) - 1
 
     def _too_small(self, size: int) -> str:
-        # With before + 2 * size bytes, the exchange fits in front of the newest exchange's place or behind it. The rest
-        # is a reserve.
+        # ``before`` is the size of the newest exchange's place. With before + 2 * size bytes, the exchange fits in
+        # front of this place or behind it. The message asks for more, for later exchanges.
         before = sum(end - begin for number, begin, end in self._in_use if number == self._number)
         needed = before + 3 * max(size, before)
         beside = f" beside the exchange before it, of {before / _GIB:.3g} GiB" if before else ""

@@ -5,10 +5,10 @@
 - ring (receive_ring.py): gives each exchange a place in the receive buffers, the same on all ranks.
 - fabric (interface.py): writes rows and signals.
 - arrived: the rows of an exchange lie in the receive buffer.
-- consumed: a receiver has copied the rows to their destinations. Senders may then write to the place again.
+- consumed: a receiver has copied the rows to their destinations. Other rows may then be written to the same place.
 
 Rows for another node may take two *hops*: to one rank of that node, and from there to other ranks of the node. A side
-stream runs the second hop. Each hop has a number of its own.
+stream runs the second hop. An exchange with two hops has two numbers, one for each hop.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class OneSidedTransport:
             self._note_fallback(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
         two, last = bool(hops.second), len(hops.first)
+        # With two hops, ``place.number`` is the number of the second.
         place = self._ring.place(sizes, hops=1 + two)
         begins = [place.begin + offset for offset in place.offsets]
         first = Landing(place.number - two, place.reuses, hops.first, begins[:last])
@@ -157,15 +158,15 @@ class OneSidedTransport:
         """Makes the current stream wait for an exchange, copy its rows to their destinations and free its place.
 
         Args:
-            landings: hops whose rows are still to be copied.
+            landings: the hops whose rows this call copies; the side stream copies rows that are sent on.
             tokens: tokens of this rank's writes.
             beside: token of the second hop's side stream; None without a second hop.
             kept: token of copies that stay on this rank; None for no wait.
         """
         if beside is not None:
             self._fabric.join(beside)
-        # If received rows are added to kept rows, kept rows must be copied before. Else the wait for these copies comes
-        # last.
+        # If received rows are added to kept rows, the kept rows must be copied first. Otherwise nothing depends on the
+        # copies of kept rows, so the wait for them comes last.
         adds = any(part.moves.reduction is not None for landing in landings for part in landing.parts)
         for landing in landings:
             self._fabric.arrived(landing.number, landing.senders)
@@ -204,7 +205,7 @@ class OneSidedHandle:
 
 @dataclass
 class FallbackHandle:
-    """An exchange that the fallback transport runs. The exchange still has a number in the ring."""
+    """An exchange that the fallback transport runs. The ring numbers it too, as "consumed" means all lower numbers."""
 
     _transport: OneSidedTransport
     _number: int
