@@ -58,8 +58,8 @@ class PlanOptions:
 
     Raises:
         PlanError: an option is out of its range. Several stages need ``resend``, or have unequal numbers of layers.
-            ``cost``, ``costs`` or ``non_attention`` are for another number of servers, kinds or homes. A layer's kind
-            is unknown.
+            ``cost``, ``costs`` or ``non_attention`` are for another number of servers, kinds or homes. There are no
+            kinds, or a layer's kind is unknown.
     """
 
     ranks: int

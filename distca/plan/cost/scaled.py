@@ -35,7 +35,9 @@ class ScaledCost(CostModel):
             object.__setattr__(self, name, getattr(self.measured, name))
         for factor in (self.forward_factor, self.backward_factor):
             if not 0 < factor < math.inf:
-                raise PlanError(f"A server is {factor:g} times as slow as another; the factor must be above 0.")
+                raise PlanError(
+                    f"A server is {factor:g} times as slow as another; this must be a finite number above 0."
+                )
 
     @property
     def window(self) -> int:

@@ -297,6 +297,7 @@ def _cells(corners: np.ndarray) -> np.ndarray:
     """Returns [4, K, C] terms of each cell's factor (:meth:`TableCost.per_direction`).
 
     ``corners`` [K, q lines, kv lines] are the factors at the cells' corners."""
+    # The corner "right" is on the cell's next k,v line, and "above" on its next q line.
     low, right = corners[:, :-1, :-1], corners[:, :-1, 1:]
     above, corner = corners[:, 1:, :-1], corners[:, 1:, 1:]
     return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(corners), -1)

@@ -77,7 +77,8 @@ def with_travel(
         has_rows: [R] bool, whether a server has rows of its own.
         bytes_per_s: [R] bytes per second that a server can receive while it sends as many.
         resend: whether homes send q, k and v again in backward.
-        sinks: whether heads have *sinks*, learned scores in the softmax. One more number per head then travels.
+        sinks: whether heads have *sinks*, learned scores in the softmax. One more number for each query row and head
+            then travels.
     """
     # ways: the bytes of a query row and of a key/value row, in forward and in backward. made: the index of the new
     # table for each old table and speed.

@@ -31,8 +31,8 @@ _SAME_SIZE = 1.5
 """Items are dealt in groups of similar length. The longest item of a group has less than this many times the tokens of
 the shortest. Bins are sorted once for each group, which saves time."""
 OVERFULL = 0.012
-"""A bin may exceed the work that it should get by this part of a rank's mean work, if an item then stays whole. Beyond
-this limit the item is cut, unless a share would be below ``LEAST_SHARE``."""
+"""A bin may exceed the work that it should get by this part of that work, if an item then stays whole. Beyond this
+limit the item is cut, unless a share would be below ``LEAST_SHARE``."""
 _OVERFULL_WITH_KEYS = 0.09
 """This limit replaces ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if ``few_keys`` of
 :func:`deal_to_bins` is set. With a smaller limit, one more rank would read all keys of the document for little work."""

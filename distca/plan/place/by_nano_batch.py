@@ -191,6 +191,7 @@ def _deal(
     rank = np.array(rank_of, np.int64)
     dealt = rank >= 0
     rest = _take(ranges, ~dealt)
+    # Many ranges are left in turns, so that the filler of each rank has long and short ranges.
     order = in_turns(len(rest.stop), len(tokens_left)) if many else order_by(rest.document, rest.start)
     return _take(ranges, dealt), rank[dealt], _take(rest, order)
 

@@ -93,12 +93,12 @@ def cut_whole(
         length: [D] tokens.
         dealt: the documents on ranks.
         budgets: of ping and of pong, [R] tokens each.
-        cut: [D] rows of each document in ping; given for documents in shares, and written here for the others.
+        cut: [D] rows of each document in ping; given for documents on several ranks, and written here for the others.
         whole: [S] bool, the shares that are whole documents.
         work: gives the work of query ranges.
     """
-    # For each nano-batch: "room" is the [R] tokens that documents in shares leave. "more" is the [R] work of these
-    # documents, plus the work of filler in all of the room.
+    # For each nano-batch: "room" is the [R] tokens that documents on several ranks leave. "more" is the [R] work of
+    # these documents, plus the work of filler in all of the room.
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
     parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
     room, more = [], []
@@ -119,7 +119,7 @@ def cut_whole(
     square, slope = _growth(own, dealt.work[document], work)
     documents = _Documents(owner, own, square, slope - rate, square / own**2)
     columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
-    # If shares exceed a rank's budget, the room is 0. ``home_rows.py`` moves the excess later.
+    # If these documents exceed a rank's budget, the room is 0. ``home_rows.py`` moves the excess later.
     room = [np.maximum(each, 0.0) for each in room]
     spaces, level = [each.tolist() for each in room], dealt.split.ping
     for _ in range(_LEVELLINGS):

@@ -160,7 +160,7 @@ def _place_nano_batches(
         if cost is None or not bounds[-1]:
             placed.append(_cut_at_ranks(stream, bounds))
             continue
-        # Pong is placed backwards, so that the rank with most keys in ping has fewest in pong.
+        # Pong is placed backwards, so that the rank that reads most keys in ping does not read most keys in pong too.
         found, rank = spread(stream, np.diff(bounds), cost, backwards=len(placed) == 1)
         goes_on = np.zeros(len(length), bool)
         goes_on[stream.document] = stream.stop < length[stream.document]
@@ -272,18 +272,19 @@ def _dealt_at_home(
 ) -> list[tuple[Shards, np.ndarray]]:
     """Deals each rank's whole documents to the nano-batches. Pieces of cut documents go to the last nano-batch.
 
+    A *whole* document is on one rank, and a *cut* document has pieces on several ranks.
+
     Unless dealing is "in_order", a rank's longest document goes to the nano-batch that has less work so far.
     ``rank_of`` [D] is the rank of each whole document, and -1 for cut documents. ``rest`` has the N pieces of cut
     documents, and ``rank_of_rest`` [N] their ranks."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
-    ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far
+    ahead = 0.0  # query-key pairs of ping minus those of pong, on the ranks dealt so far
     for rank in range(ranks):
         mine, pieces = np.flatnonzero(rank_of == rank), np.flatnonzero(rank_of_rest == rank)
         if nano_batches == 2 and dealing != "in_order":
             mine = dealt_evenly(length, mine, ping_first=ahead <= 0)
-        # Ping gets half of the rank's tokens, but only whole documents' tokens. All pieces of cut documents are in
-        # pong.
+        # Ping gets about half of the rank's tokens, from the rank's whole documents.
         tokens, more = int(length[mine].sum()), int((rest.stop - rest.start)[pieces].sum())
         cut = without_short_tail(length, mine, min(-(-(tokens + more) // 2), tokens)) // align * align
         streams = streams_of(length, mine, nano_batches, cut)
