@@ -14,7 +14,7 @@ In layers without a window, k,v rows travel once to each node, to a server calle
 *relay*, brings the rows to other servers of the node (``network.py``).
 
 A micro-batch is computed in one or two parts, the *nano-batches*. Each nano-batch has a plan. In the second nano-batch
-a server may use its buffer of the first.
+a server may also read k,v rows in the buffer that it filled in the first.
 
 Array legend: T tasks, L contexts, R ranks.
 """
@@ -181,7 +181,7 @@ def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segm
     from the previous nano-batch. ``peer`` is the server of each copy. ``kv_offset`` and ``bounds`` are those of
     :class:`Routes`."""
     # A region consists of "kept" rows from the previous nano-batch, and then of rows from the server's buffer. A task's
-    # copy is joined to the copy before it if the task is alone in its context and has no kept rows.
+    # copy is joined to the previous task's copy if the task is the only one of its context and has no kept rows.
     tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task
     is_last = np.append(context[1:] != context[:-1], True)[: len(tasks)]  # in the task's context
     kept = contexts.begin - contexts.first

@@ -154,7 +154,7 @@ class StepBalance:
         before_by_kind: [K, P, R] each kind's part of the attention seconds without balancing
             (:meth:`StepPlan.seconds_before`).
         after_by_kind: [K, P, R] each kind's part of the attention seconds as planned.
-        other_seconds: [P, R] seconds of linear layers; 0 if plans balance attention alone.
+        other_seconds: [P, R] seconds of linear layers; 0 if plans balance only attention.
         bytes_moved: bytes that travel in the whole step for one layer of every stage.
     """
 

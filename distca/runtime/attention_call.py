@@ -102,14 +102,14 @@ class AttentionCall(LayerCall):
         """Waits for this home's o and applies sinks; returns o_NHD, zero in padding rows."""
         return _Leave.apply(graph_token, sink_H, self)
 
-    # A pipeline stage without a micro-batch serves backward of other stages. It has no autograd nodes, so
-    # ``idle_stage.py`` calls the next four methods.
+    # Ranks of a pipeline stage without a micro-batch serve backward of other stages. These ranks have no autograd
+    # nodes, so ``idle_stage.py`` calls the next four methods.
 
     @classmethod
     def for_backward(
         cls, pool: AttentionPool, routes: NanoRoutes, layer: int, nano: int, home: HomeRows
     ) -> AttentionCall:
-        """Returns a call for backward alone, with resend; the tensors of ``home`` have 0 rows."""
+        """Returns a call that only runs backward, with resend; the tensors of ``home`` have 0 rows."""
         call = cls(pool, routes, layer, nano)
         assert isinstance(call._kept, Resend)
         call._kept.home = home
@@ -153,7 +153,8 @@ class AttentionCall(LayerCall):
         self._kept.served(rows)
 
     def _kv_of_before(self) -> torch.Tensor | None:
-        """Returns the k,v rows that this server kept in ping, or None if pong does not read them here."""
+        """Returns the k,v rows that this server kept in ping, or None if the server's tasks in pong read none of
+        them."""
         return None if self._before is None else self._before._kept.kv_on_server
 
     def _launch_o(self) -> None:

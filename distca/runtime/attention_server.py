@@ -64,8 +64,9 @@ class PoolTerms:
     Attributes:
         options: the planner's options.
         spec: core attention on a home: heads, dtype, device, and kinds (such as window and scale) of the layers.
-        backward: "keep" if servers keep q, k and v until backward; "resend" if homes send them again.
-        layers: the numbers of a stage's layers with attention, which the timeline shows; empty if all layers have it.
+        backward: "keep" if servers keep q, k and v until backward; "resend" if homes send these rows again.
+        layers: the numbers of a stage's layers with attention, which the timeline shows; empty if all layers
+            have attention.
     """
 
     options: PlanOptions
@@ -85,7 +86,7 @@ class Comer:
         gpu: name of the server's GPU model, or "cpu"; homes plan with the seconds that were measured on this model.
         process: identity of the process; new after a restart.
         kernel: name of the attention kernel that the server has chosen; empty before.
-        gpu_id: identity of the GPU; servers on the same GPU have the same one. Empty without a GPU.
+        gpu_id: identity of the GPU; servers on the same GPU have the same ``gpu_id``. Empty without a GPU.
     """
 
     number: int
@@ -218,7 +219,7 @@ def check_device(homes: str, own: str, number: int) -> None:
     """Checks that homes and this server both compute on GPUs, or both on CPUs: process groups need equal devices.
 
     Raises:
-        SupportError: they do not.
+        SupportError: homes compute on GPUs and this server on a CPU, or the reverse.
     """
     if homes != own:
         raise SupportError(

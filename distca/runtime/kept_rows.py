@@ -103,7 +103,7 @@ class Keep:
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """kv_U2GD of this server. Pong's call reads it in ping's object."""
+        """kv_U2GD of this server. The call of pong reads this property of ping's object."""
         assert self._server is not None
         return self._server.kv
 

@@ -103,8 +103,8 @@ def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, 
 
     The piece "reader" needs the row at "position", which the piece "source" of the same document has. Example: width is
     3 and a piece starts at position 5. The piece needs the positions 2, 3 and 4, in the slots 0, 1 and 2."""
-    # [first, start): the positions that each reading piece needs. Pieces that have some of them are found, and each row
-    # becomes one element of the result.
+    # [first, start): the positions that each reading piece needs. Pieces that have some of these positions are found,
+    # and each position becomes one element of the result.
     shards = pieces.shards
     readers = np.flatnonzero(~pieces.opens)
     start = shards.start[readers]

@@ -64,8 +64,8 @@ _MORE_OVERHEAD = 1.0
 """The time that a cut may add in the last tries, as a part of the time of the range that moves. So short ranges may
 move, although their cuts add much time."""
 _LEAST_SLACK = 0.0003
-"""A limit is tried only if it exceeds the least possible one (:func:`_least_imbalance`) by at least this part of the
-mean load. Closer limits take very many moves."""
+"""How far a limit must be above the least possible one (:func:`_least_imbalance`) to be tried, as a part of the mean
+load. Closer limits take very many moves. The last limit is tried in any case."""
 
 
 def training_tolerance(servers: int) -> float:
@@ -161,8 +161,8 @@ class _Search:
         plan.
 
         First a few rising limits are tried, then all limits with costlier cuts. Limits below ``least``
-        (:func:`_least_imbalance`) are left out. While the best plan exceeds the tolerance, limits that this plan
-        already keeps are left out too."""
+        (:func:`_least_imbalance`) are left out, except the last one. While the best plan exceeds the tolerance, limits
+        that this plan already keeps are left out too."""
         more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf

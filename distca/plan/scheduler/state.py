@@ -26,10 +26,10 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _MOST_KEPT = 1.5
-"""A server that would read more than this many times the mean server's k,v rows gets work only if other servers do not
-suffice. This limits memory. The mean is taken before any work moves."""
+"""Limits memory: how many k,v rows a server should read, as a multiple of the mean per server before any work moves. A
+server that would read more gets work only if other servers do not suffice."""
 _FEW_KEPT = 6
-"""Any server may read as many k,v rows as the mean server has query rows, times this."""
+"""Any server may read this many times the mean number of query rows per server."""
 
 
 class Pieces(NamedTuple):

@@ -46,8 +46,8 @@ class TargetLoad:
     """The attention that each server should get.
 
     Args:
-        servers: R.
-        other_seconds: seconds of other work on each server, [R], or [K, R] by direction. None if all servers have
+        servers: number of servers, R.
+        other_seconds: seconds of other work on each server, [R], or [K, R] for each direction. None if all servers have
             equally much.
         slowness: [K, R] seconds that a server takes for a second of work; None if servers are equally fast.
         mean: [K] attention per server before anything is cut; needed if servers are not equally fast, or for two
