@@ -5,7 +5,7 @@ A *row* is one token's q, or its k and v. The *home* of a row is the rank that c
 *nano-batch* is a whole micro-batch, or one of its two parts.
 
 In each nano-batch, q goes from homes to servers in one exchange, and k and v in another exchange. Between nodes, k and
-v may first go to one server of a node, the *gateway*. A third exchange then brings them to other servers of the
+v may first go to one server of a node, the *gateway*. A third exchange then brings k and v to other servers of the
 gateway's node. o, dQ, dK and dV return by the same exchanges, with source and destination swapped.
 
 An exchange is a list of *segments*. A segment copies consecutive rows of the sender's tensor to consecutive rows of the

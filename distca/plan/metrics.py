@@ -130,7 +130,7 @@ def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     A server copies rows if its tasks share rows, or need rows from the previous nano-batch; else the server copies 0
     rows."""
     # "kept" is the rows in the buffer. A kernel reads a region of k,v rows for each task. If the regions of all tasks
-    # have more rows than the buffer, they are copies.
+    # have more rows than the buffer, the regions are copies.
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
     kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
     regions = np.bincount(tasks.server, plan.region_rows, ranks).astype(np.int64)

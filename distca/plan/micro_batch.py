@@ -71,7 +71,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Layouts and plans of one micro-batch's nano-batches, and figures about them.
+    """Layouts and plans of one micro-batch's nano-batches, and figures about these plans.
 
     Seconds and bytes are those of one layer, as the mean over all layers. Array legend: D documents, R ranks.
 
@@ -121,8 +121,9 @@ class MicroBatchPlan:
         return [nano for nanos in self.by_kind for nano in nanos]
 
     def of_kind(self, number: int) -> MicroBatchPlan:
-        """Returns the same micro-batch for a model with layers of one kind; ``number`` is an index of
-        :attr:`by_kind`."""
+        """Returns the plan of this micro-batch for a model whose layers are all of one kind.
+
+        ``number`` is the index of this kind in :attr:`by_kind`."""
         return MicroBatchPlan(self.step.of_combination(number), self.planning_ms)
 
     @property

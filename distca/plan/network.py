@@ -5,9 +5,9 @@ A *row* is one token's q, or its k and v. The *home* of a row is the rank that c
 is a range of a document's rows on one home.
 
 Query rows come straight from home. Keys and values cross the network once to each node, to a server called the
-*gateway*. The gateway sends them on to other servers of its node. Example: home 0 on node A has a shard of rows [0,
-10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8 gets 10 rows from home 0, and
-server 9 gets 6 rows from server 8.
+*gateway*. The gateway sends keys and values on to other servers of its node. Example: home 0 on node A has a shard of
+rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8 gets 10 rows from
+home 0, and server 9 gets 6 rows from server 8.
 
 The gateway is the node's server that reads most rows of the shard. All servers read a shard from its first row on, so
 the gateway has all rows that the others need. With a window, servers may begin at a later row. Then k,v rows come

@@ -37,7 +37,7 @@ class PlanOptions:
         servers: number of servers without a model; they are numbered after all other ranks.
         cost: seconds per task.
         stages: pipeline stages.
-        nano_batches: 1, or 2 if a micro-batch is computed in two parts. The transfers of one part then run beside the
+        nano_batches: 1, or 2 if a micro-batch is computed in two parts. The transfers of one part then run during the
             computation of the other.
         align: the rows of a nano-batch on a rank are a multiple of this, except on the last rank. ``align`` must be a
             multiple of ``shares``.

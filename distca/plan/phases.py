@@ -133,8 +133,8 @@ def _of_combination(
             plans.append(home)
             continue
         # full [R] bool: whether a rank is in a stage without a window, or a server without a model. All other ranks are
-        # in stages with a window. They compute their own tasks ("rest"), and the seconds of these tasks are in
-        # "beside". So the scheduler gives them fewer further tasks.
+        # in stages with a window. They compute their own tasks ("rest"). The seconds of these tasks and of linear
+        # layers are "beside". So the scheduler gives these ranks fewer further tasks.
         full = np.repeat([not window for window in windows], options.ranks)
         full = np.append(full, np.ones(options.servers, bool))
         rest = home.tasks.take(~full[home.tasks.server])

@@ -92,8 +92,8 @@ class PoolCost(CostModel):
         Their slowness is 2/3 and 2, and the work of all tasks is 1.5 seconds.
         """
         # seconds [C, K]: all tasks by each table. ratio [C, K]: seconds over the first table's seconds. speeds [R, K]:
-        # each server's speed, where the first table has speed 1. of_table [C, K]: the slowness of each table. both
-        # [C, 2]: the factors from a table's seconds to work, in forward and in backward. If K is 1, they are equal.
+        # each server's speed, where the first table has speed 1. of_table [C, K]: the slowness of each table. both [C,
+        # 2]: the factors from a table's seconds to work, in forward and in backward. If K is 1, both factors are equal.
         seconds = np.stack([table.per_direction(direction, q_rows, kv_rows).sum(axis=1) for table in self.tables])
         ratio = np.divide(seconds, seconds[:1], out=np.ones_like(seconds), where=seconds[:1] > 0)
         speeds = 1.0 / ratio[self._table]

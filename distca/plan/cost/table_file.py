@@ -1,7 +1,7 @@
 """Reads and writes cost tables, which are JSON files, and finds the table for a GPU, kernel and heads.
 
 A *cost table* has measured seconds of attention tasks (table.py). :func:`find_table` looks in the folder ``tables``
-beside this file. `distca profile` measures more tables. A user can put them into this folder, or name one in the
+next to this file. `distca profile` measures more tables. A user can put them into this folder, or name one in the
 settings (:func:`open_table`).
 """
 

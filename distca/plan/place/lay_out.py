@@ -12,7 +12,7 @@ one of five ways:
 - on given ranks, with ``rank_of``.
 
 Array legend: D documents of the micro-batch, R ranks. Arrays are int64. A *shard* is a range of one document on one
-rank. A *stream* is ranges of documents in the order in which they are placed.
+rank. A *stream* is ranges of documents, in the order in which ranks get the ranges.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def lay_out(
             ping may get up to 1/32 more tokens, so that a document's short tail is not cut off.
         placement: which tokens of a nano-batch are on which rank. "in_order": one document after the other, cut where a
             rank is full. "spread": ranks get about equal attention work and equal tokens, ping and pong together.
-            "spread_by_nano_batch": the same for each nano-batch by itself; it also replaces "spread" if long documents
-            do not fit. "whole": documents lie whole on ranks with equal tokens; documents for which no rank has room
-            are cut. With ``rank_of`` the placement is always "in_order".
+            "spread_by_nano_batch": like "spread", but for each nano-batch by itself; this placement also replaces
+            "spread" if long documents do not fit. "whole": documents lie whole on ranks with equal tokens; documents
+            for which no rank has room are cut. With ``rank_of`` the placement is always "in_order".
         cost: seconds of attention, for all placements but "in_order"; None stands for the number of query-key pairs.
         ranks_per_node: consecutive ranks that share a node; "spread" deals to nodes first. 0 if all ranks share one
             node.

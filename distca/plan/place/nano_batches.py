@@ -1,4 +1,4 @@
-"""Deals documents to *ping* and *pong*, the two nano-batches of a micro-batch, before they are placed on ranks.
+"""Deals documents to *ping* and *pong*, the two nano-batches of a micro-batch, before documents are placed on ranks.
 
 Ping and pong get about equally many tokens, so that the transfers of one can run during the computation of the other.
 The documents are put in an order and laid end to end. The tokens before a *cut* are ping's, and the tokens behind it
@@ -31,7 +31,7 @@ most this part of ping's tokens."""
 
 @dataclass(frozen=True)
 class Stream:
-    """Ranges of documents in the order in which they are placed on ranks. Arrays are int64.
+    """Ranges of documents, in the order in which ranks get the ranges. Arrays are int64.
 
     Attributes:
         document: [N] document of each range.
