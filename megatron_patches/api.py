@@ -190,7 +190,9 @@ class CAD:
         return PoolTerms(self.options, spec, self._how, layers)
 
     def _terms_of_change(self) -> PoolTerms:
-        """Sets the planner's options for the servers without a model that are present now; returns the new terms."""
+        """Sets the planner's options for the servers without a model that are present now.
+
+        Returns what servers must know of the model and the options."""
         assert self._remote is not None
         numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
         homes, given = self.options.homes, self._given

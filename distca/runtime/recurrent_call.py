@@ -265,7 +265,7 @@ class RecurrentCall(LayerCall):
         self._join("dhalo", "backward")
         (of_mixed, of_g, of_beta, of_given), self._gradients = self._gradients, ()
         of_mixed.index_add_(0, self._routes.given, of_given)
-        # Next, autograd runs backward of the layers' other parts: "post+pre" in the timeline.
+        # Next, autograd runs backward of what comes before this core: "post+pre" in the timeline.
         self._pool.timeline.open("post+pre", *self._where, "backward")
         return of_mixed, of_g, of_beta
 
@@ -332,7 +332,7 @@ class RecurrentCall(LayerCall):
         return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
 
     def _send_states(self, routes: StateRoutes, what: str, direction: str) -> None:
-        """Starts sending own states and transitions; in backward, gradients of states and transitions.
+        """Starts sending transitions, and own states or, in backward, gradients of states.
 
         Each state or transition travels as one row."""
         mixed_NC = self._rows[0]

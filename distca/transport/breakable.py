@@ -98,8 +98,8 @@ class BreakableTransport:
         if not self._goes_on or not (self.broken or is_lost_peer(error)):
             raise error
         logger.debug("An exchange of rows failed: %s", error)
-        # The traceback's frames would keep the group's connections open. When connections close, other ranks
-        # get an error.
+        # The traceback's frames would keep the group's connections open. Connections must close, because other ranks
+        # then get an error too and do not wait.
         error.__traceback__ = None
         self.give_up()
 

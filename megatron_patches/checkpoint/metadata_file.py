@@ -126,6 +126,7 @@ def _is_whole(tensor: TensorStorageMetadata) -> bool:
     parts, size = tensor.chunks, tensor.size
     if any(len(part.offsets) != len(size) or len(part.sizes) != len(size) for part in parts):
         return False
+    # Along dimensions that are not in ``cut``, every part is as long as the tensor and must begin at 0.
     cut = [dim for dim, whole in enumerate(size) if any(part.sizes[dim] != whole for part in parts)]
     if any(begin for part in parts for dim, begin in enumerate(part.offsets) if dim not in cut) or len(cut) > _CUTS:
         return False

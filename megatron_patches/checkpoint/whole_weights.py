@@ -178,7 +178,7 @@ class SavedWeights:
         model = self._model
         for layer, kind in enumerate(model.layer_kinds):
             mixture = kind.mlp.experts.count > 0
-            # Megatron stacks the layers of a model without experts.
+            # Without experts, a tensor of the checkpoint stacks a parameter of all layers.
             stack, number = ("decoder.layers", layer) if not model.experts.count else (f"decoder.layers.{layer}", None)
             for part in _LAYER:
                 if _has(model, part, mixture):
@@ -199,7 +199,7 @@ class SavedWeights:
         """Returns the tensor under a key of the checkpoint; with ``number`` only this index of the first dimension."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
-            raise ModelError(f"{self._path} has no {key}, which its model has.")
+            raise ModelError(f"{self._path} has no {key}, which the checkpoint's model has.")
         size = list(stored.size) if number is None else [1, *stored.size[1:]]
         tensor = torch.empty(size, dtype=stored.properties.dtype)
         begin = [0] * len(size) if number is None else [number, *[0] * (len(size) - 1)]

@@ -201,6 +201,7 @@ class NanoBatch:
 
     @property
     def real_N(self) -> torch.Tensor:
+        """Bool, false for padding rows."""
         return self.document_N >= 0
 
 

@@ -148,7 +148,7 @@ class NvshmemFabric:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The layout of a block: first bytes of the receive buffer and the staging memory, and sizes in bytes."""
+    """The layout of a block: offsets in bytes of the receive buffer and the staging memory, and sizes in bytes."""
 
     ranks: int
     receive_buffer: int
@@ -163,11 +163,11 @@ class _Layout:
         return _Layout(ranks, receive_buffer, staging, staging_bytes, staging + staging_bytes)
 
     def arrived(self, rank: int) -> int:
-        """Returns the first byte of the slot to which ``rank`` signals "arrived"."""
+        """Returns the offset in bytes of the slot to which ``rank`` signals "arrived"."""
         return 8 * rank
 
     def consumed(self, rank: int) -> int:
-        """Returns the first byte of the slot to which ``rank`` signals "consumed"."""
+        """Returns the offset in bytes of the slot to which ``rank`` signals "consumed"."""
         return 8 * (self.ranks + rank)
 
     def addresses(self, bases: Sequence[int], rank: int) -> Addresses:

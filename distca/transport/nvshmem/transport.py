@@ -100,6 +100,7 @@ class OneSidedTransport:
         tokens = [self._put(first)]
         if not two:
             return OneSidedHandle(self, (first,), tokens, None, self._fabric.keep(parts, tokens[0]))
+        # The second hop sends on what the first hop's parts ``handed_on`` bring to this rank.
         handed_on, others = first.split(len(hops.handed_on))
         second = Landing(place.number, place.reuses, hops.second, begins[last:])
         beside = self._fabric.beside(partial(self._hand_on, handed_on, second, tokens))
