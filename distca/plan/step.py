@@ -98,14 +98,15 @@ class StepPlan:
                 yield "backward", tick - last
 
     def seconds_before(self) -> np.ndarray:
-        """Returns [P, R] attention seconds of a mean layer without balancing.
+        """Returns [P, R] attention seconds without balancing, for one layer: the mean over a stage's layers.
 
         Documents are then laid out in the given order, and every rank computes its own rows."""
         return np.asarray(self._in_order().seconds_by_kind().sum(axis=0))
 
     def seconds_by_kind(self) -> np.ndarray:
-        """Returns [K, P, R] attention seconds of a mean layer as planned, split by kind: the sum over K is the
-        whole."""
+        """Returns [K, P, R] attention seconds as planned, for one layer: the mean over a stage's layers.
+
+        They are split by kind: the sum over K is the whole."""
         return np.stack([_seconds(phase, self.options, direction) for direction, phase in self.phases], axis=1)
 
     def _in_order(self) -> StepPlan:
@@ -239,7 +240,7 @@ def _laid_out(
 
     by_work = _by_work(options, lengths, laid, price)
     room = int(lengths.sum()) // options.ranks // options.align * options.align
-    # More rows travel if documents stay whole. It was not measured whether this pays between nodes.
+    # More rows travel if documents stay whole. Between nodes it is not known whether this pays, so it is not tried.
     one_node = not options.servers and len(set(options.links.nodes(options.homes))) == 1
     if not options.recurrent or options.ranks == 1 or not one_node or lengths.max(initial=0) > room:
         return by_work

@@ -153,15 +153,15 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
     Args:
         store: the homes' store, a TCPStore at MASTER_ADDR and MASTER_PORT of the homes.
         number: this server's number, from 0. Servers have different numbers.
-        pool: 0 for the first ``distca.CAD`` (the object of a training script) with servers, 1 for the second.
+        pool: number of the pool, from 0. Each ``distca.CAD`` of the training script that uses servers has a pool.
         patience: the longest wait until homes come.
 
     Raises:
         LaunchError: no homes come in time, or homes are silent for ``HOMES_QUIET``.
         SupportError: homes compute on GPUs and this process on a CPU, or the reverse.
         KernelError: the kernel that homes name cannot run in this process, or computes wrong results.
-        RefusedServerError: the server came while homes train, and its number is taken, its device differs from the
-            homes', or its kernel fails.
+        RefusedServerError: the server came while homes train, and cannot join. Its number or its GPU is taken, its kind
+            of device differs from the homes', or its kernel fails.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")

@@ -100,13 +100,14 @@ class ServerRoute:
         q_to_home: moves of query rows to homes: o and lse, and in backward dQ.
         kv_to_server: moves of k and v to servers. Rows for several servers of another node may go to one of
             these servers, which sends them on.
-        kv_to_home: moves of dK and dV to homes. Gradients of one row are added up.
+        kv_to_home: moves of dK and dV to homes. Gradients of a row from several servers are added
+            up.
         repeats: copies from this server's k,v buffer to the regions. Empty if no two tasks share rows and no task reads
             rows that arrived in ping; the buffer then serves as the regions.
         before: in pong, copies to the regions from the k,v buffer of ping, which this server has kept.
         batches: this server's tasks.
         q_rows: number of rows of the server's query buffer.
-        kv_rows: number of rows of the server's k,v buffer, without repetition.
+        kv_rows: number of rows of the server's k,v buffer. A row that several tasks read counts once.
         region_rows: number of k,v rows of all regions.
     """
 

@@ -30,7 +30,7 @@ def whole_documents(length: np.ndarray, room: np.ndarray, work: np.ndarray) -> t
 
     Args:
         length: [D] tokens.
-        room: [R] tokens of each rank, as many as the documents have together.
+        room: [R] tokens of each rank; they add up to the tokens of all documents.
         work: [D] work of each document.
 
     Returns:

@@ -114,7 +114,7 @@ class Balancer:
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        Homes of ``document``, which was cut last, come first, because some receivers now have k,v rows of ``document``.
+        Ranks that computed rows of ``document``, which was cut last, come first: some receivers now have its k,v rows.
         ``free`` [R] is how far servers are below their limits, in parts of the mean load."""
         state = self.state
         excess = -free

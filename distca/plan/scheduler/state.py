@@ -181,8 +181,8 @@ class SchedulerState:
 
     @property
     def slowest(self) -> np.ndarray:
-        """Returns [K] seconds of the slowest server. If targets differ, it is the mean load plus the longest time above
-        a target."""
+        """Returns [K] seconds of the slowest server. If targets differ, the result is the mean load plus the longest
+        time above a target."""
         if self._target.alike:
             return np.asarray(self.load.max(axis=1))
         return self.mean + np.asarray(self._above.max(axis=1))
@@ -236,7 +236,7 @@ class SchedulerState:
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns [N] ranks that read ``document``, and [N] one past the last row that each reads.
 
-        If the document lay on a single rank at first, this rank is left out."""
+        If a single rank computed the document at the beginning, this rank is left out."""
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
@@ -249,7 +249,9 @@ class SchedulerState:
         return np.asarray(kept <= self.most_kept)
 
     def homes(self, document: int) -> np.ndarray | None:
-        """Returns [N] home ranks of a document that lies on several ranks, ascending; None for other documents."""
+        """Returns [N] ranks that computed ``document`` at the beginning, ascending; None if there was only one.
+
+        These are the document's homes if everything was computed at home then."""
         homes = self._homes.get(document)
         return None if homes is None else np.array(homes)
 

@@ -26,7 +26,8 @@ from distca.plan.tasks import Tasks
 _FINEST = 0.01
 """The smallest tolerance that is used. With a smaller tolerance, cuts add more time than they save."""
 _RISES = (1, 1.25, 2.5, 6, 20)
-"""Multiples of the tolerance that are tried as the limit, one after the other, until no server is above its limit."""
+"""How far limits are above targets, as multiples of the tolerance. They are tried one after the other, until no server
+is above its limit."""
 _MOST_OVERHEAD = 1.0
 """The most time that a cut may add, as a part of the time of the range that moves. This is much, but all servers wait
 for the slowest."""
