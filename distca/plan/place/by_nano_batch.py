@@ -80,7 +80,8 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
 def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, np.ndarray, Stream]:
     """Returns parts of long documents with one rank's work each, the rank of each part, and all other ranges.
 
-    Each part reads keys of earlier parts again, which adds work. So documents are cut again for the higher mean."""
+    Each part reads keys of earlier parts again, which adds work. So documents are cut again for the higher mean
+    work."""
     mean = 1.0
     for _ in range(_PASSES):
         parts, ranks, rest = _parts_of(stream, budgets, work, mean)
@@ -100,8 +101,8 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     whole = work(start, stop)
     dense = whole >= _DENSE * rows / budgets.mean()
     short_rate = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
-    # Budgets are rounded, so the last ranks may have hardly any tokens. Only ranks with at least half of the largest
-    # budget get parts.
+    # Budgets are rounded, so the last ranks may have room for hardly any tokens. Only ranks with at least half of the
+    # largest budget get parts.
     ranks = np.flatnonzero(2 * budgets >= budgets.max())
     wanted = mean - short_rate * float(budgets[ranks].mean())
     if wanted <= _LEAST_PART * mean:
@@ -115,9 +116,10 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     corrections = _CORRECTIONS
     cut: list[Stream] = []
     parts = 0
-    # In each round all long documents lose a part [middle, high), until no document is long or every rank has a part.
-    # The first guess of "middle" assumes that a part's surplus is proportional to its query-key pairs. The next guess
-    # uses the surplus per pair of the part [middle, high) guessed before.
+    # In each round, each long document gives a part [middle, high) to a rank without a part. If too few ranks are left,
+    # the documents with most surplus come first. Rounds end if no document is long or every rank has a part. The first
+    # guess of "middle" assumes that a part's surplus is proportional to its query-key pairs. The next guess uses the
+    # surplus per pair of the part [middle, high) guessed before.
     while parts < len(ranks) and len(long):
         order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
         long, pairs_per_surplus = long[order], pairs_per_surplus[order]

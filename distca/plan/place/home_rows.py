@@ -57,8 +57,8 @@ def home_rows(
     in_ping = 0
     for nano, budget in enumerate(budgets):
         # This nano-batch has the rows [low, high) of every document. The rows of shares are placed first. Ranges beyond
-        # a rank's budget move to a rank with room. Ranges that fit on no rank whole, "fixed", and then filler are laid
-        # end to end over the ranks, and cut there.
+        # a rank's budget move to a rank with room. "fixed" are ranges that fit on no rank whole, or that ``shares.py``
+        # dealt to no rank. "fixed" and then filler are laid end to end, and cut where a rank's room ends.
         low, high = (np.zeros_like(cut), cut) if nano == 0 else (cut, length)
         begin, end = bounds_in_nano_batch(nano, shares.low, shares.high)
         placed = [ranges_of_shares(shares.document, shares.rank, begin, end, low, high)]
@@ -94,15 +94,15 @@ def home_rows(
 def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns the columns document, rank, low and high of ``left``: (document, low, high) of ranges without a rank.
 
-    The rank is 0, which stands for no rank."""
+    The column rank is 0 and has no meaning."""
     document, low, high = zip(*left, strict=True) if left else ((), (), ())
     none = np.zeros(len(document), np.int64)
     return np.array(document, np.int64), none, np.array(low, np.float64), np.array(high, np.float64)
 
 
 def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Returns ranges within the [R] budgets, and the rows that were cut off. They are cut off the ends of a rank's
-    longest ranges."""
+    """Returns ranges within the [R] budgets, and the rows that were cut off. A rank's longest ranges lose rows at their
+    ends."""
     document, start, stop, rank = ranges
     over = np.bincount(rank, stop - start, len(budget)).astype(np.int64) - budget
     if (over <= 0).all():
