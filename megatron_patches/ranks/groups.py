@@ -27,6 +27,8 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
     Groups with the same sizes are kept. Groups with other sizes are closed first.
 
     Args:
+        tp: number of tensor-parallel ranks.
+        pp: number of pipeline stages.
         seed: seed of weights; each stage adds :func:`pipeline_seed`.
         ep: number of ranks over which a layer's experts are spread.
 

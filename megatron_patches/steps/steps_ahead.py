@@ -1,4 +1,4 @@
-"""Makes training steps (planned global batches) in a background thread, one ahead, and compares them between ranks.
+"""Makes training steps (planned global batches) in a background thread, one ahead, and compares the plans of ranks.
 
 Every rank plans the next step while the device still runs the current one. Before the training loop gets a step, ranks
 compare checksums of the plan and of some tokens.
@@ -21,7 +21,7 @@ from megatron_patches.steps.step_documents import checksum
 
 
 class AgreedSteps:
-    """Makes the steps of this rank's loops (training and validation) in one thread, and compares them between ranks.
+    """Makes the steps of this rank's loops (training, validation) in one thread, and compares each step between ranks.
 
     All ranks create the object together, as it creates a process group.
 

@@ -241,7 +241,7 @@ def linears_like(linear: Any) -> tuple[type, type]:
 
 
 def expect(path: str, found: Any, wanted: type | Callable[..., Any]) -> None:
-    """Refuses a class or a function that is not the wanted one; ``path`` says in the message where the model has it.
+    """Refuses a class or a function that is not the wanted one; ``path`` is its place in the model, for the message.
 
     Raises:
         SupportError: ``found`` is not ``wanted``.

@@ -117,6 +117,6 @@ def _check_options(pattern: str, options: ModelOptions) -> None:
         value = getattr(options, name)
         if value != getattr(MEGATRONS, name) and symbol not in pattern:
             raise SupportError(
-                f"`{name}` is {value}, but hybrid_layer_pattern is {pattern!r}, and only layers {symbol} read "
-                f"`{name}`: leave it out."
+                f"`{name}` is {value}, but hybrid_layer_pattern is {pattern!r}, and only layers with letter "
+                f"{symbol} read `{name}`: leave it out."
             )

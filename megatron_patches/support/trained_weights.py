@@ -43,7 +43,7 @@ def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) ->
     """
     if config.fp8_param and not distributed_optimizer:
         raise SupportError(
-            "fp8_param is True, but Megatron holds the main weights of FP8 weights in its distributed optimizer only: "
+            "fp8_param is True, but Megatron keeps float32 copies of FP8 weights in its distributed optimizer only: "
             "set distributed_optimizer to True, or leave fp8_param out."
         )
 
@@ -55,6 +55,7 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
         model: the model, before it is wrapped.
         params_dtype: the configuration's ``params_dtype``. With bfloat16 any dtype passes, as Megatron then casts the
             weights.
+        device: the device of the CAD that wraps the model.
 
     Raises:
         SupportError: a weight is refused; the message names the first.

@@ -79,8 +79,10 @@ def build_optimizer(
 
     Args:
         model: from ``wrap_for_data_parallel``.
+        settings: learning rates, Adam's factors and the kind of schedule.
         steps: number of steps of the whole run; the learning rate decays until the last.
         warmup_steps: number of steps in which the learning rate rises linearly.
+        dtype: dtype of the model's weights, before any is stored in FP8.
         decay_steps: number of steps of the decay at the run's end, for the schedule "wsd" (warm-up, stable, decay).
         moments: dtype of Adam's moments, torch.float32 or torch.bfloat16. bfloat16 needs Transformer Engine's Adam.
 
@@ -131,8 +133,8 @@ def build_optimizer(
 
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
     """Returns the fields that Megatron's OptimizerConfig needs for bfloat16 moments or for FP8 weights; else none."""
-    # With "tensorwise" Megatron keeps a float32 copy of each FP8 weight. With "delayed" Transformer Engine's Adam would
-    # keep only 16 bits of the copy, for the other 16 are in a bfloat16 weight. An FP8 weight does not have them.
+    # With fp8_recipe "tensorwise" the optimizer keeps a float32 copy of each FP8 weight. With "delayed" Transformer
+    # Engine's Adam would keep 16 bits of the copy, as a bfloat16 weight has the other 16. An FP8 weight has not.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held

@@ -64,7 +64,7 @@ def made_ready(
         A function that calls ``forward_step`` and checks what it returns.
 
     Raises:
-        SupportError: model and step do not go together, or the model cannot be trained in its present state.
+        SupportError: model and step do not go together; or gradients or updates of the model's weights would be wrong.
     """
     if not forward_only:
         check_wrapped(model)

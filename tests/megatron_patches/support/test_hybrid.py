@@ -126,7 +126,7 @@ def test_patterns_that_are_refused(pattern: str, changed: dict[str, Any], said: 
             ModelOptions(plain_recurrent_norm=True),
             "`plain_recurrent_norm` is True, but hybrid_layer_pattern is",
         ),
-        ("G-*-", ModelOptions(step_min=0.1), "'G-*-', and only layers M read `step_min`: leave it out"),
+        ("G-*-", ModelOptions(step_min=0.1), "'G-*-', and only layers with letter M read `step_min`: leave it out"),
         ("", ModelOptions(step_min=0.1), "`step_min` is 0.1, but hybrid_layer_pattern is ''"),
         ("G-*-", ModelOptions(norms="post"), "more than rotations, plain_recurrent_norm, step_min: leave the rest out"),
     ],

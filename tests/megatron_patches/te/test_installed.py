@@ -137,7 +137,7 @@ def test_fp8_weights_are_drawn_where_they_are_and_their_main_weights_shared(monk
     config: Any = _config(fp8="hybrid", fp8_param=True)
     check_fp8_weights(config, distributed_optimizer=True)
     with pytest.raises(
-        SupportError, match=r"fp8_param is True, but Megatron holds .* set distributed_optimizer to True"
+        SupportError, match=r"fp8_param is True, but Megatron keeps .* set distributed_optimizer to True"
     ):
         check_fp8_weights(config, distributed_optimizer=False)
     delayed: Any = _config(fp8="hybrid", fp8_recipe="delayed", fp8_param=True, tp_only_amax_red=True)
