@@ -5,8 +5,8 @@ computes one row after the other:
 
     S ← e^g · S;   u = β · (v − Sᵀk) with the delta rule, β · v without it;   S ← S + k uᵀ;   o = scale · Sᵀq
 
-q, k and v come from a short causal convolution over rows. Each row has a g and a β for each head. g may also differ by
-channel of k.
+q, k and v come from a short causal convolution over rows. Each row has a g and a β for each head, or a g for each
+channel of k of each head.
 
 Long documents are cut into *pieces*, which ranks compute at the same time. With the state S before a piece, the state
 behind the piece is T·S + B. T is the piece's *transition*.
@@ -34,7 +34,7 @@ class Recurrence:
         scale: factor on the outputs.
         delta: whether the formula has the delta rule.
         normalise: whether heads of q and k are divided by their norm.
-        decay_by_channel: True if g differs by channel of k; False if each head has one g.
+        decay_by_channel: True if each channel of k in a head has a g; False if each head has one g.
         kernel: rows that the convolution reads for one row: the row itself and ``kernel`` - 1 earlier rows.
         columns: the order of q, k and v among the convolution's channels.
     """
