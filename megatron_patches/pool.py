@@ -6,6 +6,8 @@ A rank needs an attention kernel, and a transport that moves rows of q, k, v and
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from megatron.core.transformer import TransformerConfig
 
@@ -45,7 +47,8 @@ def join_pool(
     """
     spec = attention_spec(config, layer_kinds, device, given)
     if remote is not None:
-        remote.ask_for_kernels(spec, given.kernel)
+        folder = Path(given.cost_table) if given.cost_table and Path(given.cost_table).is_dir() else None
+        remote.ask_for_kernels(spec, given.kernel, folder)
     # The choice compiles the kernel. During a step other ranks would wait for the compilation.
     kernel = choose_kernel(given.kernel, spec)
     if remote is not None:

@@ -14,7 +14,7 @@ its exchanges of rows come in the same order as on homes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -106,11 +106,13 @@ class KernelTerms:
         servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.
         spec: core attention on a home, as in :class:`PoolTerms`.
         kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest correct kernel.
+        measures: whether homes tell each server of the first generation if it has to measure a cost table.
     """
 
     servers: tuple[Comer, ...]
     spec: AttentionSpec
     kernel: str
+    measures: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,13 @@ class Generation:
     told: int
 
 
-def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta = TIMEOUT) -> int:
+Measure = Callable[[Kernel, AttentionSpec], dict[str, Any]]
+"""Measures the seconds of attention tasks by a kernel, and returns the content of a cost table's file."""
+
+
+def serve(
+    store: dist.Store, number: int, *, pool: int = 0, patience: timedelta = TIMEOUT, measure: Measure | None = None
+) -> int:
     """Serves core attention until homes end the pool or leave this server out; returns the number of served steps.
 
     A server computes on the current GPU and uses NCCL, or without GPUs on the CPU and uses gloo. It may start while
@@ -155,6 +163,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
         number: this server's number, from 0. Servers have different numbers.
         pool: number of the pool, from 0. Each ``distca.CAD`` of the training script that uses servers has a pool.
         patience: the longest wait until homes come.
+        measure: measures a cost table if homes have none for this GPU and kernel; None measures none.
 
     Raises:
         LaunchError: no homes come in time, or homes are silent for ``HOMES_QUIET``.
@@ -187,6 +196,8 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
     me = replace(me, kernel=kernel.name)
     if not joins_later:
         meeting.put(f"kernel/{me.process}", KernelAnswer(kernel.name))
+        if asked.measures and meeting.take(f"measure/{me.process}", patience):
+            meeting.put(f"table/{me.process}", measure(kernel, replace(asked.spec, device=device)) if measure else None)
     first: Generation = meeting.take("generation/0", patience)
     if joins_later:
         # The homes have begun without this process, which now asks to join the next generation.

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from distca.cluster.pool_store import MAY_GO, POLL_S, PoolStore
 from distca.cluster.pool_watch import PoolWatch
 from distca.cluster.timeout import TIMEOUT
 from distca.errors import KernelError, LaunchError, PlanError, SupportError
+from distca.plan.cost.table_file import TABLES, find_table, table_name, write_table
 from distca.plan.step import StepPlan
 from distca.plan.step_file import StepInputs
 from distca.runtime.attention_server import (
@@ -193,18 +195,21 @@ class RemoteServers:
         found = [of_gpu[each.gpu_id or each.process] for each in self._servers]
         return [max(found[at : at + self._tp]) for at in range(0, len(found), self._tp)]
 
-    def ask_for_kernels(self, spec: AttentionSpec, kernel: str) -> None:
+    def ask_for_kernels(self, spec: AttentionSpec, kernel: str, tables: Path | None) -> None:
         """Makes servers choose their kernels, each by itself, while homes choose theirs.
 
         Args:
             spec: core attention on this home.
             kernel: the name of a kernel, or "auto".
+            tables: a folder of cost tables. Servers measure tables that neither it nor the package has. None measures
+                none.
         """
+        self._spec, self._tables = spec, tables
         if self._leads:
-            self._store.put("kernel", KernelTerms(tuple(self._servers), spec, kernel))
+            self._store.put("kernel", KernelTerms(tuple(self._servers), spec, kernel, tables is not None))
 
     def hear_kernels(self) -> None:
-        """Waits for the names of all servers' kernels; all homes call it together.
+        """Waits for the names of all servers' kernels, and for tables that servers measure; all homes call it together.
 
         Raises:
             KernelError: a server has no usable kernel, or not the one that the user named. All homes raise it.
@@ -221,6 +226,28 @@ class RemoteServers:
         self._servers = [
             replace(each, kernel=answer.kernel) for each, answer in zip(self._servers, answers, strict=True)
         ]
+        if self._leads and self._tables is not None:
+            self._have_measured(self._tables)
+        if self._tables is not None:
+            dist.barrier()  # a table takes minutes
+
+    def _have_measured(self, folder: Path) -> None:
+        """Makes one server measure each cost table that is missing, and writes the tables to ``folder``."""
+        spec = self._spec
+        heads = (spec.heads, spec.kv_heads, spec.head_dim)
+        chosen: dict[ServerSort, Comer] = {}
+        for each, sort in zip(self._servers, self.sorts, strict=True):
+            found = [find_table(*sort, *heads, value_dim=spec.value_dim, folder=at) for at in (folder, TABLES)]
+            if sort not in chosen and found == [None, None]:
+                chosen[sort] = each
+        for each in self._servers:
+            self._store.put(f"measure/{each.process}", each in chosen.values())
+        for sort, each in chosen.items():
+            logger.info("No cost table fits %s: server %d measures one, for about two minutes.", sort, each.number)
+            self._answers(f"table/{each.process}", each, TIMEOUT)
+            table = self._store.take(f"table/{each.process}", timedelta(0), _NO_TABLE.format(each.number))
+            if table is not None:
+                write_table(folder / table_name(*sort, *heads, value_dim=spec.value_dim), table)
 
     def _kernel_of(self, server: Comer) -> KernelAnswer:
         key = f"kernel/{server.process}"
@@ -523,6 +550,7 @@ def check_planned(found: int | str, server: int, fingerprint: int) -> None:
 
 
 _MISSING = "Server {} of the {} that `servers` asks for has not come: start it with distca.serve()."
+_NO_TABLE = "Server {} of the pool has not measured its cost table: measure it with `distca profile`."
 _NO_KERNEL = "Server {} of the pool came, but has not chosen a kernel of core attention."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from distca.attention.reference import ReferenceKernel
 from distca.cluster.pool_store import PoolStore
 from distca.cluster.process import Process
 from distca.errors import KernelError, LaunchError, PlanError, RefusedServerError, SupportError
+from distca.plan.cost.table_file import TABLES, find_table
 from distca.runtime import attention_server
 from distca.runtime.attention_server import Comer, KernelTerms, check_device
 from distca.testing.ranks import run_ranks
@@ -52,6 +54,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"stack": stack} for stack in (("hybrid_stage_cases", 3), ("hybrid_model_cases", 4)) if has_gated_delta_net()),
     *({"latent": number} for number in (0, 1) if has_gated_delta_net()),  # Megatron-Core 0.19
 )
+SHIPPED = TABLES / "cpu_reference_4x2x32.json"
 IDLE = 3
 """The case that has too little attention for servers to get any."""
 SHARED = 1
@@ -237,7 +240,7 @@ def _refused() -> tuple[str, ...]:
     with ThreadPoolExecutor(1) as thread:
         server = thread.submit(serve, store, 0)
         remote = RemoteServers(1, 1, "auto", CPU)
-        remote.ask_for_kernels(AttentionSpec(2, 1, 8, torch.float32, CPU), "flash4")
+        remote.ask_for_kernels(AttentionSpec(2, 1, 8, torch.float32, CPU), "flash4", None)
         with pytest.raises(KernelError) as at_home:
             remote.hear_kernels()
         with pytest.raises(KernelError) as on_server:
@@ -250,6 +253,34 @@ def test_a_late_server_is_refused_alone_and_a_first_one_everywhere() -> None:
     assert "Server 3 has device cpu, and the homes compute on cuda" in alone
     assert on_server.startswith("`kernel` flash4 cannot run here: it needs a GPU, and this rank computes")
     assert at_home == f"On server 0 of the pool: {on_server}"
+
+
+def _measured(folder: str) -> list[list[str]]:
+    """The names of the tables that a server measures, in two starts of the same run."""
+    from distca import serve
+
+    def measure(kernel: Kernel, spec: AttentionSpec) -> dict[str, Any]:
+        measured.append(f"{kernel.name} {spec.head_dim}")
+        return json.loads(SHIPPED.read_text()) | {"heads": spec.heads, "head_dim": spec.head_dim}
+
+    found = []
+    for pool in range(2):
+        measured: list[str] = []
+        with ThreadPoolExecutor(1) as thread:
+            soon = timedelta(seconds=2)  # no generation follows
+            store, how = c10d._get_default_store(), {"patience": soon, "measure": measure}
+            served = thread.submit(partial(serve, store, 0, pool=pool, **how))
+            remote = RemoteServers(1, 1, "auto", CPU)
+            remote.ask_for_kernels(AttentionSpec(4, 2, 8, torch.float32, CPU), "auto", Path(folder))
+            remote.hear_kernels()
+            assert isinstance(served.exception(), LaunchError)
+        found.append(measured)
+    return found
+
+
+def test_a_server_measures_a_table_that_nobody_has_and_it_is_kept(tmp_path: Path) -> None:
+    assert run_ranks(1, _measured, str(tmp_path)) == [[["reference 8"], []]]
+    assert find_table("cpu", "reference", 4, 2, 8, folder=tmp_path) is not None
 
 
 def _joining(tp: int, servers: str, comers: str) -> tuple[list[int], dict[int, str]]:

@@ -1,13 +1,15 @@
 """Measures cost tables when a run starts, if ``cad.cost_table`` is "measure" and no table fits.
 
 A *cost table* has the measured seconds of attention tasks on one kind of device, by one kernel. Planning balances ranks
-by it. A server without a model measures none.
+by it. Servers without a model measure the tables that homes lack for them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +18,14 @@ from distca.cluster.agreement import of_ranks
 from distca.plan import AttentionShape
 from distca.plan.cost.table_file import find_table, table_name, write_table
 from distca.profile.measure import measure_device
+from distca.profile.timing import EndedEarlyError
 from distca.train.config.schema import MEASURE, RunConfig
 from distca.versions import versions
 
 logger = logging.getLogger(__name__)
 
+_LINEAR = "linear layers"
+"""The part of a measurement that servers without a model leave out."""
 FOLDER = "cost_tables"
 """The folder of measured tables, beside the runs in ``output``."""
 
@@ -54,13 +59,17 @@ def tables_for(config: RunConfig, kernel: Kernel, device: torch.device, rank: in
         rank: this rank.
 
     Returns:
-        ``output``/cost_tables, or None if the package has all tables.
+        ``output``/cost_tables, or None if the package has all tables and there are no servers without a model.
     """
     assert config.cad.cost_table == MEASURE
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     is_first = of_ranks((name, kernel.name)).index((name, kernel.name)) == rank
     is_there = of_ranks(is_first and _is_there(config, kernel, device, name))
-    return str(Path(config.output) / FOLDER) if any(is_there) else None
+    if not any(is_there) and not config.cad.servers:
+        return None
+    folder = Path(config.output) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
 
 
 def _is_there(config: RunConfig, kernel: Kernel, device: torch.device, name: str) -> bool:
@@ -76,6 +85,19 @@ def _is_there(config: RunConfig, kernel: Kernel, device: torch.device, name: str
         )
         _measure(config, kernel, shape, device, path)
     return True
+
+
+def measured_attention(kernel: Kernel, spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the content of a cost table that a server without a model measures: attention, without linear layers."""
+
+    def progress(what: str, _: int) -> Callable[[], None]:
+        if what == _LINEAR:
+            raise EndedEarlyError
+        return lambda: None
+
+    shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.dtype.itemsize, spec.value_dim)
+    measured = measure_device(kernel, shape, spec.device, spec.dtype, hidden=0, ffn=0, progress=progress)
+    return {"command": "cad.cost_table measure", "versions": versions(), **measured}
 
 
 def _measure(config: RunConfig, kernel: Kernel, shape: AttentionShape, device: torch.device, path: Path) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import TCPStore
 
 from distca import serve
+from distca.attention import AttentionSpec, Kernel
 from distca.cluster.environment import check_gpus_usable, gpu_of, served
 from distca.cluster.health import Health
 from distca.cluster.interface import LOOPBACK, pool_on_one_node
@@ -54,8 +55,14 @@ def _serve() -> Health:
     health.stops_when_asked()  # homes are told too: they finish their step, and let their servers go
     health.doing("serving")
     with health.ends_failures():
-        serve(store, place.number, patience=HOMES_QUIET)
+        serve(store, place.number, patience=HOMES_QUIET, measure=_measured)
     return health
+
+
+def _measured(kernel: Kernel, spec: AttentionSpec) -> dict[str, Any]:
+    from distca.train.run.measured_costs import measured_attention  # few runs need it
+
+    return measured_attention(kernel, spec)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from distca.attention import AttentionSpec
+from distca.attention.reference import ReferenceKernel
 from distca.plan.cost import table_file
+from distca.profile.timing import EndedEarlyError
 from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import MEASURE, RunConfig
 from distca.train.config.validate import validate
@@ -50,6 +53,21 @@ def test_a_shipped_table_is_taken(tmp_path: Path) -> None:
     config = config_for(tmp_path, 4)
     assert measured_costs.tables_for(config, measured_costs.kernel_of(config, CPU), CPU, 0) is None
     assert not (tmp_path / "cost_tables").exists()
+    beside = replace(config, cad=replace(config.cad, servers=1))  # which measures what is missing for its GPU
+    found = measured_costs.tables_for(beside, measured_costs.kernel_of(config, CPU), CPU, 0)
+    assert found == str(tmp_path / "cost_tables") and Path(found).is_dir()
+
+
+def test_a_server_without_a_model_measures_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: Any, progress: Any, **sizes: Any) -> dict[str, Any]:
+        progress("reference kernel", 1)()
+        with pytest.raises(EndedEarlyError):
+            progress("linear layers", 1)
+        return {"sizes": sizes}
+
+    monkeypatch.setattr(measured_costs, "measure_device", measure)
+    spec = AttentionSpec(4, 2, 8, torch.float32, CPU)
+    assert measured_costs.measured_attention(ReferenceKernel(), spec)["sizes"] == {"hidden": 0, "ffn": 0}
 
 
 def test_the_first_rank_of_each_device_and_kernel_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
