@@ -1,19 +1,21 @@
 """The phases of a step, and the plans of each phase.
 
 - A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers.
-- A *server* is a rank that computes attention.
+- A *server* is a rank that computes attention. A server without a model computes nothing else.
 - A *task* is a range of query rows of one document on one server.
 - In a forward *phase*, each pipeline stage runs the forward of a micro-batch, or is idle. In a backward phase, each
   stage runs the backward of a micro-batch, or is idle. Any server may compute attention of any stage.
 - A *nano-batch* is a whole micro-batch, or one of its two parts. In each phase, the first nano-batches of all stages
   have one plan together, and the second nano-batches another.
-- All stages run their layer i at the same time. The kinds of these layers (for example with a window) are a
-  *combination*. Each combination has its own plans.
+- A *layout* has the homes of all rows of a nano-batch.
+- Layers can be of several *kinds*. Some have a *window*, which limits how many keys a query sees; others are *full*.
+- All stages run their layer i at the same time. The kinds of these layers, in the order of stages, are a *combination*.
+  Each combination has its own plans.
 
 Example of combinations: in stage 0, layers with and without a window alternate. In stage 1, all layers are without a
 window. The combinations are (window, full) and (full, full).
 
-Array legend: R ranks of all stages, followed by servers without a model.
+Array legend: R ranks: those of all stages, then the servers without a model.
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ class Phase:
 
 
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
-    """Returns [R] seconds that each rank spends on linear layers for each attention layer; for "both", [2, R].
+    """Returns [R] seconds that each rank spends on linear layers for each attention layer.
 
-    If ``options.non_attention`` is None, the result is [R] zeros."""
+    For direction "both" the result is [2, R]: forward and backward. If ``options.non_attention`` is None, it is [R]
+    zeros."""
     each = options.non_attention
     if each is None:
         return np.zeros_like(layout.q_rows, np.float64)
@@ -122,7 +125,9 @@ def _of_combination(
     windows = [options.kinds[kind].window for kind in kinds]
     if not any(windows):
         plans = [_with_kinds(scheduler(_joined(nano, options), direction), nano, kinds, options) for nano in nanos]
-        if options.keeps:  # k,v rows that a server keeps from the nano-batch before need not travel again
+        # A document may go on in the next nano-batch. There its queries need the earlier k,v rows too, which do not
+        # travel again to servers that keep them.
+        if options.keeps:
             plans[1:] = [replace(plan, before=before.tasks) for before, plan in pairwise(plans)]
         return tuple(plans)
     plans = []
@@ -147,7 +152,7 @@ def _of_combination(
 
 
 def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
-    """Returns the plan with the fields ``windows`` and ``kind``, the kind of the layer that runs each document."""
+    """Returns the plan with the fields ``windows`` and ``kind``: for each document, its layer's kind."""
     if not any(kinds) and not any(options.windows):
         return plan
     documents = [0 if layout is None else len(layout.first) for layout in nano]
@@ -187,10 +192,10 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 
 
 def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
-    """Returns the seconds per task on every server.
+    """Returns the cost model of all servers.
 
-    A server without rows of its own waits until rows arrive. These waits are added if servers have different cost
-    models (``PoolCost``) and linear layers are balanced too."""
+    A server without rows of its own waits until rows arrive. If linear layers are balanced too, a part of this
+    time (``WAITED_FOR``) is added to its tasks. This needs a PoolCost, as pools with servers without a model have."""
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost

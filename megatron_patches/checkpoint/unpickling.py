@@ -2,7 +2,7 @@
 
 torch's reader uses ``pickle.load`` for the file ``.metadata``, which describes tensors, and ``weights_only=False`` for
 other objects. Both would run any function that a file names. Inside :func:`readable` neither is used. Errors of reading
-files become one error with a short message.
+files become an :class:`UnreadableError` with a short message.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def only_data() -> Iterator[None]:
 def _load_format(file: BinaryIO) -> CheckpointingConfig:
     found = CheckpointingConfig(**json.load(file))
     if not all(isinstance(value, str | int) for value in vars(found).values()):
-        raise ValueError("it names no format")
+        raise ValueError("its values must be texts and whole numbers")
     return found
 
 

@@ -2,7 +2,7 @@
 
 Each pipeline stage writes files with its own layers. A *slot* (``slots.py``) links a parameter to the folder's tensors.
 A rank has a *share* of a parameter: its tensor-parallel part, or the weight of one of its experts. The ranks of a stage
-exchange the shares of one parameter after the other. One rank of each stage makes the folder's tensors and writes them.
+gather the shares of one parameter at a time. One rank of each stage makes the folder's tensors and writes them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def export_weights(
 ) -> None:
     """Writes the model's folder; all ranks call this function together.
 
-    A rank that writes has one file at a time in host memory. A folder may stack all experts of a layer in one tensor.
-    Then that tensor is in host memory too.
+    A rank that writes has one file at a time in host memory. If a folder stacks all experts of a layer in one tensor,
+    that tensor is in host memory too.
 
     Args:
         model: this rank's part of the model.
         exported: the description of the folder.
         folder: an empty or missing folder that all ranks see.
-        values: function from a weight to the values to write. Data-parallel ranks call it together for each weight.
+        values: function from a weight to the values to write, for example the optimizer's float32 values. Data-parallel
+            ranks call it together for each weight.
 
     Raises:
         CheckpointError: on all ranks, if any rank cannot write.
@@ -120,9 +121,9 @@ def _write_stage(
 
 
 def _has_shares(by_expert: bool) -> bool:
-    """Whether the export needs this rank's shares: of experts' weights if ``by_expert``, else of all other weights.
+    """Whether the export needs this rank's shares. Data-parallel ranks beyond the first have copies.
 
-    Data-parallel ranks beyond the first have copies.
+    ``by_expert``: whether shares of experts' weights are meant, or those of all other weights.
     """
     if by_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
@@ -130,7 +131,10 @@ def _has_shares(by_expert: bool) -> bool:
 
 
 def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.Tensor, Slot]]:
-    """Returns this stage's parameters with their slots, but no output layer that is a copy of the embedding."""
+    """Returns this stage's parameters with their slots.
+
+    With tied embeddings, a later stage's output layer is a copy of the embedding, and is left out.
+    """
     copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
     copy = gpt.output_layer.weight if copied and gpt.post_process else None
     return [(parameter, slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
@@ -139,7 +143,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """Gathers one parameter after the other; yields its slot, and with ``writes`` the folder's tensors, else ()."""
+    """Gathers one parameter at a time. Yields its slot and the folder's tensors, which are () without ``writes``."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]
@@ -154,5 +158,5 @@ def _whole_tensors(
 
 
 def _as_is(buffer: torch.Tensor) -> torch.Tensor:
-    """Takes the place of ``values`` for buffers, whose values need no conversion."""
+    """Takes the place of ``values`` for routers' biases. They are buffers, which the optimizer does not have."""
     return buffer

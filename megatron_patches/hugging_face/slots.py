@@ -212,10 +212,10 @@ class QueryKeyValue:
         return _stored(self.names, [part.flatten(0, 1) for part in (q, k, v)])
 
     def _regrouped(self, rows: torch.Tensor, order: tuple[int, int]) -> torch.Tensor:
-        """Swaps the two dimensions ``order`` of rows that are [groups, order[0] · order[1] · head_dim, ...].
+        """Turns rows [groups, order[0] · order[1] · head_dim, ...] into [groups, order[1] · order[0] · head_dim, ...].
 
-        A folder has the order (query heads, 2), in which 2 stands for query and gate. Megatron has (2, query heads).
-        Without gates the 2 is a 1.
+        ``order`` is (query heads, 2) for rows of a folder, and (2, query heads) for Megatron's. The 2 stands for query
+        and gate; without gates it is 1.
         """
         return rows.unflatten(1, (*order, self.head_dim)).transpose(1, 2).flatten(1, 3)
 

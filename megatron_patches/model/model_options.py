@@ -1,6 +1,6 @@
-"""Settings of a model for which Megatron-Core's configuration has no field, such as a limit of attention scores.
+"""Settings of a model beside Megatron-Core's configuration, such as a limit of attention scores.
 
-A training script gives them to CAD: ``distca.CAD(..., model_options=ModelOptions(...))``. For models from Hugging Face
+A training script passes them on: ``distca.CAD(..., model_options=ModelOptions(...))``. For models from Hugging Face
 folders ``model_variant.py`` makes them.
 """
 
@@ -46,14 +46,14 @@ class QueryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Settings of a model for which Megatron-Core's configuration has no field. The defaults are what Megatron does.
+    """Settings of a model beside Megatron-Core's configuration. The defaults are what Megatron does.
 
     Names in parentheses are examples of models that differ from the default.
 
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: RoPE of each layer of the whole model. A layer with None takes the model's rotary embedding, or has
-            no RoPE if Megatron's ``no_rope_freq`` says so. An empty tuple means None for each layer.
+        rotations: RoPE of each layer, over all pipeline stages. A layer with None takes the model's rotary embedding,
+            or has no RoPE if Megatron's ``no_rope_freq`` says so. An empty tuple means None for each layer.
         query_scaling: a factor on queries that grows with the position, or None.
         norms: the places of a layer's norms. "pre": before attention and before the MLP. "post": on the outputs of
             attention and MLP, before the residual is added (OLMo 2). "both": in all four places (Gemma 2).
@@ -71,8 +71,8 @@ class ModelOptions:
         logit_multiplier: factor on the logits (Cohere; Granite: 1 / ``logits_scaling``).
         final_softcap: limit c of the logits l, which become c tanh(l / c) after ``logit_multiplier``; 0 for none (Gemma
             2: 30).
-        plain_recurrent_norm: whether the norm of a gated delta net's heads multiplies by the weight, where
-            ``layernorm_zero_centered_gamma`` makes other norms multiply by one plus the weight (Qwen3.5).
+        plain_recurrent_norm: whether the output norm of gated delta nets multiplies by its weight even with
+            ``layernorm_zero_centered_gamma``, with which norms multiply by one plus the weight (Qwen3.5).
         step_min: smallest step size of Mamba-2; 0 for no limit (Nemotron-H).
         latent_norm_epsilon: epsilon of latent attention's norms ``q_layernorm`` and ``kv_layernorm`` (DeepSeek-V3:
             1e-6). 0 takes the epsilon of the other norms.

@@ -1,6 +1,6 @@
 """The norms with which this project's specs build Megatron's layers.
 
-Without Transformer Engine, Megatron's own norms refuse sequence parallelism and zero-centred weights. The norms here
+Megatron's norms from torch (WrappedTorchNorm) refuse sequence parallelism and zero-centred weights. The norms here
 support both. With sequence parallelism each tensor-parallel rank normalises its own rows. The attribute
 ``sequence_parallel`` of a weight makes Megatron add up its gradients over these ranks. A zero-centred weight is the
 norm's factor minus one.
@@ -39,7 +39,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
 
     def beside(self, x: torch.Tensor, branch: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x + branch, and the sum normalised. Without a branch the sum is ``x``."""
+        """Returns x + branch, and the sum normalised. ``branch``: output of attention. Without it the sum is ``x``."""
         assert self.eps is not None
         if has_kernels(x, "RMSNorm"):
             return add_rms_norm(x, branch, _factors(self.weight, self.zero_centered), self.eps)
@@ -47,7 +47,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return total, self(total)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes ``x`` normalised into ``out``, without autograd."""
+        """Writes ``x`` normalised into ``out``, without autograd. Backward computes a freed output again by it."""
         assert self.eps is not None
         fill_rms_norm(x, _factors(self.weight, self.zero_centered), self.eps, out)
 
@@ -98,10 +98,10 @@ def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | 
 
 
 class _WidthNorm(torch.nn.Module):
-    """RMSNorm of a row's queries or keys, over the heads of all tensor-parallel ranks together.
+    """RMSNorm of a token's queries or keys, over the heads of all tensor-parallel ranks together.
 
-    Every rank stores the whole weight, and uses the part for its own heads. Megatron passes head_dim as
-    ``hidden_size``.
+    Every rank stores the whole weight, and uses the part for its own heads. Megatron passes the number
+    of elements of a head as ``hidden_size``.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -115,9 +115,10 @@ class _WidthNorm(torch.nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns ``x`` [rows, ...] of this rank's heads normalised, in the shape and type of ``x``."""
+        """Returns ``x`` [tokens, ...] of this rank's heads normalised, in the shape and type of ``x``."""
         flat = x.flatten(1).to(wide(x.dtype))
-        # Every rank's output depends on the sum over ranks. Backward of this copy adds up the gradients of all ranks.
+        # Every rank's output depends on the sum over ranks, so gradients of all ranks have to be added up. In backward
+        # copy_to_tensor_model_parallel_region does that; in forward it changes nothing.
         squares = copy_to_tensor_model_parallel_region(flat.square().sum(1, keepdim=True))
         mean = reduce_from_tensor_model_parallel_region(squares) / len(self.weight)
         first = parallel_state.get_tensor_model_parallel_rank() * flat.shape[1]

@@ -1,4 +1,4 @@
-"""Refuses wrong values of ``model_options``: options of a model for which Megatron's configuration has no field.
+"""Refuses wrong values of ``model_options``, the settings of a model beside Megatron's configuration.
 
 It also refuses options that other settings leave without effect.
 """
@@ -56,8 +56,9 @@ def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
     if frequencies.shape != default.shape or not torch.allclose(frequencies, default):
         raise SupportError(
             "`rotations` has rotary positions for every layer, but GPTModel was built with other positions, which no "
-            "layer would use: leave GPTModel's arguments rotary_base, rotary_percent and rope_scaling out, or set "
-            "`rotations` to None for layers that are to use GPTModel's positions."
+            "layer would use: leave GPTModel's arguments rotary_base, rotary_percent, rope_scaling and "
+            "seq_len_interpolation_factor out, or set `rotations` to None for layers that are to use GPTModel's "
+            "positions."
         )
 
 

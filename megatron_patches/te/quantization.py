@@ -43,7 +43,11 @@ def config_fields(fp8: Fp8, weights: bool = False) -> dict[str, Any]:
 
 
 def fp8_of(config: TransformerConfig) -> Fp8:
-    """Returns how a supported configuration scales tensors to FP8; "none" is no FP8."""
+    """Returns how Megatron's configuration scales tensors to FP8; "none" is no FP8.
+
+    Raises:
+        KeyError: ``fp8_recipe`` is a value that ``support/config_fields.py`` refuses.
+    """
     if config.fp8 is None:
         return "none"
     names: dict[str, Fp8] = {"tensorwise": "current", "delayed": "delayed", "blockwise": "blockwise"}

@@ -1,4 +1,4 @@
-"""Runs one training step with Megatron: the model's wrapper for data parallelism, the schedule, and the step's loss.
+"""Computes a step's gradients with Megatron: the wrapper for data parallelism, the schedule, and the loss.
 
 Losses are summed over tokens, so gradients are sums too. At the step's end gradients are divided by the number of
 *target tokens* in the global batch, which are the tokens whose loss counts. A *row* is one token's place on a rank.
@@ -40,8 +40,9 @@ def wrap_for_data_parallel(
     """Wraps a model in Megatron's DistributedDataParallel, which reduces gradients over data-parallel ranks.
 
     Without pipeline stages gradients are reduced during backward of a step's last micro-batch, a bucket at a time.
-    Megatron reduces a bucket once each of its weights has as many gradients as in the first step. So every step must
-    give each weight the same number of gradients, also on a rank without tokens.
+    Megatron counts how often backward adds a gradient to each weight's sum. It reduces a bucket once each of its
+    weights has as many gradients as in the first step. So these numbers must be equal in every step, also on a rank
+    without tokens.
 
     Args:
         model: the model, which is cast to bfloat16 where its configuration says so.
@@ -80,9 +81,10 @@ def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Adds an attribute to the model: ``weights_gathered``, whether an optimizer has gathered shards of weights.
+    """Adds the attribute ``weights_gathered`` to the model.
 
-    Without shards the attribute is True from the start.
+    A distributed optimizer changes a shard of the weights on each rank, and then gathers all shards. The attribute
+    becomes True when it first does so. Without such an optimizer it is True from the start.
     """
 
     def noting(gather: Callable[..., None]) -> Callable[..., None]:
@@ -145,7 +147,7 @@ def _check_uses(model: DistributedDataParallel) -> None:
                     f"{name.removeprefix('module.')} got {found.get(weight, 0)} gradients in the last micro-batch of "
                     f"this step, and {usual[weight]} {due}: gradients are reduced while backward goes on. Use all "
                     "trained weights equally often in every step, or set "
-                    "model.ddp_config.overlap_grad_reduce = False after CAD.data_parallel."
+                    "model.ddp_config.overlap_grad_reduce = False after distca.CAD.data_parallel."
                 )
 
 
@@ -158,7 +160,7 @@ def _overlaps_reduction() -> bool:
 ForwardStep = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
 """Runs the model on one micro-batch, for Megatron's schedules.
 
-It gets an iterator over batches and the model, and returns the model's output and a loss function. The loss function
+It gets an iterator over batches, and the model. It returns the model's output and a loss function. The loss function
 gets the output, and returns three values: the summed loss, the number of target tokens as an int tensor, and a report
 of any type.
 """
@@ -181,7 +183,7 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
             raise SupportError("The forward step took no batch: take one with next(batches), every time it is called.")
         pair = isinstance(returned, tuple | list) and len(returned) == 2
         if not pair or (not callable(returned[1]) and parallel_state.is_pipeline_last_stage()):
-            raise SupportError("The forward step has to return the model's output and a function: the output's loss.")
+            raise SupportError("The forward step has to return the model's output and a loss function of it.")
         output, loss_function = returned
         return output, partial(_counted, loss_function)
 
@@ -218,7 +220,8 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
             "The loss function's second value is no integer tensor; return the number of target tokens, for example "
             "(loss_mask > 0).sum().int()."
         )
-    # Megatron's 1F1B frees the memory of the tensor that a stage returns, and refuses views. So a [1] loss is summed.
+    # Megatron's 1F1B frees the memory of the tensor that a stage returns, and refuses views. A reshaped [1] loss would
+    # be a view, so it is summed.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
 
 

@@ -2,9 +2,9 @@
 
 ``step.py`` calls this before it lays out each micro-batch. The gradient of a step is a sum over documents, so a
 document may go to any micro-batch that has room. Few rows of q, k and v travel between ranks if documents lie whole on
-one rank. A document must be cut if it has more attention work than a rank of its micro-batch has on average. Among
-documents of similar length this is rare. So documents are dealt longest first, and one micro-batch is filled after the
-other. Micro-batches may have unequal work, because each is balanced over the ranks by itself.
+one rank. For balance, a document is cut if it has clearly more attention work than a rank of its micro-batch has on
+average. Among documents of similar length this is rare. So documents are dealt longest first, and one micro-batch is
+filled after the other. Micro-batches may have unequal work, because each is balanced over the ranks by itself.
 
 With pipeline stages, the first and the last micro-batches get the longest documents. While a pipeline fills and drains,
 stages without a micro-batch compute attention of other stages.
@@ -28,7 +28,7 @@ def deal_over_micro_batches(
 
     Args:
         lengths: [D] tokens per document, each at least 1.
-        room: [M] most tokens of each micro-batch.
+        room: [M] tokens that each micro-batch may have at most.
         stages: pipeline stages that run the micro-batches in order.
 
     Returns:
@@ -49,15 +49,15 @@ def deal_over_micro_batches(
     if stages > 1:
         turn.sort(key=lambda number: min(number, len(tokens) - 1 - number))  # from both ends
     left, dealt = tokens.tolist(), np.empty(len(length), np.int64)
-    rows = length[order]
-    firsts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
-    ends = np.append(firsts[1:], len(rows))[: len(firsts)]
-    # All documents of one length, "own", are dealt at once: as many as fit into one micro-batch, then into the next.
-    for own, begin, end in zip(rows[firsts].tolist(), firsts.tolist(), ends.tolist(), strict=True):
+    sizes = length[order]
+    firsts = np.flatnonzero(np.append(True, sizes[1:] != sizes[:-1])[: len(sizes)])
+    ends = np.append(firsts[1:], len(sizes))[: len(firsts)]
+    # All documents of one size are dealt together: as many as fit into one micro-batch, then into the next.
+    for size, begin, end in zip(sizes[firsts].tolist(), firsts.tolist(), ends.tolist(), strict=True):
         for at in turn:
-            some = min(left[at] // own, end - begin)
+            some = min(left[at] // size, end - begin)
             dealt[order[begin : begin + some]] = at
-            left[at] -= some * own
+            left[at] -= some * size
             begin += some
             if begin == end:
                 break

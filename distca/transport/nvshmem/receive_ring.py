@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from distca.errors import TransportError
 
 _ALIGNMENT = 256
-"""The rows of each part begin at a multiple of this many bytes, so that kernels can read 16 bytes at a time."""
+"""The rows of each part begin at a multiple of this many bytes. Kernels need a multiple of 16."""
 _GIB = 2**30
 
 
@@ -32,8 +32,8 @@ class RingPlace:
     """The place of one exchange.
 
     Attributes:
-        number: number of the exchange. An exchange in two hops (to a rank, and on to other ranks) takes two numbers;
-            ``number`` is the second.
+        number: number of the exchange. With two hops, receivers send rows on to further ranks. Each hop takes a number,
+            and ``number`` is that of the second.
         begin: first byte in the receive buffer, a multiple of 256.
         offsets: first byte of each part, counted from ``begin``; multiples of 256.
         reuses: receivers must have consumed all exchanges up to this number before rows are written; 0 for no wait.
@@ -87,7 +87,7 @@ class ReceiveRing:
         return RingPlace(self._number, begin, tuple(offsets), reuses)
 
     def skip(self) -> int:
-        """Returns a number for an exchange of another transport, without a place.
+        """Returns the number of an exchange that another transport runs, so it has no place here.
 
         Callers must later call :meth:`consumed` with this number."""
         self._check_consumed()
@@ -105,23 +105,24 @@ class ReceiveRing:
         assert not older, f"exchanges {older} are not consumed, though {self._number} is the newest"
 
     def _next_place(self, size: int) -> tuple[int, int]:
+        """Returns ``begin`` and ``reuses`` (:class:`RingPlace`) of a place of ``size`` bytes after the newest."""
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._in_use if a < begin + size and begin < b)
         # Exchanges up to self._reused are no longer in self._in_use, but a sender waited for the receivers of its own
-        # rows only. The next exchange may have other receivers, which have yet to be waited for. So the result is at
+        # rows only. The next exchange may have other receivers, which have yet to be waited for. So ``reuses`` is at
         # least self._reused.
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:
-        """Whether the place lies inside the buffer and does not overlap the newest exchange's place.
+        """Whether a place lies inside the buffer and does not overlap the newest exchange's place.
 
-        ``reuses`` is the newest exchange whose place would be overlapped."""
+        ``size`` and ``reuses`` are those of :meth:`_next_place`."""
         return size <= self.capacity and (reuses < self._number or not self._number)
 
     def consumed(self, number: int) -> int:
         """Notes that this rank has consumed exchange ``number``.
 
-        Returns the largest n for which this rank has consumed all exchanges up to n."""
+        Returns a number n. This rank has consumed all exchanges up to n, but not exchange n + 1 if there is one."""
         self._not_consumed.remove(number)
         return min(self._not_consumed, default=self._number + 1) - 1
 

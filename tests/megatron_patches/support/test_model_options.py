@@ -106,6 +106,7 @@ def test_rotary_positions_that_no_layer_has(rotations, skipped, built, refused):
     model = SimpleNamespace(config=config, rotary_pos_emb=rotary)
     said = refusal(check_own_rotary, model, ModelOptions(rotations=rotations)) or ""
     assert said.startswith("`rotations` has rotary positions for every layer, but") == refused
+    assert all(name in said for name in built) or not refused
 
 
 def test_what_megatrons_own_layers_compute_too():
