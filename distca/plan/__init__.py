@@ -1,8 +1,8 @@
 """The planner decides, from document lengths, which rank holds each token and which rank computes its attention.
 
-- A layout says which rank holds each token, as a row of its tensors.
-- A plan says which rank computes each query range.
-- A route says which rows of q, k and v one rank sends and receives.
+- A layout says which rank holds each token, and in which row of the rank's tensors.
+- A plan says which rank computes each *task*, a range of a document's query rows.
+- A route says which rows of q, k and v one rank sends and receives, and which k,v rows its tasks read.
 
 The planner needs numpy but no torch.
 """

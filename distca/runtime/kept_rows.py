@@ -4,12 +4,13 @@
 - server: a rank that computes attention for homes. Most ranks are home and server.
 - :class:`Keep`: servers keep q, k and v until backward.
 - :class:`Resend`: homes keep q, k and v, and send them again in backward, perhaps to other servers.
-- ping, pong: the two parts of a micro-batch. An object holds the rows of one part.
+- ping, pong: the two parts of a micro-batch. A ``Keep`` or ``Resend`` has the rows of one part.
 - sink: a learned score that takes a share of each softmax of a head. Homes apply sinks to o and lse that come back.
 
-``AttentionCall`` (attention_call.py) calls the methods. Shape suffixes: N rows of a home, T query rows and U key/value
-rows of a server; H query heads, G key/value heads, D head dimension; 2 stands for k and v. lse is the log-sum-exp of
-scores.
+``AttentionCall`` (attention_call.py) calls the methods of ``Keep`` or ``Resend``.
+
+Shape suffixes: N rows of a home, T query rows and U key/value rows of a server; H query heads, G key/value heads, D
+head dimension; 2 stands for k and v. lse is the log-sum-exp of scores.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ServerRows:
     Attributes:
         q: q_THD.
         kv: kv_U2GD.
-        o: o_THD; None before attention is computed.
+        o: o_THD; None before attention is computed, and once :meth:`Keep.joined` has taken it.
         lse: lse_TH; None before attention is computed.
     """
 
@@ -74,8 +75,8 @@ def moved(
         new: the method of Tensor that makes the destination.
 
     Returns:
-        The destination, and a list with the :class:`Part` that fills it. If all rows stay where they are, the
-        destination is a view of ``source``, and the list is empty.
+        The destination, and a list with the :class:`Part` that fills it. The list is empty, and the
+        destination is a view of ``source``, if all rows stay in place and ``source`` has ``rows`` or more.
     """
     if moves.in_place and rows <= len(source):
         return source[:rows], []
@@ -84,7 +85,7 @@ def moved(
 
 
 class Keep:
-    """Servers keep q, k, v and lse of the rows that they computed, and o of other homes' rows.
+    """Servers keep q, k, v and lse of the rows that they computed, and o of those rows that have another rank as home.
 
     In backward homes send dO, and lse if heads have sinks. ``routes`` are the rows that this rank sends, receives and
     computes.
@@ -96,14 +97,14 @@ class Keep:
     def __init__(self, routes: NanoRoutes) -> None:
         self._route = routes.forward
         self._server: ServerRows | None = None
-        self._sent_o: torch.Tensor | None = None  # o before sinks, of other homes' rows
+        self._sent_o: torch.Tensor | None = None  # o before sinks, of rows with another home
         self._home_o: torch.Tensor | None = None  # o_NHD after sinks
         self._home_lse: torch.Tensor | None = None  # lse_NH after sinks; None without sinks
         self._lse_with_sinks: torch.Tensor | None = None  # lse_TH after sinks, sent by homes in backward
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """kv_U2GD of this server. The call of pong reads this property of ping's object."""
+        """kv_U2GD of this server. Attention in pong reads these rows of ping."""
         assert self._server is not None
         return self._server.kv
 
@@ -188,7 +189,7 @@ class Resend:
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
         """Keeps the outputs that came home, after sinks. It is called if backward will follow.
 
-        With ``offload``, all kept rows are then copied to host memory."""
+        With ``offload``, copies of all kept rows to host memory start. The last few also stay on the device."""
         assert self.home is not None and lse_NH is not None
         self.home.o, self.home.lse = o_NHD, lse_NH
         if self._offload is not None:

@@ -1,13 +1,13 @@
 """Saves and loads each rank's own part of the distributed optimizer's state, without gathering the whole state.
 
 Megatron's distributed optimizer lays all weights end to end and gives each data-parallel rank one range, which may
-begin and end inside a weight. But checkpoints store rectangular parts of weights. So Megatron 0.16.1 gathers the whole
-state on every rank. Here each rank splits its range into rectangular *boxes* and saves these, under Megatron's own
-names and shapes.
+begin and end inside a weight. But checkpoints store rectangular parts of weights. So to save its format
+``fully_reshardable``, Megatron by default gathers the whole state on every rank. Here each rank splits its range into
+rectangular *boxes* and saves these, under Megatron's own names and shapes.
 
 Example: elements [2, 9) of a 3 x 4 weight are three boxes: the end of row 0, all of row 1, and the beginning of row 2.
 
-The values of FP8 weights come from the optimizer's float32 copies of the weights, called *main weights*.
+The optimizer has float32 copies of weights, the *main weights*. For FP8 weights, checkpoints store values of these.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function from a weight of the model to the values that it would have without FP8.
 
-    All data-parallel ranks call that function together, because each rank has one range of the main weight. Weights
-    that are not FP8 are detached and not copied.
+    All data-parallel ranks call that function together, because each rank has one range of an FP8 weight's main weight.
+    Weights that are not FP8 are detached and not copied.
     """
     ranges = {
         weight: (part, start, stop) for part in distributed_parts(optimizer) for weight, start, stop in _ranges(part)
@@ -184,7 +184,8 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int
 def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Returns Adam, and the parameter in Adam's groups that holds this rank's range of a weight.
 
-    The parameter is float32, or bfloat16 as in the model if Adam's state has the float32 weight.
+    The parameter is float32. But if Adam's state has the float32 weight, or its lower 16 bits, the parameter is
+    bfloat16.
     """
     group, order = optimizer.model_param_group_index_map[weight]
     return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order]
@@ -233,7 +234,7 @@ def _boxes_of(
                 piece.global_shape,
                 tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(stacked)), *offsets), strict=True))),
                 None,
-                # A replica id's last number is 0 on one data-parallel rank. Others mark copies, and no box has a copy.
+                # A replica id's last number is 0 for one copy of a tensor. Each box is on one data-parallel rank only.
                 (*piece.replica_id[:-1], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )

@@ -1,8 +1,9 @@
 """RoPE for models whose layers may rotate queries and keys by different angles, or not at all.
 
-A GPTModel gives the output of one rotary embedding to all layers. :class:`LayerRotary` takes that embedding's place. It
-computes all distinct rotations once for each micro-batch, from each row's position in its document. A layer looks up
-its own rotation in the resulting :class:`RowRotations`. A layer without positions rotates by zero.
+Megatron's models give the output of one rotary embedding to all layers. :class:`LayerRotary` takes that embedding's
+place. It computes all distinct rotations once for each micro-batch, from each row's position in its document. A layer
+looks up its own rotation in the resulting :class:`RowRotations`. A layer without positions rotates by zero. With the
+option ``query_scaling``, rotations also have a factor on queries.
 
 Shape suffixes: N rows (tokens), E rotated pairs of a head.
 """
@@ -22,7 +23,8 @@ from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.steps.batch_context import gather_nano_rows
 
 _NONE, _OWN = object(), object()
-"""In place of a layer's :class:`Rotary`: ``_NONE`` without positions, ``_OWN`` with the model's own embedding."""
+"""Two values that stand for a layer's :class:`Rotary`. ``_NONE``: the layer has no positions. ``_OWN``: the layer uses
+the model's own embedding."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class LayerRotary(torch.nn.Module):
     """Takes the place of a model's rotary embedding, and returns :class:`RowRotations`.
 
     Args:
-        own: the model's own embedding, or None.
+        own: the model's own embedding; None if the model was built without one.
         layers: numbers of this stage's layers, from 1.
 
     Attributes:
@@ -89,7 +91,7 @@ class LayerRotary(torch.nn.Module):
         self._positions: torch.Tensor | None = None
 
     def _embedding(self, rotary: Any, own: PositionRotary | None) -> tuple[PositionRotary | None, float]:
-        """Returns the embedding that computes the angles, and the factor on cosines and sines."""
+        """Returns the embedding that computes the angles, None for zero angles; and the factor on cosines and sines."""
         if rotary is _NONE:
             return None, 1.0
         if rotary is _OWN:
@@ -143,7 +145,7 @@ def _different(values: Iterable[Any]) -> list[Any]:
 
 
 def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> Any:
-    """Returns the rotation of layer ``number`` (from 1): a :class:`Rotary`, ``_OWN`` or ``_NONE``."""
+    """Returns the setting of RoPE of layer ``number`` (from 1): a :class:`Rotary`, ``_OWN`` or ``_NONE``."""
     if config.no_rope_freq and config.no_rope_freq[number - 1]:
         return _NONE
     rotary: Rotary | None = options.rotations[number - 1] if options.rotations else None

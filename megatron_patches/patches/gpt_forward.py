@@ -1,8 +1,9 @@
 """The forward that ``CAD.attach`` gives to a model, and functions that change the model's logits and embeddings.
 
-The new forward takes a micro-batch object (``steps/batch_context.py``) in place of the attention mask. It can return
-the sum of losses, or the labels' log-probabilities. Then output layer and softmax are computed for some rows at a time,
-so the logits of all rows are never in memory at once.
+``CAD`` is the object that a training script makes. The new forward takes a micro-batch object
+(``steps/batch_context.py``) in place of the attention mask. It can return the sum of losses, or the labels'
+log-probabilities. Then output layer and softmax are computed for some rows at a time, so the logits of all rows are
+never in memory at once.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, Packed
 
 
 class PatchedForward(LanguageModule):
-    """The class with the new forward. :func:`patch_forward` adds it to the base classes of a built model.
+    """The class with the new forward. :func:`patch_forward` gives a built model a new class, a subclass of it.
 
     Attributes:
         vocabulary: number of token ids, if the output layer has rows of padding; else None.
-        logit_transform: factor and limit of the logits.
+        logit_transform: factor and soft cap of the logits.
         takes: the class of micro-batches that the model's layers can compute.
         expert_load: counts of the rows that experts got, for the log.
     """
@@ -81,8 +82,8 @@ class PatchedForward(LanguageModule):
             raise SupportError("log_probabilities needs labels, and no summed_loss beside it; pass the batch's labels.")
         if (summed_loss or log_probabilities) and (own := _own_output(self)):
             raise SupportError(
-                f"The model has {own}, which summed_loss and log_probabilities would ignore: leave both arguments out, "
-                "and sum the tokens' losses, which the model then returns."
+                f"The model has {own}, which summed_loss and log_probabilities would ignore: leave both arguments out; "
+                "with labels, the model then returns each token's loss."
             )
         lengths = getattr(attention_mask, "document_lengths", None)
         self.rotary_pos_emb.set_positions(position_ids.flatten(), lengths)
@@ -124,7 +125,7 @@ class PatchedGPT(PatchedForward, GPTModel):
     """:class:`PatchedForward` for a GPTModel, whose forward calls ``_preprocess`` and ``_postprocess``."""
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Behind PatchedForward in the MRO is the user's class or Megatron's.
+        # In the MRO, Python's order of base classes, the user's or Megatron's class comes after PatchedForward.
         output: torch.Tensor = super(PatchedForward, self).forward(*args, **kwargs)
         return output
 
@@ -132,7 +133,7 @@ class PatchedGPT(PatchedForward, GPTModel):
         made = super()._preprocess(*args, **kwargs)
         if not self.config.multi_latent_attention:
             return made
-        # Megatron's second result is None for latent attention. This project's layers take RoPE's angles there.
+        # For latent attention Megatron returns None as second item. This project's layers take RoPE's angles from it.
         return made[0], self.rotary_pos_emb(), *made[2:]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -216,7 +217,8 @@ def check_unwrapped(model: PatchedForward) -> None:
     """
     if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
         raise SupportError(
-            "The model is in a DistributedDataParallel already, whose hooks would stay: call CAD.data_parallel once."
+            "The model is in a DistributedDataParallel already, whose hooks would stay on the weights: call "
+            "CAD.data_parallel once."
         )
 
 

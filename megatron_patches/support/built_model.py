@@ -1,6 +1,10 @@
 """Checks a built GPTModel: constructor arguments, configuration, process groups, and classes of modules.
 
-Modules must be of exactly the expected class, as a subclass may compute something that this project's layers leave out.
+The model's own class may be a subclass of GPTModel. But each module that is checked must be of exactly the expected
+class. A subclass may compute something that this project's layers leave out.
+
+``hybrid_model.py`` checks a HybridModel with functions of this file. ``CAD`` is the object that a training script
+makes. Its ``attach`` changes a model to run with this project.
 """
 
 from __future__ import annotations
@@ -41,15 +45,15 @@ from megatron_patches.support.layer_spec import name_of
 from megatron_patches.support.limits import Limit, check_limit
 
 SERVED_ARGUMENTS_BY = {
-    "further checks": "config transformer_layer_spec pg_collection",
+    "checks of the configuration, modules and groups": "config transformer_layer_spec pg_collection",
     "megatron's modules": """
         vocab_size max_sequence_length pre_process post_process share_embeddings_and_output_weights""",
     "no code, since the loss is computed from each rank's part of the logits": "parallel_output",
-    "our RoPE, which takes frequencies and interpolation from megatron's embedding": """
+    "this project's RoPE, which takes frequencies and interpolation from megatron's embedding": """
         rotary_base rotary_percent rope_scaling rope_scaling_factor seq_len_interpolation_factor""",
 }
-"""Arguments of GPTModel of which all values are supported. The key names the code that reads them, or says why no code
-does."""
+"""Arguments of GPTModel for which :data:`ARGUMENTS` has no limit. The key names the code that reads or checks them, or
+says why no code does."""
 SERVED_ARGUMENTS = {*" ".join(SERVED_ARGUMENTS_BY.values()).split()}
 
 ARGUMENTS = {
@@ -57,17 +61,17 @@ ARGUMENTS = {
     "mtp_block_spec": Limit("only the next token is predicted", (None,)),
     "vp_stage": Limit("a rank has one pipeline stage", (None,)),
     "fp16_lm_cross_entropy": Limit("losses are computed in float32", (False,)),
-    "scatter_embedding_sequence_parallel": Limit("with sequence_parallel layers get only this rank's tokens", (True,)),
+    "scatter_embedding_sequence_parallel": Limit("with sequence_parallel, layers get only this rank's tokens", (True,)),
 }
 """Arguments of GPTModel of which some values are supported, with the reason for refusing others."""
 
 
 def check_bare(model: Any, pattern: str = "") -> None:
-    """Refuses a model that is neither a GPTModel nor a HybridModel, or that is wrapped or attached already.
+    """Refuses a model of another class than CAD was made for, such as a wrapped model, and a model attached already.
 
     Args:
         model: the object that the user gave to ``CAD.attach``.
-        pattern: the ``hybrid_layer_pattern`` of the user's CAD; empty where the model has to be a GPTModel.
+        pattern: the ``hybrid_layer_pattern`` of the user's CAD, for a HybridModel; empty for a GPTModel.
 
     Raises:
         SupportError: the object has another class, which the message names; or CAD has attached the model already.
@@ -97,8 +101,8 @@ def check_model(
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        layer: the class that every layer must have. With the default each layer must have the class that CAD builds
-            for it, for example a SplitRecurrentLayer for a recurrent layer.
+        layer: the class that every layer must have. The default stands for the class that CAD builds for each layer,
+            for example SplitRecurrentLayer for a recurrent layer.
         options: the model's options for which Megatron's configuration has no field.
 
     Raises:
@@ -123,7 +127,10 @@ def check_model(
 
 
 def argument_of(model: Any, name: str) -> Any:
-    """Returns the value that the argument ``name`` had when ``model`` was built."""
+    """Returns the value that the argument ``name`` had when ``model`` was built.
+
+    On a stage without embedding, ``scatter_embedding_sequence_parallel`` is not known and counts as True.
+    """
     embedding = model.embedding if model.pre_process else None
     if name == "scatter_embedding_sequence_parallel":
         return embedding is None or embedding.scatter_to_sequence_parallel
@@ -213,10 +220,10 @@ def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, An
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Refuses norms of queries and keys of another class than the configuration and the options ask for.
+    """Refuses norms of queries and keys whose class is not the one for the configuration and the options.
 
     Raises:
-        SupportError: a norm has another class; or it is missing, or present, against ``qk_layernorm``.
+        SupportError: a norm has another class, is missing with ``qk_layernorm``, or is present without it.
     """
     norm = norm_class(config, options.norm_bias)
     head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
@@ -231,8 +238,10 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
 
 
 def linears_like(linear: Any) -> tuple[type, type]:
-    """Returns the column-parallel and the row-parallel class: Transformer Engine's if ``linear`` is one of its layers,
-    else Megatron's."""
+    """Returns the column-parallel and the row-parallel class for layers beside ``linear``.
+
+    They are ``te/linears.py``'s if the class of ``linear`` is from that file, else Megatron's.
+    """
     if type(linear).__module__ == "megatron_patches.te.linears":
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 

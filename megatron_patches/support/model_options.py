@@ -1,6 +1,6 @@
-"""Refuses wrong values of ``model_options``, the settings of a model beside Megatron's configuration.
+"""Refuses wrong values of ``model_options``, the settings of a model that Megatron's configuration has no field for.
 
-It also refuses options that other settings leave without effect.
+It also refuses options that conflict with other settings or have no effect beside them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ _FROM_ZERO = ("score_softcap", "final_softcap", "step_min", "latent_norm_epsilon
 
 
 def check_model_options(options: ModelOptions, config: TransformerConfig) -> None:
-    """Refuses options with a wrong value, or without effect together with other options or Megatron's configuration.
+    """Refuses options that have a wrong value, have no effect, or conflict with each other or the configuration.
 
     Raises:
-        SupportError: an option is wrong or without effect; the message names the first.
+        SupportError: an option is refused; the message names the first.
     """
     for sentence in (*_values(options), *_norms(options, config), *_rotations(options, config)):
         raise SupportError(sentence)
 
 
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
-    """Refuses a GPTModel whose rotary positions no layer uses, because ``rotations`` has positions for all layers.
+    """Refuses a GPTModel whose rotary embedding no layer uses.
 
-    A GPTModel with Megatron's default positions passes, as the user did not choose them.
+    A layer does not use it if ``rotations`` has an entry for the layer, or if ``no_rope_freq`` gives it no positions. A
+    rotary embedding with Megatron's default frequencies passes, as the user did not choose it.
 
     Raises:
-        SupportError: the model's positions are not Megatron's default, and no layer uses them.
+        SupportError: the embedding differs from Megatron's default, and no layer uses it.
     """
     config = model.config
     skipped = config.no_rope_freq or [0] * config.num_layers
@@ -55,10 +56,10 @@ def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
     frequencies = own.inv_freq.cpu() if plain else torch.empty(0)
     if frequencies.shape != default.shape or not torch.allclose(frequencies, default):
         raise SupportError(
-            "`rotations` has rotary positions for every layer, but GPTModel was built with other positions, which no "
-            "layer would use: leave GPTModel's arguments rotary_base, rotary_percent, rope_scaling and "
-            "seq_len_interpolation_factor out, or set `rotations` to None for layers that are to use GPTModel's "
-            "positions."
+            "GPTModel was built with rotary positions that no layer would use, since `rotations` or no_rope_freq "
+            "overrides them in every layer: leave GPTModel's arguments rotary_base, rotary_percent, rope_scaling and "
+            "seq_len_interpolation_factor out, or set `rotations` to None, and no_rope_freq to 0, for layers that are "
+            "to use GPTModel's positions."
         )
 
 
@@ -79,7 +80,7 @@ def _values(options: ModelOptions) -> Iterator[str]:
 
 
 def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
-    """Yields a sentence for each option of norms, biases or logits that has no effect or conflicts with a setting."""
+    """Yields a sentence for each option but ``rotations`` that has no effect or conflicts with a setting."""
     if not config.qk_layernorm:
         for name in ("query_key_norm", "norm_after_rotation"):
             if getattr(options, name) != getattr(MEGATRONS, name):
@@ -89,8 +90,8 @@ def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
                 )
     if options.query_key_norm == "width" and config.normalization != "RMSNorm":
         yield (
-            f"`query_key_norm` is 'width', but normalization is {config.normalization!r}: only an RMSNorm goes over "
-            "all heads; set query_key_norm to 'head'."
+            f"`query_key_norm` is 'width', but normalization is {config.normalization!r}: only an RMSNorm can "
+            "normalise all heads together; set query_key_norm to 'head'."
         )
     if options.norm_after_rotation and options.query_scaling is not None:
         yield "`query_scaling` is set, but a norm after the rotation undoes it: set norm_after_rotation to False."
@@ -114,7 +115,7 @@ def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
 
 
 def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
-    """Yields a sentence for each fault of ``rotations``, the rotary positions of each layer."""
+    """Yields a sentence for each fault of ``rotations``, which has the rotary positions of each layer."""
     if not options.rotations:
         return
     layers, skipped = config.num_layers, config.no_rope_freq or [0] * config.num_layers
@@ -124,11 +125,11 @@ def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str
     for number, (rotary, skip) in enumerate(zip(options.rotations, skipped, strict=True)):
         if rotary is not None and skip:
             yield (
-                f"`rotations` has rotary positions for layer {number}, but no_rope_freq says that it has none: set "
-                "`rotations` to None there, or no_rope_freq to 0."
+                f"`rotations[{number}]` gives a layer rotary positions, but no_rope_freq[{number}] says that the layer "
+                f"has none: set `rotations[{number}]` to None, or no_rope_freq[{number}] to 0."
             )
         for problem in [] if rotary is None else _problems(rotary, config):
-            yield f"`rotations` for layer {number}: {problem}"
+            yield f"`rotations[{number}]`: {problem}"
 
 
 def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
@@ -140,8 +141,8 @@ def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
     dims = int(config.kv_channels * rotary.percent) if 0 < rotary.percent <= 1 else 0
     if dims == 0 or dims % 2:
         found.append(
-            f"percent is {rotary.percent}; it must leave an even number of a head's {config.kv_channels} elements, at "
-            "least 2."
+            f"percent is {rotary.percent}; it must be at most 1 and rotate an even number of a head's "
+            f"{config.kv_channels} elements, at least 2."
         )
     elif problem := rotary.scaling.frequencies_problem(dims):
         found.append(f"scaling.{problem}")

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _HISTORY = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 """The names under which Transformer Engine holds the state of delayed scaling: scales, and the largest values of
-earlier steps."""
+earlier steps, from which scales are computed."""
 
 
 class _Linear:
@@ -34,18 +34,21 @@ class _Linear:
             break_reference_cycle(self.weight)  # type: ignore[attr-defined]
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        """Ignores ``.cuda()``, ``.bfloat16()`` and the like for FP8 weights. They are on the GPU already, and would be
-        rounded again."""
+        """Ignores ``.cuda()``, ``.bfloat16()`` and the like if the weight is FP8, also for the bias. The weight is on
+        the GPU already, and would be rounded again."""
         return self if self._is_fp8 else super()._apply(function, recurse)  # type: ignore[misc]
 
     @property
     def is_first_microbatch(self) -> bool:
-        """Always False. With True, backward of part 1 would overwrite the weight's gradient of part 2."""
+        """Always False. After a forward with True, Transformer Engine's backward overwrites the weight's gradient.
+
+        Backward of part 1 comes last, so it would overwrite the gradient of part 2.
+        """
         return False
 
     @is_first_microbatch.setter
     def is_first_microbatch(self, first: bool) -> None:
-        if first:  # of a step. The cached FP8 copies of the weight are then older than its last update.
+        if first:  # the optimizer has changed the weight since its FP8 copies were cached
             self.__dict__.get("_fp8_workspaces", {}).clear()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -83,7 +86,8 @@ class _Linear:
     def set_extra_state(self, state: Any) -> None:
         """Sets the state that :meth:`get_extra_state` returned.
 
-        Does nothing without delayed scaling, with a state that is no dictionary, or with a history of another length.
+        Does nothing without delayed scaling, or with a state that is no dictionary. If the history has another length,
+        the state begins anew, with a warning.
         """
         if self._recipe is None or not self._recipe.delayed() or not isinstance(state, dict):
             return

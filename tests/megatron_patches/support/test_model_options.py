@@ -67,19 +67,19 @@ def test_options_that_go_together(options, fields):
         (
             ModelOptions(rotations=(None, ROTARY)),
             {"no_rope_freq": [0, 1]},
-            "`rotations` has rotary positions for layer 1, but no_rope_freq says that it has none",
+            "`rotations[1]` gives a layer rotary positions, but no_rope_freq[1] says that the layer has none",
         ),
         (
             ModelOptions(rotations=(Rotary(base=10.0, percent=0.4), None)),
             {},
-            "`rotations` for layer 0: percent is 0.4; it must leave an even number of a head's 8 elements",
+            "`rotations[0]`: percent is 0.4; it must be at most 1 and rotate an even number of a head's 8 elements",
         ),
         (
             ModelOptions(rotations=(Rotary(base=10.0, scaling=RopeScaling(kind="yarn", factor=4.0)), None)),
             {},
-            "`rotations` for layer 0: scaling.original_length is 0",
+            "`rotations[0]`: scaling.original_length is 0",
         ),
-        (ModelOptions(rotations=(Rotary(base=0.0), None)), {}, "`rotations` for layer 0: base is 0.0; it must be"),
+        (ModelOptions(rotations=(Rotary(base=0.0), None)), {}, "`rotations[0]`: base is 0.0; it must be"),
     ],
 )
 def test_options_that_are_refused(options, fields, said):
@@ -105,8 +105,8 @@ def test_rotary_positions_that_no_layer_has(rotations, skipped, built, refused):
     rotary = RotaryEmbedding(config.kv_channels, use_cpu_initialization=True, **options)
     model = SimpleNamespace(config=config, rotary_pos_emb=rotary)
     said = refusal(check_own_rotary, model, ModelOptions(rotations=rotations)) or ""
-    assert said.startswith("`rotations` has rotary positions for every layer, but") == refused
-    assert all(name in said for name in built) or not refused
+    assert said.startswith("GPTModel was built with rotary positions that no layer would use") == refused
+    assert all(argument in said for argument in built) or not refused
 
 
 def test_what_megatrons_own_layers_compute_too():
