@@ -360,8 +360,8 @@ def _rotated(head_dim: int, rope: Rope, where: str) -> int:
     rotated = int(head_dim * rope.percent) if 0 < rope.percent <= 1 else 0
     if rotated < 2 or rotated % 2:
         raise ModelError(
-            f"{where} has partial_rotary_factor {rope.percent:g}; of heads of {head_dim} it must leave an even number, "
-            "at least 2."
+            f"{where} has partial_rotary_factor {rope.percent:g}, so positions turn {rotated} of a head's {head_dim} "
+            "elements; it must be an even number, at least 2."
         )
     if problem := rope.scaling.frequencies_problem(rotated):
         raise ModelError(f"In the scaling of rotary positions of {where} {problem}")

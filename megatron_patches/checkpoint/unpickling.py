@@ -55,7 +55,7 @@ def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:
         with path.open("rb") as file:
             return read(file)
     except pickle.UnpicklingError as error:
-        said = str(error).splitlines()[0]
+        said = (str(error).splitlines() or ["it is damaged"])[0]
         raise pickle.UnpicklingError(said if path.name == ".metadata" else f"{path.name}: {said}") from None
     except Exception as error:
         words = str(error).splitlines() or [type(error).__name__]

@@ -26,9 +26,9 @@ STEPS = 8
 """After this number of steps without a changed weight an optimizer that is not from torch gets a warning."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
-_still: WeakKeyDictionary[Optimizer, tuple[int, torch.Tensor]] = WeakKeyDictionary()
-"""For each watched optimizer the number of steps so far without a changed weight, and the sum of each weight. From
-``STEPS`` on the optimizer is not watched; the number is ``STEPS`` + 1 once a weight has changed."""
+_still: WeakKeyDictionary[Optimizer, WeakKeyDictionary[Any, tuple[int, torch.Tensor]]] = WeakKeyDictionary()
+"""For each watched optimizer and model the number of steps so far without a changed weight, and the sum of each weight.
+From ``STEPS`` on the model is not watched; the number is ``STEPS`` + 1 once a weight has changed."""
 _listening: list[Any] = []
 """The handle of the hook; empty until the first model is trained."""
 
@@ -54,19 +54,21 @@ def _look_at(optimizer: Optimizer, *_: Any) -> None:
                 "CAD.data_parallel(distributed_optimizer=False), set weight.grad = weight.main_grad (in the weight's "
                 "type) before every step."
             )
-        _watch(optimizer, weights)
+        _watch(optimizer, _still.setdefault(optimizer, WeakKeyDictionary()), model, weights)
 
 
-def _watch(optimizer: Optimizer, weights: list[Any]) -> None:
+def _watch(
+    optimizer: Optimizer, still: WeakKeyDictionary[Any, tuple[int, torch.Tensor]], model: Any, weights: list[Any]
+) -> None:
     """Warns of an optimizer from another library after ``STEPS`` steps without a changed weight."""
     rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-    steps, before = _still.get(optimizer, (-1, torch.empty(0)))
+    steps, before = still.get(model, (-1, torch.empty(0)))
     if steps >= STEPS or not any(rates):  # at a learning rate of 0, as in a warm-up, nothing should change
         return
     sums = torch.stack([weight.detach().sum(dtype=torch.float64) for weight in weights]).cpu()
     if steps >= 0 and not torch.equal(sums, before):
         steps = STEPS
-    _still[optimizer] = (steps + 1, sums)
+    still[model] = (steps + 1, sums)
     if steps + 1 == STEPS and any(bool(weight.main_grad.any()) for weight in weights) and dist.get_rank() == 0:
         logger.warning(
             "%s changed no weight in %d steps: gradients of a CAD model are in `main_grad` of each weight, and "

@@ -12,6 +12,7 @@ import torch
 
 from distca.errors import SupportError
 from distca.testing.ranks import run_ranks
+from megatron_patches.training import unread_gradients
 from tests.megatron_patches import small_cases
 
 MOST = 10
@@ -138,3 +139,26 @@ def test_an_optimizer_that_changes_no_weight_is_warned_of_once(found: Any) -> No
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("AdamW", "SGD of some", "own, of grad")])
 def test_right_loops_hear_nothing(found: Any, name: str) -> None:
     assert found[name] == ("", [])
+
+
+class _Model:
+    """The part of Megatron's wrapper that the watch reads."""
+
+    def __init__(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(3))
+        weight.main_grad = torch.ones(3)  # type: ignore[attr-defined]
+        self.param_to_bucket_group = {weight: None}
+
+
+def test_an_optimizer_of_two_models_is_warned_of_for_each(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [_Model(), _Model()]
+    monkeypatch.setattr(unread_gradients, "_trained", models)
+    monkeypatch.setattr(unread_gradients.dist, "get_rank", lambda: 0)
+    optimizer = ReadsGrad([weight for model in models for weight in model.param_to_bucket_group], lr=1e-3)
+    for _ in range(unread_gradients.STEPS + 1):
+        unread_gradients._look_at(optimizer)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "ReadsGrad changed no weight in 8 steps"
+    ] * 2
