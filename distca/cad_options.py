@@ -33,7 +33,7 @@ class CadOptions:
             those of one machine.
         cost_table: a JSON file of `distca profile`, or a folder with one for each GPU and kernel; null takes those
             shipped, or else an analytic model. "measure" measures what is not shipped when a run starts, and keeps it
-            in output/cost_tables.
+            in output/cost_tables. Servers without a model also measure what a named folder lacks.
         deterministic: add gradients of k and v in a fixed order, so two runs are bitwise equal.
         nvshmem_buffer_gb: GiB of symmetric memory per rank for rows that arrive by NVSHMEM; 0 takes as much as
             tokens_per_rank needs.

@@ -107,7 +107,11 @@ def find_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") ->
     if name not in NAMES:
         raise KernelError(f"{setting} is '{name}'; it can be {', '.join(NAMES)}.")
     if name == "auto":
-        return _fastest(spec)
+        found = _fastest(spec)
+        objection = first_objection(None if isinstance(found, Choice) else found)
+        if isinstance(found, Choice) and objection is None:
+            return found
+        raise KernelError(f"No kernel of core attention can run: {objection}. Run `distca doctor` on that machine.")
     objection = first_objection(why_not(name, spec))
     if objection is None:
         kernel, verdict = _proved(name, spec)
@@ -118,8 +122,10 @@ def find_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") ->
     raise KernelError(f"{setting} {name} cannot run here: {objection}. Set {setting} to auto to choose another.")
 
 
-def _fastest(spec: AttentionSpec) -> Choice:
-    """Returns the first of :data:`BY_SPEED` that is right on this rank; it asks no other rank."""
+def _fastest(spec: AttentionSpec) -> Choice | str:
+    """Returns the first of :data:`BY_SPEED` that is right on this rank; it asks no other rank.
+
+    If the reference is wrong too, the result is the reasons against all kernels."""
     against: dict[str, str] = {}
     for name in BY_SPEED:
         objection = why_not(name, spec)
@@ -130,7 +136,7 @@ def _fastest(spec: AttentionSpec) -> Choice:
             against[name] = f"{_WRONG}{verdict.objection}"
         elif BETWEEN not in name:  # what speaks against a pair is said of its kernels
             against[name] = objection
-    raise AssertionError("the reference kernel is never refused")
+    return "; ".join(f"{name}: {why}" for name, why in against.items())
 
 
 def _proved(name: str, spec: AttentionSpec) -> tuple[Kernel | None, Verdict]:

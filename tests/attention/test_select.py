@@ -9,6 +9,7 @@ from distca.attention import AttentionSpec, choose_kernel, select
 from distca.attention.pair import PairKernel
 from distca.attention.reference import ReferenceKernel
 from distca.attention.self_check import Verdict
+from distca.errors import KernelError
 from distca.plan.kinds import AttentionKind
 
 
@@ -40,3 +41,9 @@ def test_a_gpu_left_with_the_reference_kernel_is_warned_of(
 def test_a_kernel_without_softcap_is_not_taken_for_it() -> None:
     spec = AttentionSpec(2, 1, 64, torch.bfloat16, torch.device("cuda"), kinds=(AttentionKind(0.1, softcap=50.0),))
     assert select.why_not("torch", spec) == "it has no softcap of scores"
+
+
+def test_a_machine_on_which_the_reference_is_wrong_too_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "check", lambda kernel, spec: Verdict("o is far off"))
+    with pytest.raises(KernelError, match=r"can run: .*reference: its self-check refuses it, as o is far off\. Run"):
+        choose_kernel("auto", AttentionSpec(2, 1, 8, torch.float32, torch.device("cpu")))

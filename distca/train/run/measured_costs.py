@@ -96,8 +96,7 @@ def measured_attention(kernel: Kernel, spec: AttentionSpec) -> dict[str, Any]:
         return lambda: None
 
     shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.dtype.itemsize, spec.value_dim)
-    measured = measure_device(kernel, shape, spec.device, spec.dtype, hidden=0, ffn=0, progress=progress)
-    return {"command": "cad.cost_table measure", "versions": versions(), **measured}
+    return _described(measure_device(kernel, shape, spec.device, spec.dtype, hidden=0, ffn=0, progress=progress))
 
 
 def _measure(config: RunConfig, kernel: Kernel, shape: AttentionShape, device: torch.device, path: Path) -> None:
@@ -105,4 +104,8 @@ def _measure(config: RunConfig, kernel: Kernel, shape: AttentionShape, device: t
     measured = measure_device(
         kernel, shape, device, dtype, hidden=config.model.hidden, ffn=config.model.ffn, progress=lambda *_: lambda: None
     )
-    write_table(path, {"command": "cad.cost_table measure", "versions": versions(), **measured})
+    write_table(path, _described(measured))
+
+
+def _described(measured: dict[str, Any]) -> dict[str, Any]:
+    return {"command": "cad.cost_table measure", "versions": versions(), **measured}
