@@ -2,7 +2,7 @@
 
 A row is a mix of documents, with so many tokens for each GPU, in one kind of numbers. It has tokens per second of every
 way to train that its file has, and how many times as fast DistCA is: by the median over batches where the file says so,
-else by mean speeds.
+else by mean speeds. What the file lacks is taken from an earlier file with such a row, with DistCA's speed of that run.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ from collections.abc import Iterator
 
 from benchmarks.tables import MIXES, Figures, kept, rows
 
-FILES = ("throughput_2_gpus_peers_64k", "linears_2_gpus_128k")
-"""The newest runs of LLaMA-like layers, of one kind of hardware each."""
+FILES = (
+    "throughput_2_gpus_peers_64k",
+    "throughput_2_gpus_peers_128k",
+    "baselines_2_gpus_128k",
+    "linears_2_gpus_128k",
+)
+"""The newest runs of LLaMA-like layers, of one kind of hardware each. Earlier ones are last."""
+_LACKS = "not measured"
 
 _NUMBERS = {"te": "bf16", "local": "bf16", "none": "bf16", "delayed": "FP8 (delayed)", "current": "FP8 (current)"}
 _NUMBERS["blockwise"] = "FP8 (blockwise)"
@@ -55,7 +61,7 @@ def row_of(modes: dict[str, Figures], cell: Figures) -> list[str]:
         name = fastest(modes, way)
         if name is None:
             left_out = any(re.fullmatch(names, each) for each in cell.get("not_run", ()))
-            cells.append("cannot hold the longest document" if left_out else "not measured")
+            cells.append("cannot hold the longest document" if left_out else _LACKS)
             continue
         speed = modes[name]["tokens_per_s"]
         ratio = over[name]["median"] if name in over else ours / speed
@@ -66,12 +72,23 @@ def row_of(modes: dict[str, Figures], cell: Figures) -> list[str]:
 def table() -> str:
     """The table in Markdown, with a link to each row's file."""
     head = ["mix, tokens for each GPU, numbers", *(f"{way} (DistCA over it)" for way in _WAYS), "DistCA", "GPUs"]
-    lines = [head, ["---"] * len(head)]
+    found: dict[str, list[str]] = {}
     for file in FILES:
         report = kept(file)
         hardware = re.sub(" ?NVIDIA| 80GB HBM3", "", report["hardware"])
         for workload, numbers, modes, cell in runs_of(report):
-            mix = MIXES[workload.split()[0]]
-            link = f"[{hardware}](benchmarks/results/{file}.json)"
-            lines.append([f"{mix}, {tokens_of(report)}, {numbers}", *row_of(modes, cell), link])
-    return rows(*lines)
+            name = f"{MIXES[workload.split()[0]]}, {tokens_of(report)}, {numbers}"
+            cells = row_of(modes, cell)
+            if name in found:
+                found[name] = _filled(found[name], cells, file)
+            else:
+                found[name] = [name, *cells, f"[{hardware}](benchmarks/results/{file}.json)"]
+    return rows(head, ["---"] * len(head), *found.values())
+
+
+def _filled(row: list[str], cells: list[str], file: str) -> list[str]:
+    """A row whose cells that lack a figure have another file's, with a link to it."""
+    link = f"[other run](benchmarks/results/{file}.json)"
+    fills = [cell if cell == _LACKS else f"{cell}, {link}" for cell in cells[:-1]]
+    ways = [new if old == _LACKS else old for old, new in zip(row[1:-2], fills, strict=True)]
+    return [row[0], *ways, *row[-2:]]
