@@ -1,9 +1,8 @@
 """The keyword arguments of ``distca.CAD``, the object that a training script makes, and checks of these arguments.
 
-The *home* of a token is the rank that computes linear layers for the token. A *server* computes core attention
-(attention without projections). Every rank is home and server; the argument ``servers`` adds processes that are servers
-only. Backward needs q, k and v on a server again. The argument ``backward`` says from where: with "keep" the server
-keeps them, with "resend" homes send them once more.
+A *server* is a process that computes core attention (attention without projections). Every rank is a server; the
+argument ``servers`` adds processes without a model. The argument ``backward`` says how a server has q, k and v in
+backward: with "keep" it keeps them from forward, with "resend" ranks send them once more.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ How = Literal["keep", "resend"]
 Level = Literal["auto", "attention", "time"]
 
 _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
-"""Arguments whose values other functions check."""
 _WHOLE = {"tokens_per_rank", "servers"}
 _LEAST = {"tokens_per_rank": 1, "servers": 0, "tolerance": 0, "nvshmem_buffer_gb": 0, "server_gb_s": 0}
-"""The smallest value that is allowed, by argument."""
 _MAY_DIFFER = {
     "transport",
     "kernel",
@@ -52,16 +49,16 @@ class CadArguments(CadOptions):
 
     Attributes:
         tokens_per_rank: the most tokens of a micro-batch, divided by the number of data-parallel ranks. If the script
-            gives documents their ranks, it also limits the tokens of each rank.
+            gives documents their ranks, this is also the most tokens of each rank.
         disaggregate: False is the baseline: every document stays whole on one rank, which computes its attention with
-            the same kernels. Layers and schedules are Megatron's own for most models.
-        deal: True lets a plan move documents to other micro-batches of the step, so that ranks exchange fewer rows.
-            Nothing moves if the script gives documents their ranks, or without ``disaggregate``.
+            the same kernels.
+        deal: True lets a plan move documents to other micro-batches of the step, so that ranks exchange fewer rows. No
+            document moves if the script gives documents their ranks, or if ``disaggregate`` is False.
         level: what a plan makes about equal on all ranks: the seconds of "attention", or the "time" of attention and
             linear layers together. "time" needs ``ping_pong`` (a micro-batch runs as two parts), and pipeline stages,
             ``servers`` or ``speeds``. "auto" is "time" on GPUs with ``ping_pong`` and a transport other than "nvshmem",
-            if there are stages, ``servers``, ``speeds`` or different GPUs. Else, and if the file ``cost_table`` has no
-            times of linear layers, it is "attention".
+            if there are stages, ``servers``, ``speeds`` or different GPUs. In other runs, and if the file
+            ``cost_table`` has no times of linear layers, "auto" is "attention".
         recompute: with "none" backward recomputes only modules that Megatron's configuration names. With "all" it
             recomputes everything but core attention, or, without ``disaggregate``, every layer as a whole.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It
@@ -69,10 +66,10 @@ class CadArguments(CadOptions):
         offload: True moves the inputs of every layer to host memory until backward. It needs ``disaggregate``,
             recompute "all", backward "resend" or "auto", and a model without pipeline stages.
         linears: whose linear layers a model gets: Megatron's own ("local"), Transformer Engine's ("te"), or Transformer
-            Engine's if they can be used ("auto"). Transformer Engine's need GPUs and bfloat16. FP8 needs Transformer
-            Engine's, and takes ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", "delayed" or "blockwise")
-            of the configuration. With ``fp8_param`` the model has weights in FP8 without a bfloat16 copy, which needs
-            the distributed optimizer.
+            Engine's if they can be used ("auto"). Transformer Engine's need GPUs and bfloat16. FP8 needs "te" or
+            "auto", and the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", "delayed" or
+            "blockwise"). The configuration's ``fp8_param`` (weights without a bfloat16 copy) needs the distributed
+            optimizer.
         hybrid_layer_pattern: the pattern of layers with which a HybridModel is built; empty for a GPTModel.
         model_options: options of the model for which Megatron's configuration has no field.
     """
@@ -89,11 +86,7 @@ class CadArguments(CadOptions):
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:
-        """Refuses unknown words and numbers out of range.
-
-        Raises:
-            SupportError: a value is refused; the message names the first.
-        """
+        """Raises SupportError for the first argument whose word is unknown or whose number is out of range."""
         for name, hint in get_type_hints(CadArguments).items():
             value, words = getattr(self, name), get_args(hint)
             if isinstance(next(iter(words), None), str) and name not in _CHECKED_WHERE_CHOSEN and value not in words:
@@ -109,8 +102,7 @@ class CadArguments(CadOptions):
                 raise SupportError(f"`{name}` is {number}; it must be at least {least}.")
 
     def how(self, stages: int) -> How:
-        """Checks that the arguments go together; returns "keep" or "resend", which say where q, k and v wait for
-        backward.
+        """Returns ``backward``, with "auto" replaced by "keep" or "resend".
 
         Raises:
             SupportError: two arguments do not go together.
@@ -151,10 +143,9 @@ def with_keywords_of(
 ) -> Callable[
     [Callable[[Self, TransformerConfig, Made], None]], Callable[Concatenate[Self, TransformerConfig, Keywords], None]
 ]:
-    """Decorates a constructor whose parameters are a configuration and one object; ``made`` is the object's class.
+    """Decorates a constructor ``(self, config, arguments)``; ``made`` is the class of ``arguments``.
 
-    The decorated constructor takes the object's fields as keywords instead. Its signature lists the keywords for
-    editors and ``help``. It raises TypeError for a keyword that is no field.
+    The decorated constructor takes the fields of ``made`` as keywords instead, and raises TypeError for other keywords.
     """
 
     def decorate(
@@ -182,13 +173,7 @@ def with_keywords_of(
 
 
 def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int) -> None:
-    """Refuses ``offload`` if another argument does not go with it.
-
-    ``backward`` is "keep" or "resend" here, not "auto".
-
-    Raises:
-        SupportError: an argument has another value than ``offload`` needs.
-    """
+    """Raises SupportError if an argument has another value than ``offload`` needs; ``backward`` must not be "auto"."""
     found = {"disaggregate": disaggregate, "recompute": recompute, "backward": backward}
     needed = {"disaggregate": True, "recompute": "all", "backward": "resend"}
     for name, value in needed.items():
@@ -204,11 +189,7 @@ def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int
 
 
 def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
-    """Refuses ``keep_outputs`` if backward recomputes layers or layers compute in FP8.
-
-    Raises:
-        SupportError: an argument or a field has another value than ``keep_outputs`` needs.
-    """
+    """Raises SupportError if an argument or a field has another value than ``keep_outputs`` needs."""
     found = {"recompute": (recompute, "none"), "recompute_granularity": (config.recompute_granularity, None)}
     found["fp8"] = config.fp8, None
     for name, (value, needed) in found.items():
@@ -223,9 +204,6 @@ def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, un
     attention.
 
     Args:
-        level: the work that a plan makes equal: "attention", "time" or "auto".
-        disaggregate: whether other ranks compute parts of a rank's core attention.
-        ping_pong: whether a micro-batch runs as two parts, so that one computes while the other's rows travel.
         unlike: whether servers differ in speed, or some servers have no model.
 
     Raises:
@@ -233,7 +211,7 @@ def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, un
     """
     if level != "time" or (disaggregate and (stages > 1 or unlike) and ping_pong):
         return
-    why = "disaggregate is False" if not disaggregate else "ping_pong is False, so idle stages could only wait"
+    why = "disaggregate is False" if not disaggregate else "ping_pong is False, so idle stages could not help"
     if disaggregate and stages == 1 and not unlike:
         why = "there are no pipeline stages, servers or speeds, so no rank is ever idle"
     raise SupportError(f"level is 'time', but {why}: set level to 'auto'.")

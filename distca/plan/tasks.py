@@ -1,8 +1,8 @@
 """Tasks: the units of core attention, each computed by one server.
 
-A *task* is a range [start, stop) of query rows of one document, with all keys and values that these rows read. Without
-a window these are the keys and values [0, stop) of the document. A task is not split along the keys, so softmax results
-need no merging. A *server* is a rank that computes tasks. Tasks are called CA-tasks in arXiv 2510.18121, section 4.1.
+A *task* is a range [start, stop) of query rows of one document, with all keys and values that these rows read: without
+a window the keys and values [0, stop) of the document. A *server* is a rank that computes tasks. Tasks are called
+CA-tasks in arXiv 2510.18121, section 4.1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Tasks:
     """Tasks, sorted by (server, document, start). Array legend: T tasks; all arrays are int64.
 
     Attributes:
-        document: [T] index of the document in the plan's layout.
+        document: [T] index of the document among the documents that were planned together.
         start: [T] first query position in the document.
         stop: [T] one past the last query position.
         server: [T] rank that computes the task.
@@ -37,7 +37,6 @@ class Tasks:
         return Tasks(self.document[chosen], self.start[chosen], self.stop[chosen], self.server[chosen])
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        """Returns document, start, stop and server of all tasks."""
         return self.document, self.start, self.stop, self.server
 
     @property
@@ -48,9 +47,9 @@ class Tasks:
 
     @staticmethod
     def sorted(document: np.ndarray, start: np.ndarray, stop: np.ndarray, server: np.ndarray) -> Tasks:
-        """Returns tasks sorted by (server, document, start), from ranges in any order.
+        """Returns tasks from ranges in any order.
 
-        Ranges of one document that touch on one server become one task."""
+        Ranges of one document and server that touch, such as [0, 4) and [4, 6), become one task."""
         order = order_by(server, document, start)
         document, start, stop, server = (np.asarray(x, np.int64)[order] for x in (document, start, stop, server))
         if len(document) == 0:

@@ -1,8 +1,8 @@
 """The interface of transports, which move rows of tensors between ranks.
 
-A *pool* is a group of ranks that compute attention for each other. One *exchange* moves rows of several tensors between
-all ranks of the pool. Each tensor is a :class:`Part` of the exchange. A *hop* is one journey from rank to rank; rows
-for another node may take two. Implementations: ``collective.py`` (NCCL, gloo) and ``nvshmem/transport.py``.
+A *pool* is a group of ranks that compute attention for each other. One *exchange* moves rows (along dimension 0) of
+several tensors between all ranks of the pool. Implementations: ``collective.py`` (NCCL, gloo) and
+``nvshmem/transport.py``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Part:
 
     Attributes:
         source: [moves.source_rows or more, ...] contiguous tensor to send rows of. Callers must not write to it until
-            the exchange has ended. With ``moves.relay_before`` the exchange itself first adds other ranks' gradients to
-            rows of ``source``.
+            the exchange has ended. With ``moves.relay_before`` the exchange itself writes to ``source``: it first adds
+            the gradients that other ranks of the node send.
         destination: [moves.destination_rows or more, ...] contiguous tensor to fill, with the trailing shape and dtype
             of ``source``. Callers must not use it until the exchange has ended. If received rows are added up
             (``moves.reduction``), it must hold zeros at first.
-        moves: the rows and ranks.
+        moves: to which rank and row each row of ``source`` goes.
     """
 
     source: torch.Tensor
@@ -43,14 +43,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Hops:
-    """The parts of an exchange, by hop. A part is left out if none of its rows travels.
+    """The parts of an exchange, by hop: a *hop* is one journey of rows from rank to rank.
 
-    Keys and values for another node may go to one rank of the node, the *gateway*, and from there to other ranks of the
-    node. On the way back, ranks send gradients to the gateway, and the gateway sends sums.
+    Keys and values for another node may take two hops: to one rank of the node, the *gateway*, and from there to other
+    ranks of the node. On the way back, these ranks send gradients to the gateway, and the gateway sends sums.
 
     Attributes:
         handed_on: first hop of the parts with two hops.
-        others: parts with one hop.
+        others: parts with one hop, except parts none of whose rows travel.
         second: second hop of the parts with two hops.
     """
 
@@ -60,15 +60,14 @@ class Hops:
 
     @property
     def first(self) -> tuple[Part, ...]:
-        """The parts of the first hop: ``handed_on``, then ``others``."""
         return self.handed_on + self.others
 
     @staticmethod
     def of(parts: tuple[Part, ...]) -> Hops:
         """Splits the parts of an exchange into hops.
 
-        A part with a relay becomes two. On the way there, the gateway sends rows of ``destination`` on to
-        ``destination`` of other ranks. On the way back, ranks send rows of ``source`` to ``source`` of the gateway.
+        With ``relay_after``, the gateway sends rows of its ``destination`` to ``destination`` of other ranks. With
+        ``relay_before``, other ranks send rows of their ``source`` to ``source`` of the gateway.
         """
         handed_on, others, second = [], [], []
         for part in parts:
@@ -85,7 +84,7 @@ class Hops:
 
 
 def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
-    """Raises TransportError if a part's moves were planned for another number of ranks."""
+    """Raises TransportError if a part's moves were planned for another number of ranks than ``ranks``."""
     for part in parts:
         if len(part.moves.send_counts) != ranks:
             raise TransportError(
@@ -95,7 +94,7 @@ def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
 
 
 def sent_by(rank: int, parts: tuple[Part, ...]) -> dict[str, Any]:
-    """Returns what the timeline shows: the bytes that this rank sends, and the ranks with which it exchanges rows."""
+    """Returns "bytes sent" by this rank, and "peers": the ranks that it sends rows to or receives rows from."""
     sent = 0
     peers: set[int] = set()
     hops = Hops.of(parts)
@@ -108,8 +107,6 @@ def sent_by(rank: int, parts: tuple[Part, ...]) -> dict[str, Any]:
 
 
 class Handle(Protocol):
-    """An exchange under way."""
-
     def wait(self) -> None:
         """Makes the current stream wait until the exchange has ended; without a GPU the host waits."""
         ...
@@ -119,11 +116,11 @@ class Transport(Protocol):
     """Moves rows between the ranks of a pool.
 
     All ranks must launch the same exchanges in the same order, even if no row of a rank moves. On a GPU, a rank must
-    use one stream for all launches and waits. torch's allocator hands freed memory out again without waiting for other
-    streams, so with two streams an exchange could read memory that was overwritten.
+    use one stream for all launches and waits: torch's allocator reuses freed memory without waiting for other streams,
+    so an exchange on a second stream could read overwritten memory.
 
     Attributes:
-        name: "nccl", "gloo" or "nvshmem", for logs.
+        name: "nccl", "gloo" or "nvshmem".
         rank: this rank's number in the pool.
         ranks: number of ranks in the pool.
     """

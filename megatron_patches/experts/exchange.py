@@ -1,19 +1,14 @@
-"""Sends a nano-batch's rows to the ranks of their experts and back, as four nodes of autograd's graph.
+"""Sends rows (hidden states of tokens) to the ranks of their experts and back, as four nodes of autograd's graph.
 
     launch rows → join rows → (experts) → launch outputs → join outputs
 
 In forward, a launch starts an all-to-all among expert-parallel ranks, and the next join waits for its end. In backward,
 the join starts an all-to-all of gradients, and the launch waits for its end. A launch returns a *graph token* for the
-join: a scalar that is never read, but gives autograd an edge between the two. A micro-batch may be split into two
-*nano-batches*: one can be computed between launch and join of the other (``distca/runtime/ping_pong.py``).
+join: a scalar that is never read, but gives autograd an edge between the two.
 
-If backward computes experts again, forward frees the experts' input after use. Backward then sends the rows once more,
-together with the gradients of the experts' outputs.
-
-A *pair* is an arrived row and one of this rank's experts that the row goes to.
-
-Shape suffixes: N rows of this rank's nano-batch, E experts, K experts of a row, H hidden. S rows that this rank sends;
-a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs.
+Shape suffixes: N rows of this rank, E experts, K experts of a row, H hidden. S rows that this rank sends; a row that
+goes to two ranks counts twice. R rows that arrive from all ranks. P *pairs* of an arrived row and one of this rank's
+experts that the row goes to.
 """
 
 from __future__ import annotations
@@ -30,11 +25,12 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 class Exchange:
-    """The transfers of one layer and nano-batch, in forward and backward. At most one transfer is under way at a time.
+    """The transfers of one layer for the N rows, in forward and backward. At most one transfer is under way at a time.
 
     Args:
-        dispatch: the indices by which rows travel.
-        again: whether backward computes experts again. Then backward also sends the experts' input rows again.
+        dispatch: which rows go to which ranks and experts.
+        again: whether backward recomputes experts. Then forward frees their input after use, and backward sends the
+            input rows again, together with the gradients of the experts' outputs.
     """
 
     def __init__(self, dispatch: Dispatch, again: bool = False) -> None:
@@ -45,10 +41,9 @@ class Exchange:
         self._freed: tuple[torch.Tensor, int] | None = None  # the experts' input, and the bytes of its storage
 
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
-        """Starts to send rows and probabilities to the ranks of experts; returns the graph token for :meth:`join_rows`.
+        """Starts to send rows and the router's probabilities; returns the graph token for :meth:`join_rows`.
 
-        The numbers of the rows' experts are sent too, but only the first time: if backward computes the whole layer
-        again, receivers have them.
+        Expert numbers are sent too, except when backward recomputes the layer: receivers have them then.
         """
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token
@@ -72,7 +67,7 @@ class Exchange:
         return summed
 
     def start(self, tensors: Sequence[torch.Tensor], to_experts: bool) -> None:
-        """Starts to send tensors to the ranks of experts, or back to the rows' own ranks."""
+        """Starts to send tensors: with ``to_experts`` to the ranks of experts, else back from them."""
         ways = self.dispatch.sent, self.dispatch.received
         sent, received = ways if to_experts else ways[::-1]
         assert not self._under_way
@@ -86,41 +81,35 @@ class Exchange:
             self._under_way.append((arriving, given, work))
 
     def finish(self) -> list[torch.Tensor]:
-        """Waits for the transfer; returns the tensors that arrived."""
         under_way, self._under_way = self._under_way, []
         for *_, work in under_way:
             if work is not None:
                 work.wait()
         return [arriving for arriving, *_ in under_way]
 
-    # The next five methods do nothing unless backward computes experts again.
+    # The next five methods do nothing unless ``again``.
 
     def keep(self, hidden_NH: torch.Tensor) -> None:
-        """Keeps this rank's rows, so that backward can send them again."""
         self._sent_again_NH = hidden_NH.detach() if self.again else None
 
     def remember(self, rows_PH: torch.Tensor) -> None:
-        """Notes the memory of the experts' input, for :meth:`free` and :meth:`restore`."""
+        """Notes the experts' input, whose memory :meth:`free` frees and :meth:`restore` fills again."""
         if self.again:
             # ``restore`` later writes the same numbers into this memory. Autograd refuses saved tensors that were
             # written to, but does not notice writes to ``.data``.
             self._freed = rows_PH.data, rows_PH.untyped_storage().nbytes()
 
     def free(self) -> None:
-        """Frees the memory of the experts' input."""
         if self._freed is not None:
             self._freed[0].untyped_storage().resize_(0)
 
     def rows_again(self) -> list[torch.Tensor]:
-        """Returns a list with the [S, H] rows to send again, or an empty list."""
+        """Returns the [S, H] rows to send again, in a list with at most one tensor."""
         sent_again_NH, self._sent_again_NH = self._sent_again_NH, None
         return [] if sent_again_NH is None else [self.dispatch.spread(sent_again_NH)]
 
     def restore(self, received: Sequence[torch.Tensor]) -> None:
-        """Writes the experts' input into its memory again.
-
-        ``received`` is a list with the [R, H] rows that all ranks' :meth:`rows_again` sent here, or empty.
-        """
+        """Computes the experts' input again, from the [R, H] rows that all ranks' :meth:`rows_again` sent here."""
         for rows_RH in received:
             assert self._freed is not None
             (freed, size), self._freed = self._freed, None

@@ -1,7 +1,4 @@
-"""Megatron's layer specs for models in which some layers have experts in place of an MLP.
-
-A spec tells Megatron of which module classes to build a layer.
-"""
+"""Megatron's layer specs for models in which some layers have experts in place of an MLP."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 class DrawnExperts(SequentialMLP):
     """Megatron's SequentialMLP (one MLP for each expert) with other initial weights on the CPU.
 
-    On the CPU, Megatron draws equal experts on every expert-parallel rank. Here each rank draws the experts of all
-    ranks in turn and keeps its own. So a single rank with all experts would draw the same weights.
+    With CPU initialization, Megatron draws the same weights on every expert-parallel rank. Here each rank draws the
+    experts of all ranks in turn and keeps its own. So weights do not depend on the number of ranks.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, **options: Any) -> None:
@@ -48,7 +45,7 @@ def has_experts(config: TransformerConfig) -> list[bool]:
 
 
 def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
-    """Returns the specs of this pipeline stage's layers: ``dense``, with another ``mlp`` in layers with experts."""
+    """Returns this pipeline stage's layer specs: ``dense``, with a router and experts as ``mlp`` in some layers."""
     first = get_transformer_layer_offset(config)
     mine = has_experts(config)[first : first + get_num_layers_to_build(config)]
     if not any(mine):
@@ -60,10 +57,7 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
 
 
 def experts_spec(config: TransformerConfig) -> Any:
-    """Returns the spec of a layer's router and experts, with :class:`DrawnExperts` as experts.
-
-    Older versions of Megatron-Core use a ModuleSpec here, and newer versions a partial of a class.
-    """
+    """Returns the ``mlp`` spec of a layer with experts: a ModuleSpec, or for newer Megatron-Core a partial."""
     # Megatron-Core 0.16.1 defines te_general_gemm only with Transformer Engine, but its router reads this name.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -1,7 +1,6 @@
 """Makes Megatron's TransformerConfig, GPTModel and HybridModel from a :class:`distca.models.shape.ModelShape`.
 
-A ModelShape has a model's sizes, and its differences from LLaMA. The trainer builds its models here; a user's script
-may build a model in any other way.
+A ModelShape has a model's sizes, and its differences from LLaMA.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ def transformer_config(
         shape: sizes and settings of the model. ``model_options`` (``model_variant.py``) returns the settings that
             have no field in the configuration.
         dtype: type of parameters and activations.
-        sequence_parallel: whether rows outside of attention and MLPs are divided over tensor-parallel ranks, if there
-            are several.
-        recompute_mlp: whether backward computes every layer's MLP or experts again.
+        sequence_parallel: Megatron's ``sequence_parallel``; ignored without tensor parallelism.
+        recompute_mlp: whether backward recomputes every layer's MLP or experts.
         cpu_initialization: whether weights are drawn on the CPU, equal for all tensor-parallel sizes.
         fp8: how Transformer Engine's linear layers scale tensors to FP8, or "none".
         fp8_weights: whether Transformer Engine's linear layers store weights in FP8, without a copy in ``dtype``.
@@ -72,7 +70,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,  # losses are summed over tokens, and divided once by the global batch's tokens
-        # Megatron's own core attention reads the next two, this project's does not.
+        # Only Megatron's own core attention reads the next two.
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -143,8 +141,7 @@ def build_gpt(
 def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
     """Builds Megatron's GPTModel, or a HybridModel if the shape has a pattern of layers.
 
-    Args:
-        cad: the ``distca.CAD`` that was made with the keywords of ``cad_keywords(shape)`` (``model_variant.py``).
+    ``cad`` is a ``distca.CAD`` that was made with the keywords of ``cad_keywords(shape)`` (``model_variant.py``).
     """
     if shape.hybrid.pattern:
         return build_hybrid_of(shape, vocabulary, cad.config, cad.hybrid_stack_spec())
@@ -154,8 +151,7 @@ def build_model(shape: ModelShape, vocabulary: int, cad: Any) -> Any:
 def build_hybrid_of(shape: ModelShape, vocabulary: int, config: TransformerConfig, spec: ModuleSpec) -> Any:
     """Builds this pipeline stage's part of Megatron's HybridModel from a shape with a pattern of layers.
 
-    Args:
-        spec: the spec of the stack of layers, for example from ``hybrid_stack_spec`` of ``distca.CAD``.
+    ``spec`` is the spec of the stack of layers, for example from ``hybrid_stack_spec`` of ``distca.CAD``.
     """
     model = build_hybrid(
         vocabulary,

@@ -1,7 +1,6 @@
-"""Settings of a model beside Megatron-Core's configuration, such as a limit of attention scores.
+"""Settings of a model for which Megatron-Core's configuration has no field, such as a softcap of attention scores.
 
-A training script passes them on: ``distca.CAD(..., model_options=ModelOptions(...))``. For models from Hugging Face
-folders ``model_variant.py`` makes them.
+A training script gives them to ``distca.CAD(..., model_options=ModelOptions(...))``.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class Rotary:
 
     Attributes:
         base: base of the frequencies.
-        scaling: scaling for contexts longer than in the model's first training. ``scaling.resolved_attention_factor``
-            multiplies cosines and sines.
+        scaling: scaling for contexts longer than in the model's first training.
         percent: share of each head's dimensions that RoPE rotates, beginning with dimension 0; from 0 to 1.
     """
 
@@ -36,8 +34,7 @@ class QueryScaling:
     """A factor on a query at position p of its document: 1 + beta ln(1 + floor(p / original_length)) (Ministral 3).
 
     Attributes:
-        beta: how fast the factor grows.
-        original_length: number of positions from 0 on at which the factor is 1.
+        original_length: positions below this number have factor 1.
     """
 
     beta: float
@@ -46,33 +43,31 @@ class QueryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Settings of a model beside Megatron-Core's configuration. The defaults are what Megatron does.
-
-    Names in parentheses are examples of models that differ from the default.
+    """The settings. The defaults are what Megatron does; names in parentheses are models with other values.
 
     Attributes:
-        score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
-        rotations: RoPE of each layer, over all pipeline stages. A layer with None takes the model's rotary embedding,
+        score_softcap: softcap c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
+        rotations: RoPE of each layer of all pipeline stages. A layer with None takes the GPTModel's rotary embedding,
             or has no RoPE if Megatron's ``no_rope_freq`` says so. An empty tuple means None for each layer.
-        query_scaling: a factor on queries that grows with the position, or None.
+        query_scaling: a factor on queries that grows with the position, or None (Ministral 3).
         norms: the places of a layer's norms. "pre": before attention and before the MLP. "post": on the outputs of
             attention and MLP, before the residual is added (OLMo 2). "both": in all four places (Gemma 2).
         query_key_norm: the elements that a norm of ``qk_layernorm`` normalises together. "head": the elements of one
             head. "width": the elements of all query heads, or of all key heads (OLMo 2).
         norm_after_rotation: whether the norms of ``qk_layernorm`` come after RoPE (Hunyuan), instead of before.
-        attention_output_bias: whether the output projection of attention has a bias while ``add_bias_linear`` is off.
-        mlp_bias: whether both linear layers of the MLP have a bias while ``add_bias_linear`` is off.
+        attention_output_bias: whether attention's output projection has a bias although ``add_bias_linear`` is False.
+        mlp_bias: whether both linear layers of the MLP have a bias although ``add_bias_linear`` is False.
         norm_bias: whether LayerNorms have biases (Cohere: no).
         parallel_mlp: whether the MLP reads the same input as attention, and both outputs are added to the residual
             (Cohere).
-        embedding_scale: factor on embeddings (Gemma, Granite). The factor is rounded to the embeddings' type.
+        embedding_scale: factor on embeddings (Gemma, Granite), rounded to the embeddings' dtype.
         residual_multiplier: factor on the outputs of attention and the MLP before they are added to the residual
             (Granite).
         logit_multiplier: factor on the logits (Cohere; Granite: 1 / ``logits_scaling``).
-        final_softcap: limit c of the logits l, which become c tanh(l / c) after ``logit_multiplier``; 0 for none (Gemma
-            2: 30).
-        plain_recurrent_norm: whether the output norm of gated delta nets multiplies by its weight even with
-            ``layernorm_zero_centered_gamma``, with which norms multiply by one plus the weight (Qwen3.5).
+        final_softcap: softcap c of the logits l, which become c tanh(l / c) after ``logit_multiplier``; 0 for none
+            (Gemma 2: 30).
+        plain_recurrent_norm: whether the output norm of gated delta nets ignores ``layernorm_zero_centered_gamma``
+            (Qwen3.5): it multiplies by its weight w, and other norms multiply by 1 + w.
         step_min: smallest step size of Mamba-2; 0 for no limit (Nemotron-H).
         latent_norm_epsilon: epsilon of latent attention's norms ``q_layernorm`` and ``kv_layernorm`` (DeepSeek-V3:
             1e-6). 0 takes the epsilon of the other norms.
@@ -100,7 +95,7 @@ class ModelOptions:
     def own_layers(self) -> bool:
         """Whether Megatron's own layers cannot compute the options, so that the model needs this project's layers."""
         in_any_layers = ModelOptions(
-            # These four act outside of layers or in core attention, so Megatron's layers compute models that have them.
+            # These four act outside of layers or in core attention, so Megatron's layers can be used with them.
             score_softcap=self.score_softcap,
             embedding_scale=self.embedding_scale,
             logit_multiplier=self.logit_multiplier,

@@ -1,7 +1,6 @@
 """Records when a pipeline stage computes, by taking the place of Megatron's timers.
 
 Megatron's own pipeline schedules (1F1B) start and stop timers around the forward and the backward of each micro-batch.
-The timers here record these times as spans on a run's timeline.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from typing import Any
 from distca.runtime.timeline import Timeline
 
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
-"""Maps the name of a timer of Megatron to the name of the span on the timeline."""
+"""Megatron's name of a timer, and the name of its spans on the timeline."""
 
 
 class StageTimers:
     """An object for the field ``timers`` of Megatron's configuration.
 
-    Called with a name it returns a timer. Timers of ``_COMPUTE`` record spans, all others do nothing.
+    Timers of ``_COMPUTE`` record spans on a run's timeline; other timers do nothing.
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -1,11 +1,6 @@
 """The objects that a model gets in place of Megatron's attention mask, one for each micro-batch.
 
-Megatron hands a model's argument ``attention_mask`` to the attention modules without reading it. So these objects reach
-our modules, and no signature changes.
-
-- :class:`DisaggregatedMicroBatch`: several ranks compute the micro-batch's core attention. Rows are split into one or
-  two nano-batches. With two, the device computes one nano-batch while rows of the other one travel between ranks.
-- :class:`PackedMicroBatch`: every document lies whole on one rank, which computes its attention.
+Megatron hands a model's argument ``attention_mask`` to the attention modules without reading it.
 
 A row is the hidden state of one token. "This rank" is a data-parallel rank; its tensor-parallel ranks have the same
 tokens. Axes of attention: N rows of this rank, with padding unless said otherwise; H query heads, G key and value
@@ -35,11 +30,12 @@ from megatron_patches.experts.balance import MicroBatchBalance
 class DisaggregatedMicroBatch:
     """A micro-batch whose core attention is computed on several ranks.
 
+    Rows are split into one or two nano-batches; the device computes one while rows of the other travel between ranks.
+
     Attributes:
         routes: for each layer of this pipeline stage, which rows this rank sends and receives.
         nano_rows: number of this rank's rows in each nano-batch, with padding.
-        chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows; 1 without sequence
-            parallelism. :func:`gather_nano_rows` has an example.
+        chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows, or 1.
         document_lengths: [N] int64 length of each row's document; None if the model's position embedding does not need
             lengths.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
@@ -65,8 +61,8 @@ class PackedMicroBatch:
     Attributes:
         batch: the borders between this rank's documents, for the attention kernel.
         rows: number of rows that belong to documents; padding comes after them.
-        recurrent: borders of documents for recurrent layers. The key is the number of earlier rows that a layer's
-            causal convolution reads.
+        recurrent: borders of documents for recurrent layers, by the number of rows before a row that the layer's causal
+            convolution reads.
         document_lengths: [N] int64 length of each row's document; None if the model's position embedding does not need
             lengths.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
@@ -84,7 +80,7 @@ class PackedMicroBatch:
 
     @property
     def nano_rows(self) -> Sequence[int]:
-        """The number of all rows as the only element; empty if ``documents`` is None."""
+        """A list with the number of all rows, or without an element if ``documents`` is None."""
         return [] if self.documents is None else [len(self.documents)]
 
     def attend(
@@ -102,14 +98,13 @@ class PackedMicroBatch:
         Args:
             q_NHD: queries, without padding rows.
             k_NGD: keys of the same rows.
-            v_NGD: values of the same rows; latent attention may have fewer than D elements here.
-            kind: the layer's window, softmax scale and softcap (limit of attention scores).
+            v_NGD: values of the same rows; in latent attention their last axis may be shorter than D.
+            kind: the layer's window, softmax scale and softcap.
             timer: returns the context in which the kernel's "forward" or "backward" is timed.
-            sink_H: for each head a learned logit that joins the softmax as one more score; None in a layer without
-                sinks.
+            sink_H: for each head a learned logit that joins the softmax as one more score, or None.
         """
         if not self.rows:
-            # The result has no elements, but depends on all inputs, as Megatron waits for a gradient of every weight.
+            # The empty result must depend on all inputs: Megatron waits for a gradient of every weight.
             others = [k_NGD, v_NGD] if sink_H is None else [k_NGD, v_NGD, sink_H]
             return (q_NHD[..., : v_NGD.shape[2]] + sum(x.sum() for x in others)) * 0
         return core_attention(q_NHD, k_NGD, v_NGD, self.batch, kernel, kind, timer, sink_H)
@@ -127,13 +122,12 @@ class PackedMicroBatch:
         """Returns o_NHV, the output of a recurrent layer's convolution and recurrence. Padding gets 0.
 
         Args:
-            pool: this rank's transport to other ranks, and its record of times.
-            layer: the layer's number on this stage, for the record of times.
-            what: the recurrence: number of heads, dimensions and update rule.
+            layer: the layer's number on this stage, for the timeline.
             parameters: the weights of the convolution and of the recurrence.
-            mixed_NC: [N, C] the input of the convolution, which mixes every row with a few rows before it.
-            g: [N, H] or [N, H, elements of a key] logarithm of the factor by which the state decays at each row.
-            beta_NH: the factor by which each row's update of the state is multiplied.
+            mixed_NC: the input of the convolution.
+            g: [N, H] or [N, H, elements of a key] logarithm of the factor by which the recurrent state decays at each
+                row.
+            beta_NH: the factor by which each row's update of the recurrent state is multiplied.
 
         Raises:
             SupportError: ``recurrent`` has no entry for this layer, as in some benchmarks.
@@ -157,9 +151,6 @@ def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> 
         x: [sum(nano_rows), ...] the rows of all tensor-parallel ranks, one rank after the other.
         nano_rows: number of rows in each nano-batch, multiples of ``chunks``.
         chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows.
-
-    Returns:
-        A [rows, ...] tensor for each nano-batch.
     """
     sizes = [rows // chunks for rows in nano_rows] * chunks
     pieces = x.split(sizes)

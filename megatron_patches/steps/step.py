@@ -1,13 +1,9 @@
 """Makes a step: plans one global batch, and brings this rank's part of the batch to its device.
 
-A row is the hidden state of one token. The plan gives every row a *home*, the data-parallel rank that computes linear
-layers for it. The plan also divides core attention into tasks, and gives each task to a rank of any pipeline stage. A
-rank's *routes* list the rows that it sends and receives, and its tasks. Some runs also have *servers without a model*:
-processes that compute attention only.
-
-Every rank calls :func:`make_step` with the same documents, and computes the same plan from their lengths. The plan is a
-list of phases. In a *forward phase* each stage runs the forward of one micro-batch, or only computes attention for
-other stages. A *backward phase* is the same for backward.
+A row is the hidden state of one token. The plan gives every row a data-parallel rank, which computes linear layers for
+it. The plan also divides core attention into tasks, and gives each task to a rank of any pipeline stage, or to a
+*server without a model*: a process that computes attention only. A rank's *routes* list the rows that it sends and
+receives, and its tasks. Every rank calls :func:`make_step` with the same documents, and computes the same plan.
 """
 
 from __future__ import annotations
@@ -40,18 +36,17 @@ from megatron_patches.steps.step_documents import StepDocuments
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's rows of a micro-batch on its device, in the order in which the model gets them.
+    """One rank's rows of a micro-batch, on the rank's device.
 
     Attributes:
         tokens: [1, rows] int64 token ids.
         labels: [1, rows] int64 next token of the same document.
-        loss_mask: [1, rows] whether the row's label counts in the loss: bool, or float32 weights if documents have
-            weights. Padding, a document's last token and labels that are not to be learned do not count.
+        loss_mask: [1, rows] bool, whether the row's label counts in the loss; or float32, its weight in the loss, if
+            documents have weights. It is 0 for padding, a document's last token and labels that are not to be learned.
         positions: [1, rows] int64 position in the document.
         documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
         attention: the object that a model gets in place of the attention mask.
-        micro_batch_lengths: [documents] int64 length of each document of the micro-batch, also of those on other ranks;
-            in host memory.
+        micro_batch_lengths: [documents] int64 length of each document of the micro-batch on any rank; in host memory.
     """
 
     tokens: torch.Tensor
@@ -68,10 +63,10 @@ class Step:
     """One global batch, ready to run.
 
     Attributes:
-        documents: the documents, in the micro-batches of the plan. The caller may have given other micro-batches.
+        documents: the documents, by micro-batch of the plan, which may have moved them to other micro-batches.
         plan: the plan of all ranks.
-        balance: estimated seconds of every rank by the plan, and without balancing.
-        routes: this rank's routes; None if every rank computes the attention of its rows itself.
+        balance: each rank's estimated seconds of compute as planned, and without balancing.
+        routes: this rank's routes; None if every rank computes the attention of its own rows.
         batches: this rank's rows, by micro-batch.
         planning_ms: milliseconds from the beginning of planning until attention's routes were made.
         waited_ms: milliseconds that the training loop waited for the step.
@@ -79,8 +74,7 @@ class Step:
         announced: the number of the step in orders to servers without a model; 0 without such servers, and on ranks
             other than 0.
         generation: how often the set of servers without a model had changed when the step was planned.
-        queued: a function to call once the step's work is queued on the device. ``CAD.plan_ahead`` begins to plan the
-            next step then.
+        queued: must be called once the step is queued on the device; ``CAD.plan_ahead`` then plans the next step.
     """
 
     documents: StepDocuments
@@ -106,8 +100,8 @@ class Taker:
         device: the device of the rank's rows.
         lengths: whether the model's position embedding needs the length of every row's document.
         vocabulary: token ids have to be below this number; None leaves ids unchecked.
-        recurrences: for each layer of the model the shape and formula of its recurrence, or None if it has attention.
-            Empty if all layers have attention.
+        recurrences: for each layer of the model its recurrence, or None for a layer with attention. Empty if all layers
+            have attention.
     """
 
     stage: int
@@ -131,19 +125,16 @@ def make_step(
     """Plans a step and brings a rank's routes and rows to its device.
 
     Args:
-        documents: the step's documents, by micro-batch.
-        options: the planner's options.
-        taker: this rank and the needs of its model.
-        room: the most tokens of a micro-batch, over all ranks. Within this limit the planner may move documents to
-            other micro-batches, unless ``documents.homes`` is set. 0 leaves every document in its micro-batch.
+        room: the most tokens of a micro-batch, over all ranks. Within this limit the planner may move documents between
+            micro-batches, unless ``documents.homes`` gives documents their ranks. 0 leaves documents where they are.
         number: the step's number, for messages.
         folder: the folder for the file that is written if the planner fails.
-        remote: the servers without a model, which plan the step as well; None without such servers.
+        remote: the servers without a model, which compute the plan too; None without such servers.
 
     Raises:
         FailedPlanError: the planner failed with an unexpected error.
         PlanError: documents cannot be laid out over ranks; a document spans ranks while ``options.disaggregate`` is
-            False; or a server without a model made another plan.
+            False; or a server without a model computed a different plan.
         LaunchError: a server without a model does not answer.
         DataError: a document on this rank has a token id that is no whole number or not below ``taker.vocabulary``.
     """
@@ -214,9 +205,8 @@ def make_step(
 def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload: Upload) -> StepRoutes:
     """Returns the routes of all layers of this stage: the given routes, and new ones for recurrent layers.
 
-    A nano-batch is a half of a micro-batch, or all of it. A piece is a run of a document's rows on one rank in one
-    nano-batch. Routes of a recurrent layer move the recurrent state from a document's earlier pieces to later ones.
-    They also move the ``halo_rows`` rows before a piece, which the layer's causal convolution reads.
+    A piece is a run of a document's rows on one rank. Routes of a recurrent layer move the recurrent state from a
+    document's earlier pieces to later ones. They also move the ``halo_rows`` rows before a piece, for its convolution.
     """
     options = plan.options
     stage, recurrences = taker.stage, taker.recurrences
@@ -235,7 +225,7 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
     def own(micro_batch: int, attention: Sequence[LayerRoutes]) -> tuple[LayerRoutes, ...]:
         there = pieces(plan.forward[plan.forward_phase(micro_batch, stage)])
-        # In this micro-batch's backward phase other stages run other micro-batches than in its forward phase.
+        # During this micro-batch's backward, other stages run other micro-batches than during its forward.
         if options.stages > 1:
             back = pieces(plan.backward[plan.backward_phase(micro_batch, stage)])
             there = {
@@ -258,14 +248,15 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
 
 def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
-    """Returns the distinct numbers of rows before the current row that the layers' causal convolutions read."""
+    """Returns how many rows before the current row the layers' causal convolutions read: the distinct numbers."""
     return {each.halo_rows for each in recurrences if each is not None}
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
-    """Refuses token ids that the model does not have. An embedding split over ranks would return zeros for them.
+    """Refuses token ids that the model does not have: an embedding split over ranks would return zeros for them.
 
-    ``drawn``: for each micro-batch [documents, 2], the micro-batch and the place in which the caller gave a document.
+    ``drawn[m][d]``: the micro-batch, and the place in it, in which the caller gave document d of the plan's micro-batch
+    m.
     """
     for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
@@ -278,11 +269,7 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
 
 
 def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:
-    """Returns the documents and weights in the micro-batches of the plan.
-
-    ``drawn``: for each micro-batch of the plan [documents, 2], the micro-batch and the place in which the caller gave
-    each document.
-    """
+    """Returns the documents and weights, by micro-batch of the plan; ``drawn`` is that of :func:`_check_ids`."""
     given, weights = documents.micro_batches, documents.weights
     return replace(
         documents,
@@ -298,7 +285,7 @@ def batch_on_device(
     *,
     lengths: bool = False,
 ) -> Batch:
-    """Returns a rank's rows of a micro-batch as tensors, whose values are there once ``upload`` is sent.
+    """Returns a rank's rows of a micro-batch as tensors, which have their values once ``upload`` is sent.
 
     With ``lengths`` the attention object also gets the length of every row's document.
     """
@@ -318,7 +305,7 @@ def packed_batches(
     *,
     lengths: bool = False,
 ) -> tuple[Batch, ...]:
-    """Returns micro-batches for Megatron's own schedules; with pipeline stages all are padded to equally many rows."""
+    """Returns micro-batches for Megatron's own schedules."""
     columns = with_equal_rows(rows) if options.stages > 1 else rows
     return tuple(batch_on_device(upload, *each, lengths=lengths) for each in zip(columns, attention, strict=True))
 
@@ -327,7 +314,7 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
     """Returns the attention object of a rank that has whole documents only.
 
     Raises:
-        PlanError: the layout, which is the same on all ranks, cuts a document.
+        PlanError: a document of the layout spans ranks, on any rank.
     """
     parts = layout.q  # the part of a document that a rank has is its tokens from ``start`` to ``stop``
     cut = parts.document[(parts.start > 0) | (parts.stop < layout.last[parts.document])]
@@ -345,8 +332,8 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
 def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
     """Pads all micro-batches of a rank to as many rows as the largest has.
 
-    Padding rows have token 0, no loss and no document. With unequal numbers of rows Megatron's 1F1B schedule would send
-    each tensor's shape first, and the host would wait for the shape.
+    With unequal numbers of rows Megatron's 1F1B schedule would send each tensor's shape first, and the host would wait
+    for the shape.
     """
     assert all(len(batch.nano_rows) == 1 for batch in batches), "rows are added after the only nano-batch"
     rows = max(batch.nano_rows[0] for batch in batches)

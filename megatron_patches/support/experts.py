@@ -1,8 +1,7 @@
-"""Says which values are supported in the fields of Megatron's configuration about mixtures of experts.
+"""Lists the supported values of the fields of Megatron's configuration about mixtures of experts.
 
 Rows (hidden states of tokens) go to experts by exchanges of this project, in place of Megatron's token dispatcher. A
-micro-batch may run as two parts, called nano-batches, each with its own exchanges. ``config_fields.py`` has all other
-fields. In names, "served" means supported.
+micro-batch may run as two parts, called nano-batches, each with its own exchanges.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from distca.errors import SupportError
 from megatron_patches.support.limits import Limit, check_limit
 
 # Fields of which all values are supported. The key names the code that reads them, or says why no code does.
-_SERVED_BY = {
+_ANY_VALUE = {
     "megatron's routers and experts, and the losses for balance between experts": """
         num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
@@ -56,44 +55,20 @@ LIMITS = {
     "moe_router_padding_for_fp8": Limit(_FP8, (False, None)),
     "fp8": Limit(_FP8, (None,)),
 }
-"""Fields of which a model with experts supports some values only: the reason for refusing others, and the supported
-values.
-
-The last argument of a ``Limit`` names further fields, which no code reads while the limited field has a supported
-value.
-"""
+"""Fields of which a model with experts supports some values only."""
 
 EXPERT_FIELDS = {
-    *" ".join(_SERVED_BY.values()).split(),
+    *" ".join(_ANY_VALUE.values()).split(),
     *" ".join(limit.inert for limit in LIMITS.values()).split(),
     *LIMITS,
 } - {"fp8"}
-"""All fields that only experts read. In a model without experts ``expert_model_parallel_size`` has to be 1, and the
-other fields may have any values."""
+"""All fields that only models with experts read."""
 
 _LOSSES = ("none", "aux_loss", "seq_aux_loss")
 
 
-def refuse_experts(config: TransformerConfig, what: str) -> None:
-    """Refuses a model with experts, for a feature that was not tested with experts; ``what`` names it in the message.
-
-    Raises:
-        SupportError: the model has experts.
-    """
-    if config.num_moe_experts:
-        raise SupportError(
-            f"num_moe_experts is {config.num_moe_experts}, but {what} with experts is not supported yet: leave it out, "
-            "or set num_moe_experts to None."
-        )
-
-
 def check_expert_groups(stage_ranks: int, ep: int) -> None:
-    """Refuses a number ``ep`` of expert-parallel ranks that does not divide the ``stage_ranks`` ranks of a pipeline
-    stage.
-
-    Raises:
-        SupportError: ``ep`` does not divide ``stage_ranks``.
-    """
+    """Raises SupportError if expert parallelism over ``ep`` ranks does not divide a stage's ``stage_ranks`` ranks."""
     if stage_ranks % ep:
         raise SupportError(
             f"expert_model_parallel_size is {ep}, which does not divide the {stage_ranks} ranks of a pipeline stage: "
@@ -102,11 +77,7 @@ def check_expert_groups(stage_ranks: int, ep: int) -> None:
 
 
 def check_experts(config: TransformerConfig) -> None:
-    """Refuses a configuration with settings of experts that are not supported or do not go together.
-
-    Raises:
-        SupportError: a value is not supported; the message names the first such field.
-    """
+    """Raises SupportError if a setting of experts is not supported; the message names the first such field."""
     experts = config.num_moe_experts
     if not experts:
         if config.expert_model_parallel_size != 1:

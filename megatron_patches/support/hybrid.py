@@ -1,8 +1,8 @@
 """Refuses settings that are not supported with recurrent layers or with gates on attention's output.
 
-A hybrid model mixes attention with recurrent layers: gated delta nets or Mamba-2. One form is a GPTModel whose
-``experimental_attention_variant`` is "gated_delta_net". The other is a HybridModel, with a pattern of one letter for
-each layer, such as "G-*-".
+Recurrent layers are gated delta nets and Mamba-2. A GPTModel has gated delta nets if its
+``experimental_attention_variant`` is "gated_delta_net". A HybridModel has a *pattern* with one letter for each layer,
+such as "G-*-": "G" is a gated delta net, "M" Mamba-2, "*" attention, "-" an MLP.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 
 logger = logging.getLogger(__name__)
 
-_OF_SYMBOL = {"plain_recurrent_norm": DELTA_NET, "step_min": MAMBA}
+_READ_BY = {"plain_recurrent_norm": DELTA_NET, "step_min": MAMBA}
 """Model options that only one kind of recurrent layer reads, with the kind's letter in a pattern."""
-_SERVED = ("rotations", *_OF_SYMBOL)
-"""The model options that are supported for a HybridModel."""
+_IN_HYBRID_MODELS = ("rotations", *_READ_BY)
 
 
 def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: torch.device) -> None:
-    """Warns on rank 0 if a HybridModel, or a GPTModel with recurrent layers or output gates, runs on GPUs."""
     unproved = bool(pattern) or has_recurrent_layers(config) or has_output_gate(config)
     if unproved and device.type == "cuda" and dist.get_rank() == 0:
         logger.warning(
@@ -46,8 +44,7 @@ def check_hybrid(
 
     Args:
         pattern: the letters of a HybridModel's layers; empty for a GPTModel.
-        options: the model's options beyond Megatron's configuration.
-        disaggregate: False if every rank computes its own attention.
+        disaggregate: False if every rank computes the attention of its own rows.
         offload: True if inputs of layers wait for backward in host memory.
 
     Raises:
@@ -62,7 +59,7 @@ def check_hybrid(
         what = f"hybrid_layer_pattern is {pattern!r}"
     recurrent = delta_nets or any(symbol in RECURRENT for symbol in pattern)
     tp = config.tensor_model_parallel_size
-    # Unsupported settings, by a phrase for the message; the value is True if the setting is present.
+    # Key: the end of the message about an unsupported setting. Value: whether the model has this setting.
     refused = {
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
@@ -74,8 +71,8 @@ def check_hybrid(
         "`disaggregate` is False: set it to True": not disaggregate and not pattern,
         "`offload` is True: set it to False": offload,
         "`model_options` are not the defaults: leave them out": options != MEGATRONS and not pattern,
-        f"`model_options` have more than {', '.join(_SERVED)}: leave the rest out": (
-            replace(options, **{name: getattr(MEGATRONS, name) for name in _SERVED}) != MEGATRONS
+        f"`model_options` have more than {', '.join(_IN_HYBRID_MODELS)}: leave the rest out": (
+            replace(options, **{name: getattr(MEGATRONS, name) for name in _IN_HYBRID_MODELS}) != MEGATRONS
         ),
         f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts) and not pattern,
     }
@@ -85,24 +82,21 @@ def check_hybrid(
     if recurrent:
         refused |= {
             f"normalization is {config.normalization!r}: set it to 'RMSNorm'": config.normalization != "RMSNorm",
-            "activation_func is not SiLU, the only one for convolutions: set it to torch.nn.functional.silu": (
+            "activation_func is not SiLU, the only one for delta nets: set it to torch.nn.functional.silu": (
                 config.activation_func is not functional.silu and (delta_nets or DELTA_NET in pattern)
             ),
         }
     for other, found in refused.items():
         if found:
-            raise SupportError(f"{what}, which is not supported where {other}, or do without.")
+            raise SupportError(f"{what}, which is not supported where {other}, or leave {what.split()[0]} out.")
     if pattern:
         check_pattern(config, pattern)
 
 
 def _check_stages(config: TransformerConfig) -> None:
-    """Refuses pipeline stages with different kinds of layers. All stages run their layer i at the same time, so layer i
-    must be of the same kind on all stages."""
-    recurrent, stages = (
-        [is_recurrent(config, 1 + n) for n in range(config.num_layers)],
-        config.pipeline_model_parallel_size,
-    )
+    """Refuses stages whose layers i differ in kind: all stages run their layer i at the same time."""
+    recurrent = [is_recurrent(config, 1 + n) for n in range(config.num_layers)]
+    stages = config.pipeline_model_parallel_size
     size = config.num_layers // stages
     if any(recurrent[n] != recurrent[n % size] for n in range(size * stages)):
         raise SupportError(
@@ -113,7 +107,7 @@ def _check_stages(config: TransformerConfig) -> None:
 
 
 def _check_options(pattern: str, options: ModelOptions) -> None:
-    for name, symbol in _OF_SYMBOL.items():
+    for name, symbol in _READ_BY.items():
         value = getattr(options, name)
         if value != getattr(MEGATRONS, name) and symbol not in pattern:
             raise SupportError(

@@ -1,8 +1,4 @@
-"""Prepares a model for a step: checks that model and step go together, and sets gradients to zero.
-
-``distca.CAD``, the object that a training script makes, calls :func:`made_ready` before a step and :func:`note_trained`
-after a step with a backward.
-"""
+"""Prepares a model for a step: ``distca.CAD``, the object that a training script makes, calls :func:`made_ready`."""
 
 from __future__ import annotations
 
@@ -37,8 +33,7 @@ _RUN_BY = {
     "layer_kinds": "configuration's windows",
     "align": "sequence parallelism or FP8",
 }
-"""The planner's options that must be the same in the step's plan and in the model's CAD. The value is the option's name
-in messages."""
+"""The planner's options that must be the same in a step's plan and in the CAD that runs it, with names for messages."""
 
 
 def made_ready(
@@ -50,21 +45,20 @@ def made_ready(
     *,
     forward_only: bool,
 ) -> ForwardStep:
-    """Checks a model and a step, and sets the model's gradients to zero; all ranks call it together.
+    """Checks that a model can run a step, and sets the model's gradients to zero. All ranks must call this together.
 
     Args:
         model: from ``wrap_for_data_parallel``. With ``forward_only`` it may also be a model that is not wrapped.
-        step: the step that is going to run.
-        forward_step: runs the model on one micro-batch, with the arguments that Megatron's schedules give.
+        forward_step: the ``forward_step_func`` for Megatron's schedules.
         pool: the kernel and transport of the CAD that runs the step.
-        options: that CAD's options of the planner.
+        options: the planner's options of the CAD that runs the step.
         forward_only: True if no gradients are computed.
 
     Returns:
         A function that calls ``forward_step`` and checks what it returns.
 
     Raises:
-        SupportError: model and step do not go together; or gradients or updates of the model's weights would be wrong.
+        SupportError: the step was planned for another model or CAD; or gradients or updates of weights would be wrong.
     """
     if not forward_only:
         check_wrapped(model)
@@ -84,7 +78,6 @@ def made_ready(
 
 
 def _check_step(step: Step, options: PlanOptions, gpt: Any) -> None:
-    """Refuses a step that a CAD with other options planned, or whose token ids were not checked for this model."""
     for name, setting in _RUN_BY.items():
         if getattr(step.plan.options, name) != getattr(options, name):
             raise SupportError(
@@ -105,13 +98,12 @@ def known_ids(model: Any) -> int:
 
 
 def _zero_gradients(model: DistributedDataParallel) -> None:
-    """Sets all gradients to zero, and marks the model as being in a step."""
     if getattr(model, "unfinished", False):
         _forget_step(model)
     model.unfinished = True
     model.zero_grad_buffer()
     for weight in model.param_to_bucket_group:
-        weight.grad = None  # other optimizers may have set ``grad``, and backward would add to it
+        weight.grad = None  # backward would add to a ``grad`` that a previous optimizer left
 
 
 def _forget_step(model: DistributedDataParallel) -> None:
@@ -124,7 +116,7 @@ def _forget_step(model: DistributedDataParallel) -> None:
 
 
 def note_trained(model: DistributedDataParallel) -> None:
-    """Notes that forward and backward of a step are done."""
+    """Ends a step with a backward, which the next :func:`made_ready` would otherwise take for a failed step."""
     model.unfinished = False
     note_gradients(model)
 

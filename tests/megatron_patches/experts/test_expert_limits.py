@@ -8,7 +8,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_patches.experts.spec import has_experts
 from megatron_patches.support.config_fields import check_config
-from megatron_patches.support.experts import check_expert_groups, refuse_experts
+from megatron_patches.support.experts import check_expert_groups
 from megatron_patches.te.choice import use_te
 from tests.megatron_patches.support.cases import LLAMA, refusal
 
@@ -83,15 +83,6 @@ def test_linear_layers_are_megatrons_own():
         "`linears` to auto or local."
     )
     assert use_te("auto", _config(), torch.device("meta")) is False
-
-
-def test_what_is_not_served_yet_is_refused_with_experts_only():
-    said = refusal(refuse_experts, _config(), "a Hugging Face folder")
-    assert said == (
-        "num_moe_experts is 8, but a Hugging Face folder with experts is not supported yet: leave it out, or set "
-        "num_moe_experts to None."
-    )
-    assert refusal(refuse_experts, _config(num_moe_experts=None), "a Hugging Face folder") is None
 
 
 def test_dense_layers_among_those_with_experts_are_known():
