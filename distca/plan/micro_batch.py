@@ -1,9 +1,8 @@
-"""The plan of one micro-batch without pipeline stages, and figures about this plan.
+"""Plans one micro-batch without pipeline stages, for example for ``distca plan``; training plans steps (``step.py``).
 
 A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers. A
 *server* is a rank that computes attention. A *task* is a range of query rows of one document on one server. A
-micro-batch is computed in one or two parts, the *nano-batches*. Training plans whole steps (``step.py``); ``distca
-plan``, for example, plans a micro-batch.
+micro-batch is computed in one or two parts, the *nano-batches*.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from distca.plan.step import StepPlan, plan_step
 
 @dataclass(frozen=True)
 class NanoPlan:
-    """One nano-batch in the layers of one kind, for example all layers with a window.
+    """The plan of one nano-batch in the layers of one kind, for example all layers with a window.
 
     Attributes:
-        layout: the home and row of every token; the same for all kinds.
+        layout: the home and row of every token.
         forward: the tasks and their servers in forward.
-        backward: the tasks and their servers in backward; the same object as ``forward`` if servers keep the rows of
-            forward until backward.
+        backward: the tasks and their servers in backward.
         cost: seconds per task in these layers.
         share: the fraction of the model's layers that are of this kind.
     """
@@ -53,10 +51,10 @@ class Bytes:
     """Bytes that travel for one layer of one micro-batch, all ranks together.
 
     Attributes:
-        q: query rows to servers in forward.
-        o: output rows to homes in forward, with the log-sum-exp of each row's scores if homes need it.
-        kv: key and value rows to servers in forward.
-        backward: all rows and gradients in backward.
+        q: bytes of query rows to servers in forward.
+        o: bytes of output rows to homes in forward, with the log-sum-exp of scores if homes need it.
+        kv: bytes of key and value rows to servers in forward.
+        backward: bytes of all rows and gradients in backward.
     """
 
     q: int
@@ -71,9 +69,9 @@ class Bytes:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Layouts and plans of one micro-batch's nano-batches, and figures about these plans.
+    """The plan of one micro-batch.
 
-    Seconds and bytes are those of one layer, as the mean over all layers. Array legend: D documents, R ranks.
+    Seconds and bytes are those of one layer: the mean over all layers. Array legend: D documents, R ranks.
 
     Attributes:
         step: the plan of a step that has only this micro-batch.
@@ -94,7 +92,7 @@ class MicroBatchPlan:
 
     @property
     def resend(self) -> bool:
-        """Returns whether homes send rows again for backward."""
+        """Returns whether homes send rows again for backward; otherwise servers keep them."""
         return self.step.options.resend
 
     @property
@@ -105,8 +103,8 @@ class MicroBatchPlan:
     @property
     def by_kind(self) -> tuple[tuple[NanoPlan, ...], ...]:
         """Returns the plan of each nano-batch, for each kind of layer."""
-        # A step has plans for each combination of kinds that pipeline stages run together. Here there is one stage, so
-        # each combination is one kind.
+        # All pipeline stages run their layer i together. The kinds of these layers are a *combination*. Here there is
+        # one stage, so a combination is one kind.
         step, options = self.step, self.step.options
         (layouts,), (forward,), (backward,) = step.layouts, step.forward, step.backward
         costs = [options.cost_of_kind[kind] for (kind,) in options.combinations]
@@ -121,9 +119,7 @@ class MicroBatchPlan:
         return [nano for nanos in self.by_kind for nano in nanos]
 
     def of_kind(self, number: int) -> MicroBatchPlan:
-        """Returns the plan of this micro-batch for a model whose layers are all of one kind.
-
-        ``number`` is the index of this kind in :attr:`by_kind`."""
+        """Returns the plan for a model whose layers all have the kind with index ``number`` in :attr:`by_kind`."""
         return MicroBatchPlan(self.step.of_combination(number), self.planning_ms)
 
     @property
@@ -132,9 +128,8 @@ class MicroBatchPlan:
 
     @property
     def seconds_before(self) -> np.ndarray:
-        """Returns [R] attention seconds, forward and backward, without balancing.
-
-        Rows are then laid out in the given order of documents, and every rank computes its own rows."""
+        """Returns [R] attention seconds, forward and backward, if documents are laid out in the given order and every
+        rank computes its own rows."""
         seconds: np.ndarray = self.step.seconds_before().sum(axis=0)
         return seconds
 
@@ -161,12 +156,12 @@ class MicroBatchPlan:
 
     @property
     def imbalance_before(self) -> float:
-        """Returns the slowest rank's seconds over the mean, without balancing."""
+        """Returns the largest of :attr:`seconds_before`, divided by their mean."""
         return imbalance(self.seconds_before)
 
     @property
     def imbalance_after(self) -> float:
-        """Returns the slowest server's seconds over the mean, as planned."""
+        """Returns the largest of :attr:`seconds_after`, divided by their mean."""
         return imbalance(self.seconds_after)
 
     @property
@@ -205,7 +200,7 @@ def plan_micro_batch(
         cost: seconds per task.
         rank_of: [D] home of every document, if documents must stay whole; None lets documents span ranks.
         tolerance: the most time that the slowest server may take above the mean, as a fraction of the mean.
-        options: other options of :class:`distca.plan.options.PlanOptions`.
+        options: further options of :class:`distca.plan.options.PlanOptions`.
 
     Raises:
         PlanError: lengths cannot be laid out, or the options are not valid.

@@ -1,12 +1,9 @@
-"""Attention for other pipeline stages, while this rank's stage has no micro-batch.
+"""Computes attention for other ranks, in a phase in which this rank has no micro-batch of its own.
 
-- phase: all stages run forward at the same time, or all run backward. A stage has one micro-batch or none.
-- nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
-
-Ranks of all stages exchange attention rows in a phase, and each exchange needs all ranks. So a rank without a
-micro-batch runs stand-ins for its layers, with tensors of 0 rows.
-
-Shape suffixes: N rows, always 0 here; H heads, D elements of a head, V elements of a head of v.
+In a *phase* all pipeline stages run forward, or all run backward; a stage has one micro-batch or none. In each layer,
+ranks of all stages send q, k, v and outputs to each other, and every rank must take part. So a rank without a
+micro-batch runs stand-ins for layers, with q, k and v of 0 rows. A micro-batch is computed in one or two parts, the
+*nano-batches* ping (first) and pong (second).
 """
 
 from __future__ import annotations
@@ -31,12 +28,12 @@ class EmptyLayer:
     """A stand-in for a transformer layer, with 0 rows.
 
     Attributes:
-        heads: query heads of this tensor-parallel rank.
-        kv_heads: key/value heads of this tensor-parallel rank.
-        head_dim: elements of a query head and of a key head.
-        dtype: dtype of the rows.
-        device: the rank's device.
-        value_dim: elements of a value head; 0 stands for ``head_dim``.
+        heads: number of query heads on this tensor-parallel rank.
+        kv_heads: number of key/value heads on this tensor-parallel rank.
+        head_dim: number of elements of a query or key head.
+        dtype: dtype of q, k and v.
+        device: device of q, k and v.
+        value_dim: number of elements of a value head; 0 if it equals ``head_dim``.
     """
 
     sink = None
@@ -58,12 +55,10 @@ class EmptyLayer:
 
     @property
     def output(self) -> torch.Tensor:
-        """o_NHD of no rows."""
         return self._no_rows(self.heads, self.value_width)
 
     @property
     def value_width(self) -> int:
-        """Elements of a value head."""
         return self.value_dim or self.head_dim
 
     def _no_rows(self, heads: int, width: int) -> torch.Tensor:
@@ -72,7 +67,6 @@ class EmptyLayer:
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> AttentionCall:
-        """Returns a call for this layer's backward of one nano-batch; ``before`` is not used."""
         _, q, kv = self.pre(torch.empty(0), nano)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         return AttentionCall.for_backward(pool, routes, layer, nano, HomeRows(q, kv, None, self.output, lse))
@@ -86,8 +80,8 @@ class EmptyRecurrentLayer:
         recurrence: the formula and shapes of the core.
         core_kernel: the kernel that computes the core.
         core_parameters: the core's weights, without gradients.
-        dtype: dtype of the rows.
-        device: the rank's device.
+        dtype: dtype of the core's inputs.
+        device: device of the core's inputs.
     """
 
     recurrence: Recurrence
@@ -105,15 +99,11 @@ class EmptyRecurrentLayer:
 
     @property
     def output(self) -> torch.Tensor:
-        """o_NHV of no rows."""
         return torch.empty(0, self.recurrence.heads, self.recurrence.value_dim, dtype=self.dtype, device=self.device)
 
     def call_for_backward(
         self, pool: AttentionPool, routes: Any, layer: int, nano: int, before: Any = None
     ) -> RecurrentCall:
-        """Returns a call for this layer's backward of one nano-batch.
-
-        In pong, ``before`` is the layer's call for ping; in ping it is None."""
         call = RecurrentCall(pool, routes, self.recurrence, self.core_kernel, layer, nano, before)
         call.begin_backward(self._rows, self.core_parameters)
         return call
@@ -136,8 +126,8 @@ def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Se
 
     Args:
         pool: this rank's transport, attention kernel and timeline.
-        routes: for each layer, the rows that this rank receives and computes.
-        layers: stand-ins for this rank's layers.
+        routes: for each layer and nano-batch, the rows that this rank receives.
+        layers: a stand-in for each layer.
     """
     with torch.no_grad():
         run_layers(layers, [torch.empty(0)] * len(routes[0]), routes, pool)
@@ -146,12 +136,10 @@ def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Se
 def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
     """Computes attention in a backward phase in which this rank has no micro-batch.
 
-    Exchanges have autograd's order: from the last layer to the first, and in each layer pong before ping.
-
     Args:
         pool: this rank's transport, attention kernel and timeline.
-        routes: for each layer, the rows that this rank receives and computes.
-        layers: stand-ins for this rank's layers.
+        routes: for each layer and nano-batch, the rows that this rank receives.
+        layers: a stand-in for each layer.
     """
     above: list[AttentionCall | RecurrentCall] = []
     for number, (layer, of_layer) in reversed(list(enumerate(zip(layers, routes, strict=True)))):
@@ -159,8 +147,8 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
         for nano, each in enumerate(of_layer):
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
-        # All ranks must launch and join exchanges in the same order. On other ranks, autograd joins the gradients of
-        # the layer above right before it launches dO of this layer.
+        # All ranks must start exchanges, and wait for them ("join"), in autograd's order: last layer first, and pong
+        # before ping. Autograd joins the gradients of the layer above right before it launches dO of this layer.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

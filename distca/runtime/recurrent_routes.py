@@ -1,13 +1,10 @@
-"""The transfers of recurrent layers (linear attention, SSM), as index tensors on the rank's device.
+"""Copies the planned transfers of recurrent layers (linear attention, SSM) to the rank's device, as index tensors.
 
-- nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
-- piece: a run of a document's rows on one rank in one nano-batch. A document may have many pieces.
-- halo: the few rows of a document right before a piece. The convolution of the piece's first rows reads them.
-- transition A and own state B: a piece turns the state S before it into A·S + B.
-- summary: A and B of a piece.
+A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is a range of a document's rows on one rank
+in one nano-batch. ``recurrent_call.py`` sends two things between ranks:
 
-Halo rows and summaries travel between ranks. ``distca/plan/recurrent`` plans the transfers in numpy, this file copies
-the plan to the device, and ``recurrent_call.py`` runs the transfers.
+- halo rows: the few rows of a document right before a piece, which the piece's convolution reads.
+- summaries: a piece turns the recurrent state S before it into A·S + B. A is its *transition*, and B its *own state*.
 """
 
 from __future__ import annotations
@@ -33,12 +30,12 @@ class StateRoutes:
     In backward, gradients of states travel in place of own states.
 
     Attributes:
-        sends_state: this rank's pieces whose own state is sent, by number, in sending order.
-        sends_transition: this rank's pieces whose transition is sent, by number, in sending order.
+        sends_state: numbers of this rank's pieces whose own state is sent, in sending order.
+        sends_transition: numbers of this rank's pieces whose transition is sent, in sending order.
         states: moves of own states, a row for each state.
         transitions: moves of transitions, a row for each transition.
-        chains: for each document whose summaries this rank reads: the document's number, and a link for each piece. A
-            link says in which received rows the piece's A and B lie.
+        chains: for each document whose summaries this rank reads, the document's number, and a link for each piece. A
+            link says in which received rows A and B of the piece lie.
     """
 
     sends_state: list[int]
@@ -49,7 +46,6 @@ class StateRoutes:
 
     @staticmethod
     def of(route: ChainRoute, ranks: int, device: Destination) -> StateRoutes:
-        """Copies ``route`` to ``device``."""
         return StateRoutes(
             route.sends_state.tolist(),
             route.sends_transition.tolist(),
@@ -64,12 +60,12 @@ class RecurrentRoutes:
     """One rank's pieces and transfers for one nano-batch.
 
     Attributes:
-        pieces: each piece's rows, and the places of its halo rows among the halo rows that arrived.
+        pieces: each piece's rows, and the indices of its halo rows among the halo rows that arrived.
         opens: for each piece, whether it is the first of its document.
         closes: for each piece, whether it is the last of its document.
-        given: int64 numbers of this rank's rows that are sent as halo rows.
-        halo_to_pieces: moves of halo rows.
-        halo_to_home: moves of halo rows' gradients back to the ranks of the rows. Gradients of one row are added up.
+        given: int64 numbers of this rank's rows that any piece reads as halo rows.
+        halo_to_pieces: moves of halo rows to the ranks of the pieces that read them.
+        halo_to_home: moves of the gradients back; gradients of one row are added up.
         forward: transfers of summaries.
         backward: transfers of transitions and of states' gradients.
     """
@@ -88,11 +84,11 @@ class RecurrentRoutes:
         """Returns the routes of a micro-batch, one for each nano-batch.
 
         Args:
-            layouts: for each nano-batch, the rows of documents that each rank has.
+            layouts: for each nano-batch, the documents' rows on each rank.
             rank: this rank's number in the layouts.
             halo_rows: number of rows that the convolution reads before each row.
-            device: a device, or an upload, which copies several tensors at once. With an upload, tensors get their
-                values when the upload is sent.
+            device: a device, or an upload, which copies several tensors at once. Before the upload is sent, the tensors
+                have no values yet.
         """
         with uploading(device) as upload:
             arrived, routes = 0, []
@@ -104,16 +100,15 @@ class RecurrentRoutes:
     def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
         """Returns these routes with the backward transfers of ``other``.
 
-        With pipeline stages, several micro-batches exchange rows together. In backward these are other micro-batches
-        than in forward."""
+        With pipeline stages, micro-batches of all stages share transfers: in backward with others than in forward."""
         return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 
 def _of(route: PieceRoute, arrived: int, device: Destination) -> RecurrentRoutes:
-    """Returns the routes of one nano-batch; ``arrived`` counts halo rows that arrive in this and earlier nano-batches.
+    """Returns the routes of one nano-batch; ``arrived`` halo rows arrive in this nano-batch and earlier ones together.
 
-    Before a document's first row, the convolution reads a row of zeros. The planner marks this row with -1, and here it
-    gets the index ``arrived``."""
+    Before a document's first row, the convolution reads rows of zeros. Their index is -1 in ``route``, and ``arrived``
+    in the result."""
     picked = np.where(route.halo.picked < 0, arrived, route.halo.picked)
     opens = route.opens.tolist()
     return RecurrentRoutes(

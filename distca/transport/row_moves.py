@@ -1,14 +1,10 @@
-"""The index tensors with which a rank sends rows, and puts received rows in their places.
+"""The index tensors with which a rank sends rows of q, k, v, outputs or gradients, and stores received rows.
 
 - home: the rank that holds a row between layers.
-- server: a rank that computes attention with rows. Most ranks are homes and servers.
-- RowExchange: the planner's numpy arrays of the rows that travel or stay. :class:`RowMoves` has them as tensors.
+- server: a rank that computes attention. It gets q, k and v rows from homes, into a buffer.
 - packed rows: rows that travel, sorted by the rank at the other end, then by row in the server's buffer.
 - gateway: a server that gets k,v rows from another node, and sends them on to other servers of its node.
-- relay: the exchange between a gateway and the other servers. On the way back the gateway sends sums of gradients home.
-
-Several servers may return a gradient for one k,v row. The home adds these gradients in float32, in the order of the
-servers' ranks, and rounds the sum once.
+- relay: the exchange between gateways and these other servers. On the way back, gateways add up gradients.
 """
 
 from __future__ import annotations
@@ -29,26 +25,28 @@ from distca.transport.gather_scatter import move_rows, sum_rows
 class RowMoves:
     """One rank's part of a row exchange, in one direction.
 
-    Rows move from a *source* tensor to a *destination* tensor. On the way to servers, the source is a home's tensor and
-    the destination a server's buffer; on the way back it is the reverse. *Kept* rows stay on this rank.
+    Rows move from a *source* tensor to a *destination* tensor. On the way to servers, the source is the home's tensor
+    and the destination the server's buffer. On the way back, the source is the server's buffer. *Kept* rows move from
+    source to destination on the same rank.
 
     Attributes:
         source_rows: number of rows of the source, without padding.
         destination_rows: number of rows of the destination, without padding.
-        send_counts: number of rows to each rank.
-        receive_counts: number of rows from each rank.
+        send_counts: for each rank, the number of rows sent to it.
+        receive_counts: for each rank, the number of rows received from it.
         send_index: int64 source rows to send, in packed order.
         receive_index: int64 destination rows of received rows, in packed order.
         send_ranges: for each receiving rank, [N, 3] int64 on the host. Each line is a range of rows: first source row,
-            first row among all packed rows that the receiver gets, number of rows.
-        most_received: number of rows that the busiest receiver gets.
+            first row among all packed rows that the receiver gets from all ranks, number of rows.
+        most_received: the most rows that any rank receives.
         keep_source: int64 source rows of kept rows.
         keep_destination: int64 destination rows of kept rows.
-        keep_ranges: [N, 3] int64 on the host, kept rows as ranges: source row, destination row, number of rows.
-        reduction: additions for destination rows that get several values; None if each gets one.
-        travelling: number of rows that travel between all ranks.
-        relay_before: moves of gradients to gateways, before these moves; None without a relay.
-        relay_after: moves of rows from gateways, after these moves; None without a relay.
+        keep_ranges: [N, 3] int64 on the host. Each line is a range of kept rows: first source row, first destination
+            row, number of rows.
+        reduction: the additions, if a destination row gets several values; else None.
+        travelling: number of rows that travel, summed over all ranks.
+        relay_before: moves of gradients from servers to gateways, before these moves; None without a relay.
+        relay_after: moves of k,v rows from gateways to servers, after these moves; None without a relay.
     """
 
     source_rows: int
@@ -71,7 +69,7 @@ class RowMoves:
     def in_hops(
         exchange: RowExchange, relay: RowExchange | None, ranks: int, device: Destination
     ) -> tuple[RowMoves, RowMoves]:
-        """Returns the moves of :meth:`there_and_back`, with those of the relay if there is one."""
+        """Returns the results of :meth:`there_and_back`, with the moves of the relay if there is one."""
         to_server, to_home = RowMoves.there_and_back(exchange, ranks, device)
         if relay is None:
             return to_server, to_home
@@ -85,10 +83,10 @@ class RowMoves:
         """Returns the moves from homes to servers, and the moves back.
 
         Args:
-            exchange: this rank's part of the exchange.
+            exchange: the planner's numpy arrays of the rows that travel to servers or are kept.
             ranks: number of ranks that exchange rows.
-            device: the rows' device.
-            adds: whether rows that come back are added to earlier values of the destination.
+            device: device of the index tensors.
+            adds: whether rows that come back are added to values that their destination rows have already.
         """
         # "sent" and "kept" are rows of a home's tensor, "received" and "placed" are rows of a server's buffer.
         send, receive, keep = exchange.send, exchange.receive, exchange.keep
@@ -112,8 +110,7 @@ class RowMoves:
             None,
             exchange.travelling,
         )
-        # On the way back, a row gets several values if two servers had it, or a server and this rank itself. With
-        # ``adds`` every row that comes back has a value already.
+        # On the way back, a row gets several values if two servers had it, or another server and this rank itself.
         once = not adds and _apart(np.append(send.source, keep.source), np.append(send.rows, keep.rows))
         to_home = RowMoves(
             exchange.destination_rows,
@@ -134,7 +131,7 @@ class RowMoves:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether no row changes its rank or place. Then the source can be the destination."""
+        """Whether every row stays on its rank at its index. Then the source can serve as the destination."""
         source, destination, rows = self.keep_ranges.T
         apart = self.relay_before is None and self.relay_after is None and self.reduction is None
         whole = self.source_rows == self.destination_rows == rows.sum()
@@ -146,13 +143,13 @@ class RowMoves:
         return self.send_ranges[peer], self.send_index[first : first + self.send_counts[peer]]
 
     def copy_kept(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copies the rows that this rank keeps, on the current stream."""
+        """Copies kept rows, on the current stream."""
         move_rows(source, self.keep_source, destination, self.keep_destination)
 
     def place_received(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
-        """Writes received rows to their places in ``destination``, or adds them there with a reduction.
+        """Writes the received rows ``packed`` to ``destination``, or adds them to it if a row gets several values.
 
-        With a reduction, callers must call :meth:`copy_kept` first: received rows are added to kept rows."""
+        Callers must call :meth:`copy_kept` first, because received rows are added to kept rows."""
         if self.reduction is not None:
             self.reduction.add(packed, destination)
         else:
@@ -165,9 +162,9 @@ class Reduction:
 
     A home row is *single* if it gets one value, and *shared* if it gets more. A value already in the row counts.
 
-    Example: packed rows 0, 1 and 2 are for home rows 5, 9 and 5. Row 9 is single: ``single`` is [1], ``single_home``
-    [9]. Row 5 is shared: ``shared_home`` is [5], ``copies`` [0, 2], ``borders`` [0, 2]. The ``rounds`` are ([0], [0])
-    and ([2], [0]).
+    Example: packed rows 0, 1 and 2 are for home rows 5, 9 and 5. Row 9 is single: ``single`` is [1] and ``single_home``
+    is [9]. Row 5 is shared: ``shared_home`` is [5], ``copies`` is [0, 2] and ``borders`` is [0, 2]. ``rounds`` is
+    [([0], [0]), ([2], [0])].
 
     Attributes:
         single: int64 packed rows for single home rows.
@@ -188,15 +185,15 @@ class Reduction:
 
     @staticmethod
     def of(home_rows: np.ndarray, kept_rows: np.ndarray, device: Destination) -> Reduction | None:
-        """Returns the reduction, or None if each home row has one value.
+        """Returns the reduction, or None if no home row gets several values.
 
         Args:
             home_rows: [N] int64 home row of each packed row.
             kept_rows: [M] int64 home rows that have a value already.
             device: device of the index tensors.
         """
-        # writers: number of values of each home row. packed: packed rows for shared home rows. place: for each of
-        # these, the index in shared_home. Round n has the n-th packed row of each place.
+        # "writers" is the number of values of each home row. "packed" are the packed rows for shared home rows, and
+        # "place" are their indices in "shared_home". Round n has the n-th packed row of each shared home row.
         top = int(max(home_rows.max(initial=-1), kept_rows.max(initial=-1))) + 1
         writers = np.bincount(home_rows, minlength=top) + np.bincount(kept_rows, minlength=top)
         if writers.max(initial=0) <= 1:
@@ -228,7 +225,7 @@ class Reduction:
 
 
 def _apart(begin: np.ndarray, count: np.ndarray) -> bool:
-    """Whether the ranges [begin, begin + count) do not overlap; both arrays are [N] int64."""
+    """Whether no two of the ranges [begin, begin + count) overlap; both arrays are [N] int64."""
     order = np.argsort(begin)
     return bool((begin[order][1:] >= (begin + count)[order][:-1]).all())
 
@@ -236,8 +233,8 @@ def _apart(begin: np.ndarray, count: np.ndarray) -> bool:
 def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> dict[int, np.ndarray]:
     """Returns the ``send_ranges`` of :class:`RowMoves`, from N ranges of source rows.
 
-    Example: this rank sends rows [5, 8) and [20, 22) to rank 1. Lower ranks send 10 rows to rank 1. The result is
-    {1: [[5, 10, 3], [20, 13, 2]]}.
+    Example: this rank sends source rows [5, 8) and [20, 22) to rank 1. Lower ranks together send 10 rows to rank 1. The
+    result is {1: [[5, 10, 3], [20, 13, 2]]}.
 
     Args:
         peer: [N] receiving rank of each range, ascending.
@@ -247,7 +244,7 @@ def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahea
     """
     if not len(peer):
         return {}
-    # before: rows of all earlier ranges. Its first value for a peer is subtracted, since places count per peer.
+    # "before" is the number of rows in all earlier ranges; rows for earlier peers are subtracted again.
     before = np.cumsum(rows) - rows
     place = ahead[peer] + before - before[np.searchsorted(peer, peer, side="left")]
     ranges = np.ascontiguousarray(np.stack((source, place, rows), axis=1))
@@ -256,7 +253,7 @@ def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahea
 
 
 def _repetition(values: np.ndarray) -> np.ndarray:
-    """Returns for each of N values the number of equal values before it. Example: 4, 7, 4, 4 gives 0, 0, 1, 2."""
+    """Returns for each of N values the number of equal values before it. Example: [4, 7, 4, 4] gives [0, 0, 1, 2]."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])

@@ -1,8 +1,8 @@
-"""The choice of a transport: NVSHMEM, NCCL or gloo move rows between the ranks of a *pool*.
+"""Chooses the transport of attention rows (q, k, v, outputs, gradients) between ranks: NVSHMEM, NCCL or gloo.
 
-A pool is a group of ranks that compute attention for each other. With NVSHMEM, GPUs write into each other's memory.
-NCCL and gloo run torch.distributed's all-to-all. All ranks must choose the same transport, so each rank tells the
-others why it cannot use NVSHMEM.
+With NVSHMEM, GPUs write into each other's memory. NCCL and gloo run torch.distributed's all-to-all. All ranks that
+compute attention for each other, the *server pool*, must choose the same transport. So each rank tells the others of
+the pool if it cannot use NVSHMEM.
 """
 
 from __future__ import annotations
@@ -29,30 +29,28 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
-"""The names that users can give."""
 NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
-"""The default size of NVSHMEM's receive buffer, in GiB per rank. Larger exchanges of rows go by NCCL with "auto", and
-are refused with "nvshmem"."""
+"""The default size of NVSHMEM's receive buffer, in GiB per rank. An exchange in which a rank receives more goes by NCCL
+with "auto", and is refused with "nvshmem"."""
 
 BETWEEN_NODES = (
     "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; set `transport` to nvshmem to "
     "use NVSHMEM there"
 )
-"""The reason, inside a message, why "auto" does not take NVSHMEM between nodes."""
 
 _started: dict[tuple[int, ...], tuple[OneSidedTransport, float]] = {}
-"""The NVSHMEM transport of this process and the GiB of its receive buffer, by the global ranks of the pool. There is at
-most one entry, since NVSHMEM starts once per process."""
+"""Maps the pool's global ranks to the NVSHMEM transport and the GiB of its receive buffer. There is at most one entry,
+since NVSHMEM starts once per process."""
 _failed: list[str] = []
-"""The reason why NVSHMEM did not start, if it did not. This process does not try again."""
+"""The reason why NVSHMEM did not start, if it failed. This process does not try again."""
 _ALONE_S = 3.0
-"""If NVSHMEM does not start on this rank, the rank waits this many seconds until NVSHMEM has started or failed on all
-other ranks. After that the rank raises an error."""
+"""If NVSHMEM fails to start on a rank, it may hang on others. The rank waits at most this many seconds for all others
+to start or fail; then it raises an error."""
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
-    """Returns a transport over ``group``, and logs the choice. All ranks of the group must call this at the same time.
+    """Returns a transport over ``group``. All ranks of the group must call this at the same time.
 
     Args:
         name: "nvshmem", "nccl", "gloo" or "auto". "auto" takes NVSHMEM if the pool is on one node and NVSHMEM works;
@@ -61,8 +59,8 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
         buffer_gb: size of NVSHMEM's receive buffer, in GiB per rank.
 
     Raises:
-        TransportError: the name is unknown, or the transport cannot be used here. With "auto" there is one cause:
-            NVSHMEM did not start on this rank, and other ranks wait inside NVSHMEM.
+        TransportError: the name is unknown; the transport cannot be used here; or, also with "auto", NVSHMEM fails to
+            start on this rank and hangs on others.
     """
     if name not in NAMES:
         raise TransportError(f"`transport` is '{name}'; it can be {', '.join(NAMES)}.")
@@ -104,9 +102,7 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
 
 
 def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transport | None) -> OneSidedTransport:
-    """Returns the NVSHMEM transport that this process has already; its receive buffer keeps its size.
-
-    ``fallback`` becomes the transport for exchanges that do not fit into the buffer."""
+    """Returns the NVSHMEM transport that this process has already, with its old receive buffer and a new fallback."""
     transport, has_gb = _started[ranks]
     if buffer_gb > has_gb:
         logger.warning(
@@ -119,7 +115,7 @@ def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transpor
 
 
 def why_not_nvshmem() -> str | None:
-    """Returns the reason why this process cannot use NVSHMEM, or None."""
+    """Returns the reason why this process cannot use NVSHMEM; None if it can."""
     if not torch.cuda.is_available():
         return "torch finds no GPU here"
     if cuda_ops.why_no_signals() is not None:
@@ -136,13 +132,13 @@ def why_not_nvshmem() -> str | None:
 
 
 def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> str | None:
-    """Returns the reason why the ranks of ``group`` cannot or should not use NVSHMEM, or None.
+    """Returns the reason why the ranks of ``group`` cannot or should not use NVSHMEM; None if they can.
 
     All ranks must call this at the same time, and all get the same answer.
 
     Args:
         group: process group of the pool.
-        between_nodes: whether NVSHMEM may be used between nodes.
+        between_nodes: whether NVSHMEM may also be used between nodes.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
@@ -169,10 +165,10 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
 
 
 def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
-    """Returns the reason why GPUs of this node cannot write into each other's memory, or None.
+    """Returns the reason why GPUs of this node cannot write into each other's memory; None if they can.
 
     Args:
-        gpus: UUIDs of the GPUs to check; None for all visible GPUs. GPUs that this process does not see are skipped.
+        gpus: UUIDs of GPUs; None stands for all visible GPUs. GPUs that this process does not see are not checked.
     """
     visible = {_gpu(index): index for index in range(torch.cuda.device_count())}
     indices = [visible[gpu] for gpu in (visible if gpus is None else gpus) if gpu in visible]
@@ -194,16 +190,16 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> OneSidedTransport | str:
-    """Starts NVSHMEM and returns a transport. If NVSHMEM does not start on a rank, all ranks return that rank's reason.
+    """Starts NVSHMEM and returns a transport; if the start fails on any rank, all ranks return that rank's reason.
 
     Raises:
-        TransportError: NVSHMEM does not start on this rank, and other ranks wait inside NVSHMEM.
+        TransportError: NVSHMEM fails to start on this rank, and hangs on others.
     """
     transport, own = None, None
     ranks = dist.get_process_group_ranks(group)
     try:
         transport = _nvshmem_transport(group, buffer_gb, fallback)
-    except Exception as error:  # NVSHMEM's libraries raise errors of many kinds.
+    except Exception as error:
         own = str(error).splitlines()[0] if str(error) else type(error).__name__
     if not _all_came_back(ranks, 0 if own is None else _ALONE_S):
         raise TransportError(
@@ -222,7 +218,7 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
 def _all_came_back(ranks: Sequence[int], seconds: float) -> bool:
     """Tells the other ranks that this rank's start of NVSHMEM has succeeded or failed.
 
-    Returns whether all ranks have told this within ``seconds``; with 0 seconds it returns True at once."""
+    Returns whether all ranks have told so within ``seconds``; with 0 seconds, True without waiting."""
     store, key = dist.distributed_c10d._get_default_store(), f"distca/nvshmem/{ranks[0]}"
     store.add(key, 1)
     end = time.monotonic() + seconds

@@ -1,8 +1,7 @@
-"""The parameters of a HybridModel's layers, and their names in Megatron-Core's checkpoints.
+"""Lists the parameters of a HybridModel's layers, and their keys in Megatron-Core's checkpoints.
 
-A HybridModel has a pattern with one symbol for each layer: attention, a gated delta net, Mamba, an MLP or experts.
-Gated delta nets and Mamba are *recurrences*. ``whole_weights.py`` reads checkpoints without building the
-model, so this file lists the names.
+``whole_weights.py`` reads checkpoints without building the model, so it needs these lists. A layer of a HybridModel is
+attention, a gated delta net, Mamba, an MLP or experts. Gated delta nets and Mamba are called recurrent.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _RECURRENT_LAYERS: Final[dict[str, tuple[str, ...]]] = {
         *(f"mixer.{name}" for name in ("norm.weight", "out_proj.weight")),
     ),
 }
-"""The parameters of recurrent layers. The first is the norm before the recurrence."""
+"""The parameters of recurrent layers. The first of each layer is the norm before the gated delta net or Mamba."""
 _IN_PARTS: Final = {
     "self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
     "self_attention.conv1d.weight": ("query", "key", "value"),
@@ -32,20 +31,20 @@ _IN_PARTS: Final = {
     "mixer.conv1d_weight": ("x", "B", "C"),
     "mixer.conv1d_bias": ("x", "B", "C"),
 }
-"""The parts that checkpoints store under keys of their own, such as ``in_proj.weight.z``."""
+"""Parameters that a checkpoint stores as several tensors. Their keys end in these parts: ``in_proj.weight.z``."""
 _NORM_KEYS: Final = {DELTA_NET: "self_attention.in_proj.layer_norm_weight", MAMBA: "mixer.in_proj.layer_norm_weight"}
-"""The keys of the norms before a recurrence. Checkpoints name a norm after the linear layer behind it."""
+"""The keys of the first parameters. In checkpoints, a norm is named after the linear layer that reads it."""
 _PREFIXES: Final = {
     ATTENTION: ("input_layernorm.", "self_attention."),
     **dict.fromkeys((MLP, EXPERTS), ("pre_mlp_layernorm.", "mlp.")),
 }
-"""The beginnings of parameter names in the layers that are no recurrences."""
+"""The beginnings of parameter names in the other layers."""
 
 
 def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
-    """Returns the names of a layer's parameters, without the prefix ``decoder.layers.N.``.
+    """Returns the names of the parameters of a layer with ``symbol``, without the prefix ``decoder.layers.N.``.
 
-    ``of_layer`` are the names in a layer that has attention, and an MLP or experts.
+    ``of_layer`` are the names in a GPTModel's layer, which has attention, and an MLP or experts.
     """
     if symbol in _RECURRENT_LAYERS:
         return list(_RECURRENT_LAYERS[symbol])
@@ -53,10 +52,10 @@ def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
 
 
 def saved_as(symbol: str, parameter: str) -> tuple[str, ...]:
-    """Returns the checkpoint's keys for a recurrent layer's parameter. Concatenated, their tensors are the parameter.
+    """Returns the checkpoint's keys for a recurrent layer's parameter.
 
-    Example: ``mixer.conv1d_bias`` has the keys ``mixer.conv1d.bias.x``, ``mixer.conv1d.bias.B`` and
-    ``mixer.conv1d.bias.C``."""
+    The parameter is the tensors of these keys, concatenated along the first dimension. Example: ``mixer.conv1d_bias``
+    has the keys ``mixer.conv1d.bias.x``, ``mixer.conv1d.bias.B`` and ``mixer.conv1d.bias.C``."""
     if parameter == _RECURRENT_LAYERS[symbol][0]:
         return (_NORM_KEYS[symbol],)
     key = parameter.replace("conv1d_", "conv1d.")

@@ -1,9 +1,8 @@
 """Splits the pattern of a HybridModel's layers into units, and refuses patterns that are not supported.
 
-Megatron-Core's HybridModel has a pattern with one symbol for each layer. A layer is one mixer (attention, a gated delta
-net or Mamba), one MLP, or experts. A ``|`` stands between pipeline stages. A *unit* is a mixer with the MLPs and
-experts that follow: Qwen3.5's pattern ``G-G-G-*-`` has four. MLPs before a stage's first mixer belong to that
-mixer's unit. Each layer of a GPTModel is a unit.
+Megatron-Core's HybridModel has a pattern with one symbol for each layer, and a ``|`` between pipeline stages. A layer
+is a mixer (attention, a gated delta net or Mamba), an MLP, or experts. A *unit* is a mixer with the MLPs and experts
+that follow it. Example: Qwen3.5's pattern ``G-G-G-*-`` has four units. In a GPTModel each layer is a unit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _REFUSED = {
     "D": "sparse attention is not supported: take '*'",
     "+": "latent attention is not supported: take '*'",
 }
-"""Megatron's other symbols, with the end of the error message."""
+"""The end of the error message for Megatron's other symbols."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Unit:
     """A unit of the model.
 
     Attributes:
-        symbol: symbol of the unit's mixer.
+        symbol: symbol of the mixer.
         layer_number: number of the mixer's layer, from 1.
     """
 
@@ -42,11 +41,7 @@ class Unit:
 
 
 def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
-    """Returns the units of a whole model, in order.
-
-    Args:
-        pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
-    """
+    """Returns the units of a whole model; ``pattern`` is empty for a GPTModel."""
     if pattern:
         return [Unit(symbol, number) for number, symbol in enumerate(layers_of(pattern), 1) if symbol in MIXERS]
     numbers = range(1, config.num_layers + 1)
@@ -63,8 +58,8 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
 
     Raises:
         SupportError: the pattern has an unsupported symbol or no attention; stages have different layers; the number of
-            layers or stages differs from the configuration; pattern or configuration alone has experts; or Mamba-2's
-            groups or heads cannot be divided evenly.
+            layers, the number of stages or ``num_moe_experts`` does not fit the pattern; or Mamba-2's groups or heads
+            cannot be divided evenly.
     """
     layers, stages = layers_of(pattern), pattern.split(STAGE)
     for symbol in layers:
@@ -96,7 +91,6 @@ def check_pattern(config: TransformerConfig, pattern: str) -> None:
 
 
 def _check_mamba(config: TransformerConfig) -> None:
-    """Refuses groups of Mamba-2's heads that cannot be divided over tensor-parallel ranks, or have unequal sizes."""
     tp, groups = config.tensor_model_parallel_size, config.mamba_num_groups
     if groups % tp:
         raise SupportError(

@@ -22,18 +22,18 @@ from megatron_patches.te import quantization
 
 
 def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
-    """Creates Megatron's process groups and seeds its random states; torch.distributed has to be initialised.
+    """Creates Megatron's process groups and seeds its random states; torch.distributed must be initialised.
 
-    Groups with the same sizes are kept. Groups with other sizes are closed first.
+    If groups exist already, they are kept if ``tp``, ``pp`` and ``ep`` are the same, and else closed.
 
     Args:
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
         seed: seed of weights; each stage adds :func:`pipeline_seed`.
-        ep: number of ranks over which a layer's experts are spread.
+        ep: number of expert-parallel ranks.
 
     Raises:
-        SupportError: ``ep`` does not divide a stage's ranks.
+        SupportError: ``ep`` does not divide the number of ranks of a stage.
     """
     if parallel_state.model_parallel_is_initialized():
         sizes = (
@@ -53,29 +53,29 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() / 60),
     )
-    for group in dist.distributed_c10d._world.pg_map:  # Megatron 0.16.1 sets the time-out of some groups only
+    for group in dist.distributed_c10d._world.pg_map:  # Megatron 0.16.1 leaves some out
         if group is not dist.group.WORLD:
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
     if pp > 1:
-        # NCCL needs a collective of all stages before two stages alone can exchange tensors in this group.
+        # With NCCL, a group's first operation must be one of all its ranks, and not between two stages.
         here = torch.zeros(1, device=torch.cuda.current_device())
         dist.all_reduce(here, group=parallel_state.get_pipeline_model_parallel_group())
     model_parallel_cuda_manual_seed(seed + pipeline_seed())
 
 
 def pipeline_seed() -> int:
-    """Returns the number that this stage adds to the seed of weights, so that stages draw different weights."""
+    """Returns the number that this stage adds to the seed, so that each stage draws other weights."""
     return 100 * parallel_state.get_pipeline_model_parallel_rank()
 
 
 _pools: dict[tuple[int, int], dist.ProcessGroup] = {}
-"""The group of this rank's server pool, by (tp, pp), the tensor- and pipeline-parallel sizes; only for pp > 1."""
+"""Maps (tensor-parallel size, pipeline stages) to the group of this rank's server pool; there are at least 2 stages."""
 
 
 def server_pool_group() -> dist.ProcessGroup:
-    """Returns the group of this rank's server pool; all ranks call it together.
+    """Returns the group of this rank's server pool, with ranks in the order of stages. All ranks call it together.
 
-    Its ranks are numbered stage by stage. Without pipeline stages it is the data-parallel group.
+    With one stage it is Megatron's data-parallel group.
     """
     tp, pp = (
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -84,7 +84,7 @@ def server_pool_group() -> dist.ProcessGroup:
     if pp == 1:
         return parallel_state.get_data_parallel_group()
     if _pools.get((tp, pp)) not in dist.distributed_c10d._world.pg_map:  # there is no open group
-        # Megatron numbers tensor-parallel ranks first, so every tp-th rank belongs to the same pool.
+        # Megatron numbers a tensor-parallel group's ranks one after another, so every tp-th rank is in the same pool.
         for first in range(tp):
             ranks = list(range(first, dist.get_world_size(), tp))
             group = dist.new_group(ranks, timeout=TIMEOUT)
@@ -105,7 +105,7 @@ def destroy_model_parallel() -> None:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Makes this process the only rank, on its CPU, inside the ``with`` block, for example to build a model.
+    """Makes this process the only rank, on the CPU, inside the ``with`` block.
 
     torch.distributed must not be initialised in this process.
     """

@@ -27,8 +27,8 @@ def join_world() -> World:
         This process's rank, the number of ranks, and its device.
 
     Raises:
-        LaunchError: torch.distributed is initialised already; the launcher's variables contradict each other; or torch
-            cannot use this machine's GPUs.
+        LaunchError: torch.distributed is initialised already; a variable of the launcher is missing or has an
+            impossible value; or torch cannot use this machine's GPUs.
     """
     if dist.is_initialized():
         raise LaunchError(
@@ -52,12 +52,11 @@ def join_world() -> World:
 
 
 def leave_world() -> None:
-    """Closes all process groups, Megatron's among them, and ends torch.distributed."""
+    """Closes all process groups, including Megatron's."""
     dist.destroy_process_group()
 
 
 def _use_cpu() -> None:
-    """Imports Megatron-Core without warnings, and makes it run without a GPU in this process."""
     with warnings.catch_warnings():
         # At import Megatron-Core warns of missing CUDA libraries, which CPUs do not need.
         warnings.simplefilter("ignore")

@@ -1,15 +1,13 @@
-"""The pipeline schedule of models whose core attention is computed by all stages together.
+"""The pipeline schedule of models whose core attention is computed by the ranks of all stages together.
 
-A tick is a forward phase of all stages, and then a backward phase of all stages. In a phase each stage runs one
-micro-batch or none. All stages run their layer i at the same time, and share that layer's core attention. A stage
-without a micro-batch only *serves*: it computes attention for other stages.
+In a *phase* all stages run forward, or all run backward; each stage runs one micro-batch or none. All stages run their
+layer i at the same time, and share the core attention of these layers. A stage without a micro-batch only *serves*: it
+computes core attention for other stages.
 
-With p stages, stage s runs the forward of micro-batch m in tick m + s, and the backward in tick m + 2(p − 1) − s. M
-micro-batches take M + p − 1 forward phases and as many backward phases. Stage s holds activations of at most 2(p − 1 −
-s) + 1 micro-batches; Megatron's 1F1B holds those of p − s.
+A *tick* is a forward phase and then a backward phase. With p stages, stage s runs the forward of micro-batch m in tick
+m + s, and the backward in tick m + 2(p − 1) − s. Stage s holds activations of at most 2(p − 1 − s) + 1 micro-batches.
 
-Activations travel to the next stage during the backward phase that follows. Gradients travel to the previous stage
-during the next forward phase. All ranks start all exchanges in the same order, so that none waits for another forever.
+All ranks must start all transfers in the same order, so that no rank waits for another forever.
 """
 
 from __future__ import annotations
@@ -61,12 +59,12 @@ def run_ticks(
 ) -> list[Any]:
     """Runs forward and backward of a global batch over all stages; every rank calls it.
 
-    With backward, gradients are then reduced over ranks and divided by the number of target tokens (whose loss counts).
+    After backward, gradients are reduced over ranks and divided by the number of tokens whose loss counts.
 
     Args:
         model: this stage's part of the model, from ``wrap_for_data_parallel``.
-        batches: this rank's tokens, by micro-batch. All stages of a data-parallel rank have the same tokens.
-        forward_step: runs the model on one micro-batch, with the arguments that Megatron's schedules give.
+        batches: this rank's tokens, by micro-batch; the same on all stages.
+        forward_step: Megatron's forward_step_func(data iterator, model), which runs one micro-batch.
         plan: the plan of all ranks, with the micro-batch of each stage in each phase.
         routes: the rows of q, k, v and outputs that this rank sends and receives in each phase.
         pool: this rank's attention kernel, and the transport to the ranks that share core attention.
@@ -75,7 +73,7 @@ def run_ticks(
     Returns:
         The loss function's reports, by micro-batch; empty on stages other than the last.
     """
-    model.set_is_first_microbatch()  # makes Transformer Engine's layers quantise the weights anew
+    model.set_is_first_microbatch()  # Transformer Engine must quantise the new weights
     stage = _Stage(model, batches, forward_step, routes, pool)
     with stage.running():
         for direction, number in plan.order():
@@ -90,7 +88,7 @@ def run_ticks(
 
 
 class _Stage:
-    """One rank's state between phases: activations held for backward, and transfers under way."""
+    """The activations and transfers of one rank between phases."""
 
     def __init__(
         self,
@@ -121,7 +119,7 @@ class _Stage:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lets the model's TransformerBlock run until the context closes. At other times the module refuses to run."""
+        """Lets the model's TransformerBlock run, which refuses to run outside of this context."""
         block = self._gpt.decoder
         block.in_phases = True
         try:
@@ -132,7 +130,7 @@ class _Stage:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Records when the output layer and the loss run, under the name "head", if the run records a timeline."""
+        """Records output layer and loss in the timeline, as "head"."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
             yield
@@ -144,7 +142,6 @@ class _Stage:
             hook.remove()
 
     def forward_phase(self, number: int, plan: StepPlan, forward_only: bool) -> None:
-        """Computes in forward phase ``number``, or only serves; then starts the activations' transfer."""
         running = plan.forward[number].micro_batches
         received, output = self._activations.wait(), None
         micro_batch = running[self._number]
@@ -162,7 +159,6 @@ class _Stage:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
 
     def backward_phase(self, number: int, plan: StepPlan) -> None:
-        """Computes in backward phase ``number``, or only serves; then starts the gradients' transfer."""
         running = plan.backward[number].micro_batches
         micro_batch = running[self._number]
         received, sent = self._gradients.wait(), None
@@ -176,7 +172,7 @@ class _Stage:
         self._gradients = self._neighbours.start(-1, sent, self._shape(running[self._number + 1]) if incoming else None)
 
     def _forward(self, micro_batch: int, received: torch.Tensor | None, forward_only: bool) -> torch.Tensor:
-        """Runs forward of a micro-batch; returns the stage's activations, or the loss on the last stage."""
+        """Returns the stage's activations, or the loss on the last stage."""
         batch = self._batches[micro_batch]
         if received is not None:
             received.requires_grad_()
@@ -195,8 +191,7 @@ class _Stage:
         return output
 
     def _backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Runs backward of a micro-batch; returns the gradient of the stage's input, None on the first stage."""
-        # The start of a transfer ends other entries of the timeline, but the entry "head" goes on after it.
+        """Returns the gradient of the stage's input; None on the first stage."""
         self._pool.timeline.open("head", self._layers - 1, 0, "backward", past_launches=True)
         gradient = backward_step(
             self._inputs.pop(micro_batch),
@@ -209,7 +204,6 @@ class _Stage:
         return gradient
 
     def _shape(self, micro_batch: int | None) -> tuple[int, int, int]:
-        """Returns the shape of a micro-batch's activations on this tensor-parallel rank."""
         assert micro_batch is not None
         rows = self._batches[micro_batch].tokens.shape[1]
         shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
@@ -217,7 +211,7 @@ class _Stage:
 
 
 def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) -> AnyEmptyLayer:
-    """Returns a stand-in without tokens for a layer, used in phases in which the stage only serves."""
+    """Returns a stand-in without tokens for a layer; it runs in phases in which the stage only serves."""
     if hasattr(mixer, "recurrence"):
         given = mixer.core_parameters
         bias, skip = (each if each is None else each.detach() for each in (given.bias, given.skip))
@@ -242,29 +236,28 @@ class Neighbours:
     device: torch.device
 
     def start(self, step: int, sent: torch.Tensor | None, received_shape: tuple[int, ...] | None) -> StageTransfer:
-        """Starts to send a tensor to stage + ``step``, and to receive a tensor from stage - ``step``.
+        """Starts to send a tensor ``step`` stages forward, and to receive one from the stage ``step`` stages back.
 
         Args:
             step: 1 for activations, -1 for gradients.
-            sent: the contiguous tensor to send; None sends nothing. Its memory is held until
-                :meth:`StageTransfer.wait`.
+            sent: the contiguous tensor to send; None sends nothing.
             received_shape: shape of the tensor to receive; None receives nothing.
         """
         me = dist.get_rank(self.group)
         operations, received = [], None
         if sent is not None:
-            sent = sent.detach()  # this view keeps the memory when Megatron empties the original tensor
+            sent = sent.detach()  # this view keeps the memory after deallocate_output_tensor
             operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=me + step))
         if received_shape is not None:
             received = torch.empty(received_shape, dtype=self.dtype, device=self.device)
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=me - step))
-        # Both start together, so that stages cannot wait for each other in a circle.
+        # Both start together: if each stage first waited for its send to end, none would receive.
         return StageTransfer(sent, received, dist.batch_isend_irecv(operations) if operations else [])
 
 
 @dataclass
 class StageTransfer:
-    """A transfer under way, with the sent tensor until it is done."""
+    """A transfer under way. It holds the sent tensor's memory until :meth:`wait`."""
 
     sent: torch.Tensor | None
     received: torch.Tensor | None

@@ -1,8 +1,7 @@
-"""The pieces of documents that a recurrent layer (linear attention, SSM) computes.
+"""Finds the *pieces* of documents that a recurrent layer (linear attention, SSM) computes, for ``halo.py`` and others.
 
-A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. A *piece* is a range of a document's
-rows on one rank in one nano-batch. A document's pieces in ping come before its pieces in pong. ``halo.py`` and
-``chains.py`` plan the rows and states that travel between pieces.
+A micro-batch is computed in one or two parts, the *nano-batches* ping (first) and pong (second). A piece is a range of
+a document's rows on one rank in one nano-batch.
 
 Array legend: P pieces. Arrays are int64 unless noted.
 """
@@ -26,7 +25,7 @@ class DocumentPieces:
     Attributes:
         ranks: number of ranks that hold rows.
         nano: [P] nano-batch of each piece: 0 for ping, 1 for pong.
-        shards: for each piece, its document, start and stop in the document, rank, and first row in the rank's tensor.
+        shards: [P] document, start and stop in the document, rank, and first row in the rank's tensor.
     """
 
     ranks: int
@@ -35,11 +34,11 @@ class DocumentPieces:
 
     @staticmethod
     def of(layouts: Sequence[Layout]) -> DocumentPieces:
-        """Returns the pieces of a micro-batch; ``layouts`` has the ranks and rows of documents for each nano-batch.
+        """Returns the pieces of a micro-batch; ``layouts`` has the documents' rows on each rank, for each nano-batch.
 
         Ranges that follow each other in a document and in a rank's tensor become one piece."""
-        # Ranges are sorted by document and start. "joins": whether a range continues the piece of the range before it.
-        # "heads" and "tails": the first and last range of each piece.
+        # Ranges are sorted by document and start. "joins" is whether a range continues the piece of the range before.
+        # "heads" and "tails" are the first and last ranges of pieces.
         nano = np.concatenate([np.full(len(each.q), number) for number, each in enumerate(layouts)])
         columns = [np.concatenate(parts) for parts in zip(*(each.q.columns() for each in layouts), strict=True)]
         order = order_by(columns[0], columns[1])
@@ -74,25 +73,21 @@ class DocumentPieces:
 
     @cached_property
     def number(self) -> np.ndarray:
-        """Returns [P] number of each piece among the pieces of its rank and nano-batch, in the order of rows."""
+        """Returns [P] number of each piece in its rank and nano-batch, from 0, in the order of the rank's rows."""
         return numbered(self.shards.rank * 2 + self.nano, self.shards.row)
 
     def of_rank(self, rank: int, nano: int) -> np.ndarray:
-        """Returns the indices of the pieces of a rank and nano-batch, in the order of rows."""
+        """Returns the indices of the pieces of a rank and nano-batch, in the order of the rank's rows."""
         mine = np.flatnonzero((self.shards.rank == rank) & (self.nano == nano))
         return mine[np.argsort(self.shards.row[mine], kind="stable")]
 
 
 def numbered(group: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """Returns [N] number of each element in its group, counted from 0 in the order of the keys.
+    """Returns [N] number of each element in its ``group`` [N], counted from 0 in the order of the ``keys``.
 
-    Elements with equal keys keep their order. Example: without keys, the groups 7, 4, 7, 4 and 7 give 0, 0, 1, 1 and 2.
-
-    Args:
-        group: [N] group of each element.
-        keys: [N] sort keys; the first counts first.
-    """
-    # In the sorted order, an element's number is its index less the index of its group's first element.
+    Example: without keys, the groups 7, 4, 7, 4 and 7 give 0, 0, 1, 1 and 2. Each key is [N]; the second key decides
+    where the first is equal."""
+    # In the sorted order, an element's number is its index minus the index of its group's first element.
     order = order_by(group, *keys)
     ordered = group[order]
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])

@@ -1,11 +1,11 @@
-"""Counts of the rows and states that recurrent layers (linear attention, SSM) compute and move, for all ranks.
+"""Counts the rows and summaries that each rank computes, sends and reads in a recurrent layer (linear attention, SSM).
 
 A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is a range of a document's rows on one rank
 in one nano-batch. Two things travel between ranks:
 
-- *halo* rows: a piece's convolution reads a few rows of the document before the piece.
-- *summaries*: with the state S before a piece, the state behind the piece is A·S + B. A summary is the *transition* A
-  and the *own state* B.
+- *halo* rows: the few rows of the document before a piece, which the piece's convolution reads.
+- *summaries*: a piece turns the recurrent state S before it into A·S + B. Its summary is the *transition* A and the
+  *own state* B. In backward, gradients of states take the place of own states.
 
 Array legend: R ranks.
 """
@@ -27,13 +27,13 @@ from distca.plan.recurrent.pieces import DocumentPieces
 
 @dataclass(frozen=True)
 class Summaries:
-    """The numbers of summaries in one nano-batch and direction. In backward, gradients of states count as own states.
+    """The numbers of summaries in forward or in backward of one nano-batch.
 
     Attributes:
-        states: number of own states that travel between each pair of ranks.
-        transitions: number of transitions that travel between each pair of ranks.
-        read: [R] int64 number of own states that each rank reads, including those of pieces on this rank.
-        read_transitions: [R] int64 number of transitions that each rank reads, including those of pieces on this rank.
+        states: number of own states that travel from rank to rank.
+        transitions: number of transitions that travel from rank to rank.
+        read: [R] int64 number of own states that each rank reads, from other ranks and from itself.
+        read_transitions: [R] int64 number of transitions that each rank reads, from other ranks and from itself.
     """
 
     states: PairRows
@@ -42,11 +42,11 @@ class Summaries:
     read_transitions: np.ndarray
 
     def travelling_bytes(self, what: Recurrence) -> int:
-        """Returns the bytes that travel between ranks in one layer with recurrence ``what``."""
+        """Returns the bytes that travel in one layer with recurrence ``what``, all ranks together."""
         return self.states.total * what.state_bytes + self.transitions.total * what.transition_bytes
 
     def read_bytes(self, what: Recurrence) -> np.ndarray:
-        """Returns [R] bytes of all summaries that each rank reads in one layer with recurrence ``what``."""
+        """Returns [R] bytes that each rank reads in one layer with recurrence ``what``."""
         return np.asarray(self.read * what.state_bytes + self.read_transitions * what.transition_bytes)
 
 
@@ -55,15 +55,15 @@ class RecurrentNano:
     """The counts of one nano-batch.
 
     Attributes:
-        only: [R] int64 rows of documents that are one piece.
-        first: [R] int64 rows in first pieces of documents with several pieces.
-        inner: [R] int64 rows in pieces that are neither first nor last.
-        last: [R] int64 rows in last pieces of documents with several pieces.
+        only: [R] int64 rows in pieces that are a whole document.
+        first: [R] int64 rows in the first pieces of documents with several pieces.
+        inner: [R] int64 rows in pieces that are neither the first nor the last of their document.
+        last: [R] int64 rows in the last pieces of documents with several pieces.
         continuing: [R] int64 number of pieces that are not the first of their document.
-        between: [R] int64 number of pieces that are neither first nor last.
-        halo: number of halo rows that travel between each pair of ranks.
-        forward: summaries in forward.
-        backward: summaries in backward.
+        between: [R] int64 number of pieces that are neither the first nor the last of their document.
+        halo: number of halo rows that travel from rank to rank.
+        forward: the numbers of summaries in forward.
+        backward: the numbers of summaries in backward.
     """
 
     only: np.ndarray
@@ -77,7 +77,7 @@ class RecurrentNano:
     backward: Summaries
 
     def travelling_bytes(self, what: Recurrence, value_bytes: int = 2) -> int:
-        """Returns the bytes that travel in one layer, forward and backward. Halo rows consist of numbers of
+        """Returns the bytes that travel in one layer, forward and backward; an element of a halo row has
         ``value_bytes`` bytes."""
         states = self.forward.travelling_bytes(what) + self.backward.travelling_bytes(what)
         return states + 2 * self.halo.total * what.channels * value_bytes
@@ -87,7 +87,7 @@ def recurrent_nanos(layouts: Sequence[Layout], width: int) -> tuple[RecurrentNan
     """Returns the counts of each nano-batch.
 
     Args:
-        layouts: for each nano-batch, the ranks and rows of documents.
+        layouts: for each nano-batch, the documents' rows on each rank.
         width: number of rows that the convolution reads before each row.
     """
     pieces, nano_batches = DocumentPieces.of(layouts), len(layouts)

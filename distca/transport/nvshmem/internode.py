@@ -1,21 +1,19 @@
-"""NVSHMEM sends rows to *inter-node peers*: ranks on other nodes.
+"""Sends rows by NVSHMEM to *inter-node peers*: ranks on other nodes.
 
-- block: the NVSHMEM memory of one rank. All ranks' blocks have the same layout. Each has a receive buffer.
+- block: the NVSHMEM memory of one rank, with a receive buffer. All ranks' blocks have the same layout.
 - exchange: one movement of rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
 - arrived: the rows lie in the receiver's buffer. Then the sender signals the exchange's number to the receiver.
 - consumed: the receiver has copied the rows out of its buffer. Then the receiver signals the number to the senders.
 - put: NVSHMEM's copy from this rank's block to a peer's block.
 - quiet: NVSHMEM's wait until all earlier puts and signals have arrived.
 - staging memory: a part of the block, in two halves. Rows are packed there before they are put.
-- load: the rows that are packed into one half at a time.
+- load: the rows that are packed into one half at a time. While load n travels, load n + 1 is packed to the other half.
 
 One side stream runs these steps of an exchange:
 
     wait until the peers have consumed the rows that new rows will overwrite
     for each load: pack the load · quiet, except for the first load · put the load
     quiet · signal to all peers
-
-Loads use the two halves in turn: load n + 1 is packed while load n travels.
 
 No other stream may call quiet. NVSHMEM has one list of pending puts per process. A quiet on another stream would empty
 this list, and then the side stream would not wait.
@@ -40,11 +38,11 @@ _ALIGNMENT = 256
 """In the staging memory, the rows of each put begin at a multiple of this many bytes. So the packing kernel can write
 16 bytes at a time."""
 _MOST_STAGING, _LEAST_STAGING = 64 << 20, 2 << 20
-"""The largest and the smallest size of the staging memory, in bytes. Between them, the size is a quarter of the receive
-buffer. Both numbers were chosen, not measured."""
+"""The size of the staging memory is a quarter of the receive buffer, but at most and at least these bytes. Both numbers
+were chosen, not measured."""
 _PACK_BLOCKS = 32
-"""The largest number of thread blocks of the packing kernel. More blocks would take multiprocessors from compute. The
-number was chosen, not measured."""
+"""The most thread blocks of the packing kernel. More blocks would take multiprocessors from compute. The number was
+chosen, not measured."""
 _NO_SIGNALS = np.empty(0, np.uint64)
 
 
@@ -54,7 +52,7 @@ def staging_bytes(capacity: int) -> int:
 
 
 class InternodeQueue(Streams, Protocol):
-    """Streams and NVSHMEM's calls; on GPUs a :class:`NvshmemQueue`.
+    """CUDA streams and NVSHMEM's calls: :class:`NvshmemQueue` on GPUs, a stand-in in tests.
 
     A *slot* is a 64-bit word of a block, for signals. To name a place in a peer's block, callers give the address of
     the same place in this rank's block.
@@ -69,11 +67,11 @@ class InternodeQueue(Streams, Protocol):
     def set_signal(self, slot: int, number: int, peer: int, stream: Any) -> None: ...
 
     def add_to_signal(self, slot: int, by: int, peer: int, stream: Any) -> None:
-        """Starts adding ``by`` to the peer's slot."""
+        """Starts adding ``by`` to the slot in the peer's block."""
         ...
 
     def wait_for_signal(self, slot: int, number: int, stream: Any) -> None:
-        """Makes the stream wait until this rank's slot is at least ``number``."""
+        """Makes the stream wait until the slot in this rank's block is at least ``number``."""
         ...
 
 
@@ -85,10 +83,10 @@ class InternodeAddresses:
         receive_buffer: first byte of the receive buffer.
         staging: first byte of the staging memory, a multiple of 256.
         staging_bytes: size of the staging memory, a multiple of 512.
-        arrived_there: the peer's slot to which this rank signals "arrived".
-        consumed_here: first of [ranks] slots of this rank; rank r signals "consumed" to slot r.
-        consumed_there: the peer's slot to which this rank signals "consumed".
-        arrived_here: first of [ranks] slots of this rank; rank r signals "arrived" to slot r.
+        arrived_there: slot in the peer's block to which this rank signals "arrived".
+        consumed_here: first of [ranks] slots in this rank's block; rank r signals "consumed" to slot r.
+        consumed_there: slot in the peer's block to which this rank signals "consumed".
+        arrived_here: first of [ranks] slots in this rank's block; rank r signals "arrived" to slot r.
     """
 
     receive_buffer: int
@@ -102,14 +100,14 @@ class InternodeAddresses:
 
 @dataclass(frozen=True)
 class Slice:
-    """The rows of one NVSHMEM put: rows of one tensor for one peer.
+    """The rows of one put: N rows of one tensor for one peer.
 
     Attributes:
         peer: the receiving rank.
         source: the tensor.
         rows: [N] int64 on the device, row numbers in ``source``.
-        staged: offset in bytes of the packed rows in their half of the staging memory.
-        lands: offset in bytes of the rows in the peer's receive buffer.
+        staged: offset of the packed rows in their half of the staging memory, in bytes.
+        lands: offset of the rows in the peer's receive buffer, in bytes.
         size: bytes of the N rows.
     """
 
@@ -122,18 +120,17 @@ class Slice:
 
 
 def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[Slice]]:
-    """Cuts rows into loads; yields the slices of each load.
+    """Yields the slices of each load, for ``puts`` by peer.
 
-    A load has at most ``capacity`` bytes, and ``capacity`` is a multiple of 256.
-
-    Example: a load has room for 4 rows, and ``puts`` has 3 rows for rank 1 and 2 rows for rank 2. The first load has 3
-    rows for rank 1 and 1 row for rank 2. The second load has 1 row for rank 2."""
+    A load has at most ``capacity`` bytes, a multiple of 256. Example: a load has room for 4 rows, and ``puts`` has 3
+    rows for rank 1 and 2 rows for rank 2. The first load has 3 rows for rank 1 and 1 row for rank 2. The second load
+    has 1 row for rank 2."""
     load: list[Slice] = []
     used = 0
     for peer, pieces in puts.items():
         for put in pieces:
             assert put.row_bytes <= capacity, "the staging memory holds any row"
-            # ranges[0, 1] is the place, in rows, of this rank's first row among all rows that the peer gets.
+            # ranges[0, 1] is the number of rows that the peer gets from lower ranks; they lie before this rank's rows.
             lands = put.begin + int(put.ranges[0, 1]) * put.row_bytes if put.bytes else 0
             first = 0
             while first * put.row_bytes < put.bytes:
@@ -162,13 +159,13 @@ class InternodePeers:
         self._told: dict[int, int] = {}  # by peer, the newest "consumed" signal that this rank has sent
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> tuple[Sent, Any]:
-        """Queues an exchange's puts and signals, after the current stream's earlier work.
+        """Queues the puts and signals of exchange ``number``, after the current stream's earlier work.
 
-        Puts to a peer wait until the peer has consumed exchange ``reuses``; with 0 they do not wait.
+        Puts overwrite rows of exchange ``reuses``, so they wait until the peer has consumed it; 0 means no wait.
 
         Returns:
-            A token whose event comes when all rows are packed; callers may then write to the sources. And an event
-            that comes when all rows have arrived.
+            A token with the event that all rows are packed, and the event that all rows have arrived. After the first
+            event, callers may write to the sources.
         """
         queue, stream = self._queue, self._stream
         stream.wait_event(queue.mark(queue.current_stream()))
@@ -190,15 +187,14 @@ class InternodePeers:
         return Sent([packed], held, tuple(puts), reuses), queue.mark(stream)
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
-        """Makes the current stream wait until the rows of exchange ``number`` from ``peers`` have arrived."""
         for peer in peers:
             self._queue.wait_for_signal(self._at.arrived_here + 8 * peer, number, self._queue.current_stream())
 
     def consumed(self, number: int, peers: Sequence[int]) -> None:
         """Signals to ``peers`` that this rank has consumed all exchanges up to ``number``.
 
-        Two signals without a quiet between them may arrive in any order. So each signal adds to the slot how many more
-        exchanges are consumed, and the sum is right in either order."""
+        Two signals without a quiet between them may arrive in any order. So a signal does not set the slot, but adds
+        the number of newly consumed exchanges to it."""
         for peer in peers:
             by = number - self._told.get(peer, 0)
             if by:
@@ -208,7 +204,7 @@ class InternodePeers:
     def finish(self, patience_s: float = 5.0) -> None:
         """Blocks the host until all rows and signals have arrived, for at most ``patience_s`` seconds.
 
-        Without this call at the end of the process, the last rows may not arrive."""
+        If the process ends without this call, its last rows may not arrive."""
         queue, stream = self._queue, self._stream
         stream.wait_event(queue.mark(queue.current_stream()))
         queue.quiet(stream)
@@ -229,7 +225,7 @@ class InternodePeers:
 
 
 class NvshmemQueue:
-    """Streams and NVSHMEM's calls; NVSHMEM must have started."""
+    """CUDA streams and NVSHMEM's calls; NVSHMEM must have started."""
 
     create_stream = staticmethod(cuda_ops.create_stream)
     current_stream = staticmethod(cuda_ops.current_stream)
@@ -256,7 +252,7 @@ class NvshmemQueue:
         self._calls.signal_op_on_stream(slot, by, self._add, peer, stream.cuda_stream)
 
     def wait_for_signal(self, slot: int, number: int, stream: torch.cuda.Stream) -> None:
-        # A wait of the CUDA driver would not do: rows from the network may not be readable yet when it ends.
+        # A wait of the CUDA driver could end before rows from the network are readable.
         self._calls.signal_wait_until_on_stream(slot, self._at_least, number, stream.cuda_stream)
 
 
@@ -264,11 +260,11 @@ class NvshmemQueue:
 class SentInternode(Sent):
     """A token for one exchange's writes to inter-node peers and to *intra-node peers*, the other ranks of the node.
 
-    ``events`` come when callers may write to the sources. Rows may then still travel between nodes.
+    After ``events`` callers may write to the sources, but rows may still travel between nodes.
 
     Attributes:
         intranode: token of the writes to intra-node peers.
-        written: event that comes when the rows for inter-node peers have arrived.
+        written: event that the rows for inter-node peers have arrived.
     """
 
     intranode: Sent
@@ -281,7 +277,7 @@ class SentInternode(Sent):
 
 
 class Peers:
-    """Sends one rank's rows to all peers; ``internode`` is None without inter-node peers."""
+    """Sends one rank's rows to peers on its node and on other nodes."""
 
     def __init__(
         self, intranode: IntranodePeers, internode: InternodePeers | None, internode_peers: Collection[int]
@@ -289,11 +285,10 @@ class Peers:
         self._intranode, self._internode, self._internode_peers = intranode, internode, frozenset(internode_peers)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """Queues an exchange's writes and signals. Writes to a peer wait until it has consumed exchange ``reuses``."""
+        """Queues the writes and signals of exchange ``number``; arguments are those of :meth:`InternodePeers.put`."""
         internode = {peer: pieces for peer, pieces in puts.items() if peer in self._internode_peers}
         if self._internode is None or not internode:
             return self._intranode.put(number, reuses, puts)
-        # Writes between nodes take longest, so they are queued first.
         packed, written = self._internode.put(number, reuses, internode)
         intranode = self._intranode.put(number, reuses, {peer: puts[peer] for peer in puts if peer not in internode})
         return SentInternode(
@@ -301,7 +296,5 @@ class Peers:
         )
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """Copies the rows of ``parts`` that stay on this rank.
-
-        Copy engines begin after the intra-node writes of the token ``behind``."""
+        """Copies the rows of ``parts`` that stay on this rank; copy engines first wait for ``behind``."""
         return self._intranode.keep(parts, behind.intranode if isinstance(behind, SentInternode) else behind)
