@@ -106,7 +106,7 @@ class Health:
             ranks = list(range(len(everyone)))
         self._hosts = {rank: each.host for rank, each in zip(ranks, everyone, strict=True)}
         self._processes = {rank: each.process for rank, each in zip(ranks, everyone, strict=True)}
-        self._may_go = set() if pool is None else pool.may_go
+        self._may_go: set[int] = set()  # members whose end does not end this rank
         self.asked_by = ""
         self._stops_when_asked = False
         self._doing = "starting"
@@ -135,6 +135,11 @@ class Health:
     def doing(self, what: str) -> None:
         """Notes the present activity of this rank, such as "step 7", for reports of failures."""
         self._doing = what
+
+    def pool_has_formed(self) -> None:
+        """Makes this rank outlive servers without a model from now on. Before, homes would wait for a lost one."""
+        if self._pool is not None:
+            self._may_go = self._pool.may_go
 
     def stops_when_asked(self) -> None:
         """Makes SIGTERM only set ``asked_by`` from now on, unless a rank has failed.

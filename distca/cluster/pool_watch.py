@@ -24,6 +24,9 @@ _PERIOD_S = 0.5
 """Seconds between two looks into the store."""
 QUIET_S = 20.0
 """Seconds without a sign of life after which a server counts as gone."""
+STARTING_S = 60.0
+"""The same before the first generation. A server that compiles a kernel may hold Python's lock; its thread then
+waits."""
 
 
 class Breakable(Protocol):
@@ -52,11 +55,17 @@ class PoolWatch:
         self._store, self._me = store, me
         self._generation, self._transport = 0, None  # type: int, Breakable | None
         self._seen: dict[Process, tuple[int, float]] = {}
+        self._quiet = QUIET_S
         self._changing, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="distca-pool", daemon=True)
         self._thread.start()
         # A thread that is inside torch while Python shuts down could end the process with an error.
         atexit.register(self.stop)
+
+    def await_first(self, servers: Sequence[Process]) -> None:
+        """Reads the signs of life of servers that have come, before there is a generation."""
+        with self._changing:
+            self._listen_to(servers, STARTING_S)
 
     def begin(self, generation: int, transport: Breakable, servers: Sequence[Process] = ()) -> None:
         """Starts to watch over a generation of the pool, which is the pool between two changes of its servers.
@@ -68,7 +77,7 @@ class PoolWatch:
         """
         with self._changing:
             self._generation, self._transport = generation, transport
-            self._seen = {each: (-1, time.monotonic()) for each in servers}
+            self._listen_to(servers, QUIET_S)
 
     def end(self) -> None:
         """Ends the watch over the generation; after this call its transport is not broken off any more."""
@@ -82,9 +91,13 @@ class PoolWatch:
         atexit.unregister(self.stop)
 
     def is_gone(self, server: Process) -> bool:
-        """Whether a server's process has ended, or has given no sign of life for ``QUIET_S``."""
+        """Whether a server's process has ended, or has given no sign of life for ``QUIET_S`` seconds; before the
+        first generation, for ``STARTING_S``."""
         _, since = self._seen.get(server, (0, time.monotonic()))
-        return not server.is_running() or time.monotonic() - since > QUIET_S
+        return not server.is_running() or time.monotonic() - since > self._quiet
+
+    def _listen_to(self, servers: Sequence[Process], quiet: float) -> None:
+        self._quiet, self._seen = quiet, {each: (-1, time.monotonic()) for each in servers}
 
     def _follow(self) -> None:
         while not self._stop.wait(_PERIOD_S):
@@ -99,12 +112,12 @@ class PoolWatch:
     def _look(self) -> None:
         """Reads signs of life; notes a lost server in the store; breaks the transport off if it is noted there."""
         transport, key = self._transport, f"broken/{self._generation}"
-        if transport is None:
-            return
         for server, (signs, _) in list(self._seen.items()):
             now = self._store.count(_sign(server))
             if now != signs:
                 self._seen[server] = now, time.monotonic()
+        if transport is None:
+            return
         if not self._store.has(key):
             if not transport.broken and not any(map(self.is_gone, self._seen)):
                 return

@@ -181,17 +181,32 @@ def serve(
     meeting = PoolStore(store, pool)
     name = torch.cuda.get_device_name() if gpu else "cpu"
     me = Comer(number, machine_name(), device.type, name, Process.here(), gpu_id=gpu_id(device))
+    watch = PoolWatch(meeting, me.process)  # from now on homes learn if this process ends
+    try:
+        return _serve(meeting, me, device, watch, patience, measure)
+    finally:
+        watch.stop()
+
+
+def _serve(
+    meeting: PoolStore, me: Comer, device: torch.device, watch: PoolWatch, patience: timedelta, measure: Measure | None
+) -> int:
+    """Offers to serve, chooses a kernel and serves; the rest is as in :func:`serve`."""
     if not meeting.has("generation/0"):
-        meeting.put(f"server/{number}", me)
+        meeting.put(f"server/{me.number}", me)
     asked: KernelTerms = meeting.take("kernel", patience, "No homes have come that ask for servers without a model.")
     joins_later = me not in asked.servers
     try:
-        check_device(asked.spec.device.type, device.type, number)
+        check_device(asked.spec.device.type, device.type, me.number)
         kernel = choose_kernel(asked.kernel, replace(asked.spec, device=device))
     except (SupportError, KernelError) as error:
         if joins_later:
             raise RefusedServerError(str(error)) from error
         meeting.put(f"kernel/{me.process}", KernelAnswer("", str(error)))
+        raise
+    except Exception as error:
+        if not joins_later:
+            meeting.put(f"kernel/{me.process}", KernelAnswer("", f"the choice of a kernel failed: {error!r}."))
         raise
     me = replace(me, kernel=kernel.name)
     if not joins_later:
@@ -206,7 +221,7 @@ def serve(
         if isinstance(answer, str):
             raise RefusedServerError(answer)
         first = answer
-    return _Server(meeting, me, kernel, device).run(first)
+    return _Server(meeting, me, kernel, device, watch).run(first)
 
 
 def gpu_id(device: torch.device) -> str:
@@ -253,10 +268,10 @@ class Served:
 
 
 class _Server:
-    def __init__(self, store: PoolStore, me: Comer, kernel: Kernel, device: torch.device) -> None:
-        self._store, self._me, self._kernel, self._device = store, me, kernel, device
+    def __init__(self, store: PoolStore, me: Comer, kernel: Kernel, device: torch.device, watch: PoolWatch) -> None:
+        self._store, self._me, self._kernel, self._device, self._watch = store, me, kernel, device, watch
         self._planned: dict[int, Future[tuple[StepPlan, StepRoutes]]] = {}
-        self._transport, self._watch = BreakableTransport(goes_on=False), PoolWatch(store, me.process)
+        self._transport = BreakableTransport(goes_on=False)
 
     @property
     def _number(self) -> int:

@@ -165,6 +165,8 @@ class RemoteServers:
         self._released: set[int] = set()  # the numbers in ``_lost`` of servers that the user let go
         self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
         weakref.finalize(self, self._watch.stop)
+        if self._leads:
+            self._watch.await_first([each.process for each in self._servers])
         # Homes agree through CPU tensors where there is gloo, so that they do not wait for the GPU.
         self._asking = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
         if self._leads:
@@ -260,9 +262,19 @@ class RemoteServers:
 
         ``terms`` are the facts about the homes' model that servers need.
         """
+        self._check_all_live()
         self._put_generation(terms)
         self.transport.use(self._group(TIMEOUT))
         self._begin_watch()
+
+    def _check_all_live(self) -> None:
+        """Raises LaunchError on all homes if a server has ended before the first generation."""
+        found: list[Any] = [None]
+        if self._leads:
+            found = [[each for each in self._servers if self._is_gone(each)]]
+        dist.broadcast_object_list(found)
+        for each in found[0]:
+            raise LaunchError(_ENDED.format(each.number))
 
     # A step.
 
@@ -551,7 +563,14 @@ def check_planned(found: int | str, server: int, fingerprint: int) -> None:
 
 _MISSING = "Server {} of the {} that `servers` asks for has not come: start it with distca.serve()."
 _NO_TABLE = "Server {} of the pool has not measured its cost table: measure it with `distca profile`."
-_NO_KERNEL = "Server {} of the pool came, but has not chosen a kernel of core attention."
+_NO_KERNEL = (
+    "Server {} of the pool came, but has not chosen a kernel of core attention: it has ended, or does not answer. "
+    "Look at the server's output, and start homes and servers again."
+)
+_ENDED = (
+    "Server {} of the pool ended before the pool was formed: look at the server's output, and start homes and servers "
+    "again."
+)
 
 
 def _lengths(inputs: StepInputs) -> tuple[Sequence[Any], Any, Any]:

@@ -13,6 +13,8 @@ import time
 from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -21,7 +23,9 @@ import torch.distributed as dist
 from distca import log
 from distca.cluster import board, health, process
 from distca.cluster.health import Health
-from distca.cluster.process import Process
+from distca.cluster.member import Members
+from distca.cluster.pool_store import PoolStore
+from distca.cluster.process import Member, Process
 from distca.errors import ConfigError
 from distca.testing.ranks import run_ranks
 from tests.testing.programs import PIDS, Program
@@ -94,6 +98,31 @@ def _find_one_death_twice() -> list[str]:
 
 def test_who_speaks_is_not_ended_by_its_other_thread() -> None:
     assert run_ranks(1, _find_one_death_twice)[0] == ["said", "ended", "said", "ended"]
+
+
+def _lose_a_server() -> list[tuple[int, list[str]]]:
+    """Codes and words of a home that loses a server on its machine before the pool has formed, and after."""
+    found = []
+    for formed in (False, True):
+        said: list[str] = []
+        ended, codes = threading.Event(), list[int]()
+        logger = SimpleNamespace(critical=lambda text, *given, said=said: said.append(text % given))
+        dead = Member("there", replace(Process.here(), pid=2**22 + 1))  # more than any process number
+        pool = Members(PoolStore(dist.distributed_c10d._get_default_store()), [Member.here(), dead], 0, 1)
+        board.Board.post = lambda self, failure, seconds=3.0: failure  # the store keeps one failure
+        with patch.object(health, "logger", logger), patch.object(health, "_HEARD_S", 0.1):
+            watching = Health(pool=pool, give_up=lambda code, *_, c=codes, e=ended: (c.append(code), e.set()))
+            if formed:
+                watching.pool_has_formed()
+            ended.wait(2.5 if formed else 20)
+            watching.stop()
+        found.append((codes[:1], said[:1]))
+    return found
+
+
+def test_a_server_that_dies_ends_homes_only_before_the_pool_has_formed() -> None:
+    (((code,), (said,)), formed) = run_ranks(1, _lose_a_server)[0]
+    assert code == 1 and said.startswith("Server 0 died in starting") and formed == ([], [])
 
 
 def _lose_a_node() -> tuple[str, float, int]:

@@ -23,12 +23,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from distca.attention import AttentionSpec, Kernel, select
 from distca.attention.reference import ReferenceKernel
+from distca.cluster import pool_watch
 from distca.cluster.pool_store import PoolStore
 from distca.cluster.process import Process
 from distca.errors import KernelError, LaunchError, PlanError, RefusedServerError, SupportError
 from distca.plan.cost.table_file import TABLES, find_table
 from distca.runtime import attention_server
-from distca.runtime.attention_server import Comer, KernelTerms, check_device
+from distca.runtime.attention_server import Comer, KernelAnswer, KernelTerms, check_device
 from distca.testing.ranks import run_ranks
 from distca.transport.breakable import BreakableTransport
 from megatron_patches.arguments import CadArguments
@@ -311,20 +312,64 @@ def test_late_servers_on_taken_gpus_are_refused_alone() -> None:
     assert all("Servers 2 and 4 of the pool share a GPU" in each for each in refused.values())
 
 
-def _ended_early() -> str:
-    """What homes say of a server that ends before it has chosen a kernel."""
-    store, ended = c10d._get_default_store(), replace(Process.here(), started=1)
-    PoolStore(store).put("server/0", Comer(0, "", "cpu", "", ended))
-    remote = RemoteServers(1, 1, "auto", CPU)
-    began = time.monotonic()
-    with patch.object(remote_servers, "TIMEOUT", timedelta(seconds=20)), pytest.raises(LaunchError) as refused:
-        remote.hear_kernels()
-    assert time.monotonic() - began < 5
-    return str(refused.value)
+def _ended_early() -> list[str]:
+    """What homes say of servers that end before they have chosen a kernel: one on the homes' machine, and one
+    elsewhere, of which nobody here sees whether it runs. Then of one that has chosen."""
+    store, said = c10d._get_default_store(), []
+    here, elsewhere = replace(Process.here(), started=1), replace(Process.here(), space="another machine")
+    with patch.object(remote_servers, "TIMEOUT", timedelta(seconds=20)), patch.object(pool_watch, "STARTING_S", 0.5):
+        for pool, ended in enumerate((here, elsewhere, elsewhere)):
+            PoolStore(store, pool).put("server/0", Comer(0, "", "cpu", "", ended))
+            remote, began = RemoteServers(1, 1, "auto", CPU), time.monotonic()
+            if pool == 2:
+                remote._store.put(f"kernel/{ended}", KernelAnswer("torch"))
+                remote.ask_for_kernels(AttentionSpec(2, 1, 8, torch.float32, CPU), "auto", None)
+                remote.hear_kernels()
+                time.sleep(2)
+            with pytest.raises(LaunchError) as refused:
+                remote.begin(None) if pool == 2 else remote.hear_kernels()
+            assert time.monotonic() - began < 5
+            said.append(str(refused.value))
+    return said
 
 
-def test_homes_do_not_wait_for_a_server_that_ended_before_it_chose_a_kernel() -> None:
-    assert run_ranks(1, _ended_early) == ["Server 0 of the pool came, but has not chosen a kernel of core attention."]
+def test_homes_do_not_wait_for_a_server_that_ended_before_the_pool_was_formed() -> None:
+    ((here, elsewhere, chosen),) = run_ranks(1, _ended_early)
+    assert here == elsewhere
+    assert here.startswith("Server 0 of the pool came, but has not chosen a kernel of core attention: it has ended, or")
+    assert chosen.startswith("Server 0 of the pool ended before the pool was formed: look at the server's output")
+
+
+def _failed_choice() -> list[Any]:
+    """What homes say of a server whose choice of a kernel fails for no reason that is known, and whether they saw signs
+    of life of it before it chose."""
+    remotes: list[RemoteServers] = []
+
+    def choose(*_: Any) -> Kernel:
+        until = time.monotonic() + 10
+        while not signs() and time.monotonic() < until:
+            time.sleep(0.02)
+        raise OSError("no compiler")
+
+    def signs() -> bool:
+        return any(number > 0 for number, _ in remotes[0]._watch._seen.values())
+
+    with (
+        patch.object(attention_server, "choose_kernel", choose),
+        patch.object(pool_watch, "_PERIOD_S", 0.02),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        thread.submit(attention_server.serve, c10d._get_default_store(), 0)
+        remotes.append(RemoteServers(1, 1, "auto", CPU))
+        remotes[0].ask_for_kernels(AttentionSpec(2, 1, 8, torch.float32, CPU), "auto", None)
+        with pytest.raises(KernelError) as refused:
+            remotes[0].hear_kernels()
+        return [signs(), str(refused.value)]
+
+
+def test_a_server_gives_signs_of_life_before_it_chooses_and_says_that_it_failed() -> None:
+    said = "On server 0 of the pool: the choice of a kernel failed: OSError('no compiler')."
+    assert run_ranks(1, _failed_choice) == [[True, said]]
 
 
 def _changed(fails: int) -> tuple[tuple[int, ...], int]:

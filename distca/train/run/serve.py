@@ -53,6 +53,7 @@ def _serve() -> Health:
     store = TCPStore(address, place.port, is_master=False, timeout=TIMEOUT)
     health = Health(pool=Members.of_server(store, place.number))
     health.stops_when_asked()  # homes are told too: they finish their step, and let their servers go
+    health.pool_has_formed()  # homes see to it that all are there
     health.doing("serving")
     with health.ends_failures():
         serve(store, place.number, patience=HOMES_QUIET, measure=_measured)
