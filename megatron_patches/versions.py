@@ -33,7 +33,7 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """Returns the installed and the supported versions, as part of a sentence; None if they agree."""
+    """Returns None if the installed version is supported, else a text such as "0.15.0; versions … are supported"."""
     version = installed_version()
     if version is not None and _FIRST <= tuple(map(int, version.split("."))) < _BEYOND:
         return None
@@ -47,7 +47,7 @@ def has_gated_delta_net() -> bool:
 
 
 def check_version() -> None:
-    """Refuses an unsupported megatron-core, before any of it is imported.
+    """Checks the installed megatron-core without an import of it.
 
     Raises:
         VersionError: megatron-core is missing, or its version is not supported.
@@ -56,11 +56,11 @@ def check_version() -> None:
         raise VersionError(f"megatron-core is {reason}.")
 
 
-# For each logger, the beginning of the line that is dropped.
+# For each logger, the beginning of a line that is dropped.
 _DROPPED = {
-    # Both GPTModel and its successor are supported here.
+    # This project supports both GPTModel and its successor, HybridModel.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    # Without that argument Megatron-Core makes the same layout itself.
+    # Without full_param_layout, Megatron-Core makes the same layout itself.
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
     # Megatron-Core itself calls load_common, to read checkpoints of earlier versions.
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
@@ -68,7 +68,7 @@ _DROPPED = {
 
 
 def drop_log_lines() -> None:
-    """Keeps the lines of ``_DROPPED`` out of the log from now on. Further calls do nothing."""
+    """Keeps the lines of ``_DROPPED`` out of the log from now on."""
     for name in _DROPPED:
         logging.getLogger(name).addFilter(_is_kept)
 

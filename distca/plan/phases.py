@@ -1,19 +1,14 @@
 """The phases of a step, and the plans of each phase.
 
-- A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers.
-- A *server* is a rank that computes attention. A server without a model computes nothing else.
+- In a *phase*, each pipeline stage runs the forward of one micro-batch, or each its backward; some stages are idle.
+- A *server* is a rank that computes attention, of any stage. A server without a model computes nothing else.
 - A *task* is a range of query rows of one document on one server.
-- In a forward *phase*, each pipeline stage runs the forward of a micro-batch, or is idle. In a backward phase, each
-  stage runs the backward of a micro-batch, or is idle. Any server may compute attention of any stage.
+- The *home* of a token is the rank that computes its linear layers. A *layout* has the homes of a nano-batch.
 - A *nano-batch* is a whole micro-batch, or one of its two parts. In each phase, the first nano-batches of all stages
   have one plan together, and the second nano-batches another.
-- A *layout* has the homes of all rows of a nano-batch.
 - Layers can be of several *kinds*. Some have a *window*, which limits how many keys a query sees; others are *full*.
-- All stages run their layer i at the same time. The kinds of these layers, in the order of stages, are a *combination*.
-  Each combination has its own plans.
-
-Example of combinations: in stage 0, layers with and without a window alternate. In stage 1, all layers are without a
-window. The combinations are (window, full) and (full, full).
+- All stages run their layer i at the same time. The kinds of these layers, in the order of stages, are a *combination*,
+  for example (window, full). Each combination has its own plans.
 
 Array legend: R ranks: those of all stages, then the servers without a model.
 """
@@ -44,7 +39,7 @@ class Phase:
     """One phase, forward or backward.
 
     Attributes:
-        micro_batches: for each stage, the micro-batch that it runs; None for an idle stage.
+        micro_batches: for each stage, the number of its micro-batch from 0; None for an idle stage.
         by_combination: for each combination and nano-batch, the plan.
     """
 
@@ -53,15 +48,13 @@ class Phase:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Returns the plan of each nano-batch, for layers of the first combination."""
+        """The plan of each nano-batch, for the first combination."""
         return self.by_combination[0]
 
 
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
-    """Returns [R] seconds that each rank spends on linear layers for each attention layer.
-
-    For direction "both" the result is [2, R]: forward and backward. If ``options.non_attention`` is None, it is [R]
-    zeros."""
+    """Returns [R] seconds that each rank spends on linear layers per attention layer; [R] zeros if
+    ``options.non_attention`` is None. Otherwise, direction "both" gives [2, R]: forward and backward."""
     each = options.non_attention
     if each is None:
         return np.zeros_like(layout.q_rows, np.float64)
@@ -116,11 +109,8 @@ def _of_combination(
     are scheduled over all servers.
 
     Args:
-        kinds: for each stage, the index of its kind.
+        kinds: for each stage, the index of its layer's kind.
         nanos: for each nano-batch and stage, the layout; None for an idle stage.
-        options: how to plan.
-        direction: the directions whose seconds are balanced.
-        scheduler: plans one nano-batch.
     """
     windows = [options.kinds[kind].window for kind in kinds]
     if not any(windows):
@@ -137,9 +127,9 @@ def _of_combination(
         if all(windows):
             plans.append(home)
             continue
-        # full [R] bool: whether a rank is in a stage without a window, or a server without a model. All other ranks are
-        # in stages with a window. They compute their own tasks ("rest"). The seconds of these tasks and of linear
-        # layers are "beside". So the scheduler gives these ranks fewer further tasks.
+        # full [R] bool: whether a rank is in a stage without a window, or a server without a model. Other ranks compute
+        # all attention of their stage themselves ("rest"). The scheduler gives them fewer further tasks, because
+        # "beside" has their seconds for "rest" and for linear layers.
         full = np.repeat([not window for window in windows], options.ranks)
         full = np.append(full, np.ones(options.servers, bool))
         rest = home.tasks.take(~full[home.tasks.server])
@@ -152,7 +142,7 @@ def _of_combination(
 
 
 def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
-    """Returns the plan with the fields ``windows`` and ``kind``: for each document, its layer's kind."""
+    """Returns the plan with its fields ``windows`` and ``kind`` set; ``kinds`` has the kind of each stage's layer."""
     if not any(kinds) and not any(options.windows):
         return plan
     documents = [0 if layout is None else len(layout.first) for layout in nano]
@@ -161,7 +151,7 @@ def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int],
 
 
 def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
-    """Plans every row at home; arguments as in :class:`distca.plan.choice.Scheduler`."""
+    """Returns the plan in which each home computes its own rows; this is a :class:`distca.plan.choice.Scheduler`."""
     return plan_at_home(layout)
 
 
@@ -170,8 +160,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
-    # Cuts add work. The scheduler writes here by which factor, as a first guess for its next plan.
-    growth: Growth = {}
+    growth: Growth = {}  # filled by each plan, for the next
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)
@@ -194,8 +183,8 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
     """Returns the cost model of all servers.
 
-    A server without rows of its own waits until rows arrive. If linear layers are balanced too, a part of this
-    time (``WAITED_FOR``) is added to its tasks. This needs a PoolCost, as pools with servers without a model have."""
+    A server without rows of its own waits until rows arrive. If linear layers are balanced too, the model adds part of
+    this time (``WAITED_FOR``) to the server's tasks."""
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost
@@ -209,12 +198,11 @@ def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
 def _joined(parts: Sequence[Layout | None], options: PlanOptions, some: Sequence[bool] | None = None) -> Layout:
     """Returns one layout over the ranks of all stages and the servers without a model.
 
-    Documents and ranks are numbered stage by stage: rank r of stage s becomes s · ranks + r. Idle stages have no rows.
+    Documents and ranks are numbered stage by stage: rank r of stage s becomes s · ranks + r.
 
     Args:
         parts: for each stage, the layout; None for an idle stage.
-        options: how to plan.
-        some: for each stage, whether its rows count; None if all rows count.
+        some: for each stage, whether its rows are in the result; None for all stages.
     """
     if len(parts) == 1 and parts[0] is not None and not options.servers:
         return parts[0]

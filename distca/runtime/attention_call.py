@@ -1,18 +1,18 @@
 """Core attention of one layer and nano-batch as a chain of five autograd nodes.
 
-    enter: launch q,k,v → join → serve → launch o → leave: join o
+    launch q,k,v → join q,k,v → serve → launch o → join o
 
 - home: a rank that holds rows of documents. It sends q, k and v of these rows, and gets o back.
-- server: a rank that computes attention for homes. Most ranks are home and server.
+- server: a rank that computes attention for homes. Most ranks are both.
 - nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
-- join: the wait for a transfer that an earlier node has launched.
-- graph token: a dummy scalar that gives autograd an edge from node to node. q, k, v and o do not pass along these
-  edges: the call's attributes hold them.
+- join: the wait for a transfer that an earlier node has launched. Meanwhile, ``ping_pong.py`` runs compute of the other
+  nano-batch.
+- graph token: a dummy scalar that gives autograd an edge from node to node. The call holds q, k, v and o.
 - keep: until backward, servers keep q, k and v. Resend: homes keep them, and send them again in backward.
-- sink: a learned score that takes a share of each softmax of a head. Homes apply sinks to o and lse that come back.
+- sink: a learned score without a value in each softmax of a head. Homes apply sinks to o and lse that come back.
 
 Backward runs the nodes in reverse order. A node that joined in forward launches in backward, and a node that launched
-joins. Between launch and join, ``ping_pong.py`` runs the other nano-batch's compute.
+joins.
 
 Shape suffixes: N rows of the home (padding included), T query rows and U key/value rows of the server; H query heads, G
 key/value heads, D head dimension; 2 stands for k and v. lse is the log-sum-exp of scores.
@@ -81,16 +81,14 @@ class AttentionCall(LayerCall):
     ) -> torch.Tensor:
         """Starts sending q, k and v rows to servers.
 
-        In pong, ``prefix_N2GD`` has keys and values of those rows of ping whose documents go on in pong. Servers that
-        did not keep these rows get them in front of ``kv_N2GD``."""
+        In pong, ``prefix_N2GD`` has keys and values of those rows of ping whose documents go on in pong. It is sent to
+        servers that did not keep these rows."""
         return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
-        """Waits for this server's q, k and v rows."""
         return Node.apply(graph_token, self._join_qkv, self._launch_gradients)
 
     def serve(self, graph_token: torch.Tensor) -> torch.Tensor:
-        """Computes attention of this server's rows."""
         return Node.apply(graph_token, self._serve_forward, self._serve_backward)
 
     def launch_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
@@ -116,7 +114,6 @@ class AttentionCall(LayerCall):
         return call
 
     def backward_launch_do(self, do_NHD: torch.Tensor) -> None:
-        """Starts sending q, k, v, o, lse and dO to servers."""
         self._launch_do(do_NHD)
 
     def backward_serve(self) -> None:
@@ -126,7 +123,6 @@ class AttentionCall(LayerCall):
         self._launch_gradients()
 
     def backward_join_gradients(self) -> None:
-        """Waits for the gradients of this home's rows."""
         self._join_gradients()
 
     # Forward.
@@ -153,8 +149,7 @@ class AttentionCall(LayerCall):
         self._kept.served(rows)
 
     def _kv_of_before(self) -> torch.Tensor | None:
-        """Returns the k,v rows that this server kept in ping, or None if the server's tasks in pong read none of
-        them."""
+        """Returns the k,v rows that this server kept in ping, or None if the server reads none of them in pong."""
         return None if self._before is None else self._before._kept.kv_on_server
 
     def _launch_o(self) -> None:
@@ -183,7 +178,7 @@ class AttentionCall(LayerCall):
     # Backward.
 
     def _launch_do(self, do_NHD: torch.Tensor) -> torch.Tensor | None:
-        """Starts sending the rows of backward; returns the sinks' gradient, or None without sinks."""
+        """Returns the sinks' gradient, or None without sinks."""
         do_NHD = do_NHD.contiguous()
         of_sink = None
         if self._sink is not None:

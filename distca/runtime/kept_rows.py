@@ -1,13 +1,11 @@
 """The rows of one layer's attention that wait for backward.
 
 - home: a rank that holds rows of documents.
-- server: a rank that computes attention for homes. Most ranks are home and server.
+- server: a rank that computes attention for homes. Most ranks are both.
 - :class:`Keep`: servers keep q, k and v until backward.
 - :class:`Resend`: homes keep q, k and v, and send them again in backward, perhaps to other servers.
 - ping, pong: the two parts of a micro-batch. A ``Keep`` or ``Resend`` has the rows of one part.
-- sink: a learned score that takes a share of each softmax of a head. Homes apply sinks to o and lse that come back.
-
-``AttentionCall`` (attention_call.py) calls the methods of ``Keep`` or ``Resend``.
+- sink: a learned score without a value in each softmax of a head. Homes apply sinks to o and lse that come back.
 
 Shape suffixes: N rows of a home, T query rows and U key/value rows of a server; H query heads, G key/value heads, D
 head dimension; 2 stands for k and v. lse is the log-sum-exp of scores.
@@ -29,7 +27,7 @@ from distca.transport.gather_scatter import move_rows
 
 @dataclass
 class ServerRows:
-    """Rows in a server's buffers.
+    """Rows on a server.
 
     Attributes:
         q: q_THD.
@@ -75,8 +73,8 @@ def moved(
         new: the method of Tensor that makes the destination.
 
     Returns:
-        The destination, and a list with the :class:`Part` that fills it. The list is empty, and the
-        destination is a view of ``source``, if all rows stay in place and ``source`` has ``rows`` or more.
+        The destination, and a list with the :class:`Part` that fills it. If all rows stay in place and ``source`` has
+        at least ``rows`` rows, the list is empty and the destination is a view of ``source``.
     """
     if moves.in_place and rows <= len(source):
         return source[:rows], []
@@ -87,8 +85,10 @@ def moved(
 class Keep:
     """Servers keep q, k, v and lse of the rows that they computed, and o of those rows that have another rank as home.
 
-    In backward homes send dO, and lse if heads have sinks. ``routes`` are the rows that this rank sends, receives and
-    computes.
+    Homes keep o. In backward they send dO, and lse if heads have sinks.
+
+    Args:
+        routes: the rows that this rank sends, receives and computes.
     """
 
     sent_in_backward = "dO"
@@ -104,19 +104,18 @@ class Keep:
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """kv_U2GD of this server. Attention in pong reads these rows of ping."""
+        """kv_U2GD of this server."""
         assert self._server is not None
         return self._server.kv
 
     def launched(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
-        """Does nothing: this home's rows are kept on servers."""
+        """Does nothing: servers keep this home's rows."""
 
     def served(self, rows: ServerRows) -> None:
-        """Keeps the rows that this server has computed."""
         self._server = rows
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """Keeps the outputs that came home, after sinks. It is called if backward will follow."""
+        """Keeps the outputs that came home, after sinks, if backward will follow."""
         rows = self._server
         assert rows is not None and rows.o is not None
         self._sent_o, rows.o = rows.o.index_select(0, self._route.q_to_home.send_index), None
@@ -140,7 +139,7 @@ class Keep:
         return parts, None, do
 
     def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
-        """Returns this server's rows, with o and lse after sinks; ``arrived`` is None."""
+        """Returns this server's rows, with o and lse after sinks."""
         # A sink scales o by exp(lse before sinks − lse after sinks). self._sent_o is not scaled yet.
         rows, route, sent, after = self._server, self._route, self._sent_o, self._lse_with_sinks
         assert rows is not None and sent is not None and self._home_o is not None and rows.lse is not None
@@ -155,7 +154,6 @@ class Keep:
         return ServerRows(rows.q, rows.kv, o, rows.lse if after is None else after)
 
     def forget(self) -> None:
-        """Drops all rows, after backward has used them."""
         self._server = self._sent_o = self._home_o = self._home_lse = self._lse_with_sinks = None
 
 
@@ -176,20 +174,17 @@ class Resend:
 
     @property
     def kv_on_server(self) -> torch.Tensor:
-        """Raises AssertionError: servers keep no rows."""
         raise AssertionError("with resend, servers keep no rows of ping for pong")
 
     def launched(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
-        """Keeps the rows that this home sends."""
         self.home = HomeRows(q_NHD, kv_N2GD, prefix_N2GD)
 
     def served(self, rows: ServerRows) -> None:
         """Does nothing: servers keep no rows."""
 
     def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
-        """Keeps the outputs that came home, after sinks. It is called if backward will follow.
-
-        With ``offload``, copies of all kept rows to host memory start. The last few also stay on the device."""
+        """Keeps the outputs that came home, after sinks, if backward will follow. With ``offload``, copies of all kept
+        rows to host memory start."""
         assert self.home is not None and lse_NH is not None
         self.home.o, self.home.lse = o_NHD, lse_NH
         if self._offload is not None:
@@ -227,7 +222,6 @@ class Resend:
         return parts, ServerRows(*arriving), do
 
     def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
-        """Returns ``arrived``, the rows that homes sent in backward."""
         assert arrived is not None
         return arrived
 
@@ -236,5 +230,4 @@ class Resend:
 
 
 def behind(prefix_N2GD: torch.Tensor | None, kv_N2GD: torch.Tensor) -> torch.Tensor:
-    """Returns the prefix, if there is one, followed by ``kv_N2GD``."""
     return kv_N2GD if prefix_N2GD is None else torch.cat((prefix_N2GD, kv_N2GD))

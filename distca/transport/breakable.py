@@ -1,8 +1,8 @@
-"""A transport for pools with *servers without a model*: processes that compute attention for the ranks that train.
+"""A transport between ranks that train (*homes*) and processes without a model that compute attention (*servers*).
 
-The ranks that train are called *homes*. If a server dies, exchanges of rows fail. Homes then run the step to its end,
-with zeros in place of the rows: an error would leave other homes waiting in Megatron's collectives. After the step,
-:meth:`BreakableTransport.came_to_end` returns False, and homes repeat the step without the dead server.
+If a server dies, exchanges of rows fail. Homes then run the step to its end with zeros in place of the rows. An error
+would leave other homes waiting in Megatron's collectives. After the step, :meth:`BreakableTransport.came_to_end`
+returns False, and homes repeat the step without the dead server.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LOST = ("gloo/transport", "NCCL", "ncclRemoteError")
 
 
 class PoolBrokenError(RuntimeError):
-    """This rank has left the pool, so it cannot exchange rows."""
+    """This rank has left the process group, so it cannot exchange rows."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because a rank of its group is gone."""
+    """Whether ``error`` says that a rank of a collective's group is gone."""
     known = isinstance(error, (dist.DistError, PoolBrokenError))
     return known or any(word in str(error) for word in _LOST)
 
@@ -42,7 +42,7 @@ class BreakableTransport:
         goes_on: whether exchanges deliver zeros after a rank has gone (on homes), or raise an error (on servers).
 
     Attributes:
-        broken: True if an exchange has failed in this group, and while there is no group.
+        broken: True until :meth:`use` is called, and again once the group has failed or was left.
     """
 
     def __init__(self, goes_on: bool) -> None:
@@ -59,14 +59,14 @@ class BreakableTransport:
         self.name, self.rank, self.ranks = self._inner.name, self._inner.rank, self._inner.ranks
 
     def give_up(self) -> None:
-        """Leaves the group. Exchanges fail until :meth:`use` is called."""
+        """Leaves the group. Until :meth:`use` is called, exchanges deliver zeros or raise an error (``goes_on``)."""
         with self._ending:
             group, self._group, self._inner, self.broken = self._group, None, None, True
             if group is not None:
                 give_up(group)
 
     def break_off(self) -> None:
-        """Makes the exchanges that are under way fail. Any thread may call this."""
+        """Marks the group as broken, and ends NCCL operations that are under way. Any thread may call this."""
         with self._ending:
             self.broken = True
             if self._group is not None:
@@ -76,12 +76,12 @@ class BreakableTransport:
         """Starts an exchange.
 
         Raises:
-            TransportError: the moves were planned for another number of ranks; nothing was sent.
-            RuntimeError: the exchange failed, and ``goes_on`` is False or the cause is not a rank that is gone.
+            TransportError: ``parts`` were planned for another number of ranks; nothing was sent.
+            RuntimeError: as in :meth:`failed`.
         """
         handle = None
         if self.broken:
-            self.failed(PoolBrokenError("The pool was given up."))
+            self.failed(PoolBrokenError("This rank has left the group of ranks that exchange rows."))
         if self._inner is not None:
             try:
                 handle = self._inner.launch(parts)
@@ -93,13 +93,12 @@ class BreakableTransport:
         """Leaves the group after an exchange failed with ``error``.
 
         Raises:
-            RuntimeError: the ``error``, if ``goes_on`` is False or the cause is not a rank that is gone.
+            RuntimeError: this is ``error``, if ``goes_on`` is False, or if the group works and no rank is gone.
         """
         if not self._goes_on or not (self.broken or is_lost_peer(error)):
             raise error
         logger.debug("An exchange of rows failed: %s", error)
-        # The traceback's frames would keep the group's connections open. Connections must close, because other ranks
-        # then get an error too and do not wait.
+        # The traceback's frames would keep the group's connections open. Other ranks wait until these close.
         error.__traceback__ = None
         self.give_up()
 
@@ -109,21 +108,21 @@ class BreakableTransport:
         All ranks must call this at the end of a step.
 
         Raises:
-            RuntimeError: an exchange failed, and ``goes_on`` is False or the cause is not a rank that is gone.
+            RuntimeError: as in :meth:`failed`.
         """
         here = torch.ones(1, device=device)
         try:
             if self.broken or self._group is None:
-                self.failed(PoolBrokenError("The pool was given up."))
+                self.failed(PoolBrokenError("This rank has left the group of ranks that exchange rows."))
                 return False
             dist.all_reduce(here, group=self._group)
-            # Each rank adds 1. An all-reduce that NCCL aborts may leave any number.
+            # An all-reduce that NCCL aborts may leave any number.
             whole = here.item() == self.ranks and not self.broken
         except RuntimeError as error:
             self.failed(error)
             return False
         if not whole:
-            self.failed(PoolBrokenError("The pool was given up."))
+            self.failed(PoolBrokenError("This rank has left the group of ranks that exchange rows."))
         return whole
 
 
@@ -139,7 +138,7 @@ class BreakableHandle:
         return [] if self._handle is None else self._handle.works
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Makes a gloo thread call ``ended`` after each collective; does nothing for a failed exchange."""
+        """Makes a gloo thread call ``ended`` after each collective of this exchange, unless ``launch`` failed."""
         if self._handle is not None:
             self._handle.tell(ended)
 

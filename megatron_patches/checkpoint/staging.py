@@ -1,7 +1,7 @@
 """Copies a checkpoint's tensors to host memory, so that training goes on while the copies are written to the disk.
 
-A GPU copies tensors on a separate stream while the next step runs. Only the optimizer's update changes weights, so the
-update waits for the copies (:meth:`HostStaging.before_update`).
+A GPU copies tensors on a separate stream while the next step runs. The optimizer's update changes the tensors, so it
+waits for the copies (:meth:`HostStaging.before_update`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT = 128
 """Each copy begins at a multiple of this number of bytes, so that it can be viewed as a tensor of any dtype."""
 _USABLE = 0.8
-"""The largest share of a node's free host memory that copies may take. If they need more, nothing is copied, and
-training waits while checkpoints are written. The number was chosen, not measured."""
+"""The largest fraction of a node's free host memory that is allocated for copies. If they need more, nothing is copied,
+and training waits while checkpoints are written. The number was chosen, not measured."""
 
 
 class HostStaging:
-    """One rank's host memory for the tensors of a checkpoint, which is used again for the next checkpoint.
+    """One rank's host memory for the tensors of a checkpoint; later checkpoints use it again.
 
     All ranks call the constructor together.
 
     Attributes:
-        group: a gloo group of all ranks, for collectives in threads that write.
+        group: a gloo group of all ranks, for collectives of the threads that write checkpoints.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,10 +44,10 @@ class HostStaging:
         self._warned = False
 
     def copy(self, tensors: Sequence[ShardedTensor]) -> bool:
-        """Starts to copy tensors, and sets ``data`` of each description to the copy.
+        """Starts to copy the ``data`` of each of ``tensors``, and replaces ``data`` by the copy.
 
-        All ranks call this method together. It returns False on all ranks if any node has too little memory. Then
-        nothing is copied.
+        All ranks call this method together. If any node has too little memory, it copies nothing and returns False, on
+        all ranks.
         """
         places, size = [], 0
         for each in tensors:
@@ -68,7 +68,6 @@ class HostStaging:
         return True
 
     def before_update(self) -> None:
-        """Makes the current stream wait for the copies."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
@@ -80,7 +79,7 @@ class HostStaging:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Frees the memory. Copies must not be read after this call."""
+        """Frees the memory."""
         if self._is_pinned:
             page_unlock(self._memory)
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False

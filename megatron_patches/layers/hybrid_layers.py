@@ -1,12 +1,11 @@
 """Transformer layers of hybrid models such as Qwen3.5: with a gated delta net, or with a gate on attention's output.
 
-A gated delta net is a recurrence in place of attention. A layer's *mixer* is its attention or its gated delta net. The
-*core* of a mixer is softmax(QKᵀ)V or the recurrence; other ranks may compute the core. ``pre`` computes everything
-before the core, and ``mixed`` the output projection behind the core.
+A gated delta net is a recurrence in place of attention. The *core* of a layer is softmax(QKᵀ)V or the recurrence; other
+ranks may compute the core. ``pre`` computes everything before the core, and ``mixed`` everything from there to the
+output projection.
 
 Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution. H query or output heads, G
-key/value heads, D head_dim, V elements of an output head. In kv_N2GD, index 0 of the dimension of size 2 is keys, and
-index 1 values.
+key/value heads, D head_dim, V elements of an output head; 2 stands for keys and values.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class SplitRecurrentLayer(SplitTransformerLayer):
         net = self.self_attention
         hidden, projected_NF = self._projected(hidden, net.in_proj)
         mixed_NC, *others = projected_NF.split(net.feat_dim_split, dim=1)
-        # Views would keep the memory of the whole projection until backward.
-        gate, beta_NH, alpha_NH = (each.contiguous() for each in others)
+        gate, beta_NH, alpha_NH = (each.contiguous() for each in others)  # A view would keep the whole projection.
         g_NH, beta_NH = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha_NH, beta_NH)
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
@@ -60,7 +58,7 @@ class SplitRecurrentLayer(SplitTransformerLayer):
         """Applies the gated norm of each head and the output projection to ``o``, the core's output o_NHV.
 
         Returns:
-            The mixer's output, and the residual to which this output is added.
+            The projection's output, and the residual to which it is added.
         """
         net, (hidden, gate) = self.self_attention, residual
         normed = net._apply_gated_norm(o, gate.unflatten(1, o.shape[1:]))
@@ -88,7 +86,7 @@ class GatedAttentionLayer(SplitTransformerLayer):
         """Multiplies ``o`` by the sigmoid of the gate, in float32 as Megatron does, and applies the output projection.
 
         Returns:
-            The mixer's output, and the residual to which this output is added.
+            The projection's output, and the residual to which it is added.
         """
         hidden, gate = residual
         return super().mixed(self.self_attention._apply_output_gate(o, gate), hidden)

@@ -1,7 +1,6 @@
-"""Compares the GPU operations of a model's layers with float64 on small inputs, before the layers are built.
+"""Compares GPU operations with float64 on small inputs, before a model's layers are built.
 
-The operations are this project's fused ones, such as RMSNorm, and the matrix products of Transformer Engine. The
-constructor of ``distca.CAD`` calls :func:`check_layers`.
+The operations are this project's fused ones, such as RMSNorm, and the matrix products of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _check_operations = cache(check_operations)
 
 
 def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> None:
-    """Compares fused operations with float64, and with ``te`` Transformer Engine's products too.
+    """Compares fused operations with float64, and Transformer Engine's products too if ``te`` is True.
 
     A wrong fused operation is replaced by torch's own, with a warning. All ranks call this function together. Without
     a GPU it does nothing.

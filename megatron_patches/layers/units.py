@@ -1,11 +1,10 @@
-"""Groups a model's layers into units, each with one mixer, for the runner of layers (``distca/runtime/ping_pong.py``).
+"""Groups a model's layers into units, which ``distca/runtime/ping_pong.py`` runs one after the other.
 
 A *mixer* is attention or a recurrence. Its *core* is softmax(QKᵀ)V, or the recurrence without its projections; other
-ranks may compute the core. A *unit* is a mixer with all MLPs up to the next mixer; experts count as an MLP here. A
-layer of a GPTModel is a unit. A HybridModel has mixers and MLPs as separate layers, so a unit may have several layers.
+ranks may compute the core. A *unit* is a mixer with all MLPs (dense or of experts) up to the next mixer. So a layer of
+GPTModel is a unit, and in a HybridModel, where mixers and MLPs are separate layers, a unit may have several.
 
-A micro-batch is one *nano-batch*, or is split into two. For each nano-batch the runner calls a unit's ``pre``, has the
-core computed, and calls ``post``.
+A micro-batch has one or two *nano-batches*. For each, a unit's ``pre`` runs first, then the core, and ``post`` last.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Unit:
 
     Attributes:
         mixer: the layer with attention or a recurrence.
-        before: in a stage's first unit the layers ahead of the mixer, each an MLP without a mixer; else empty.
+        before: the MLP layers ahead of the mixer in a pipeline stage's first unit; else empty.
         behind: the layers with the MLPs behind the mixer. In a GPTModel this is [mixer], as each layer has both.
     """
 
@@ -61,9 +60,8 @@ class _Bound:
     In methods, ``hidden`` is [rows, 1, hidden], the rows of nano-batch ``nano`` (0 or 1).
 
     Attributes:
-        unit: the unit's layers.
-        rotations: RoPE's rotations of each nano-batch's rows.
-        balance: object that counts the rows of each expert; None in models without experts.
+        rotations: for each nano-batch, RoPE's rotations of its rows.
+        balance: counts the rows of each expert; None in models without experts.
     """
 
     unit: Unit
@@ -76,7 +74,6 @@ class _Bound:
         Args:
             o: the core's output.
             residual: the tensors that ``pre`` returned ahead of the core's inputs.
-            nano: number of the nano-batch.
         """
         last, nano_batch = self.unit.mixer, self._nano_batch(nano)
         branch, hidden = last.mixed(o, *residual)
@@ -92,7 +89,7 @@ class _Bound:
 
     def post_parts(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> Parts:
         """:meth:`post` as a generator. In each layer with experts it yields twice: while rows travel to experts, and
-        while their outputs travel back."""
+        while the experts' outputs travel back."""
         last, nano_batch = self.unit.mixer, self._nano_batch(nano)
         branch, hidden = last.mixed(o, *residual)
         for last in self.unit.behind:
@@ -115,7 +112,7 @@ class BoundUnit(_Bound):
 
     @property
     def sink(self) -> torch.Tensor | None:
-        """[this rank's heads] the learned sinks, which are further scores in the softmax; None without sinks."""
+        """[this rank's heads] the learned sinks, one further score in each head's softmax; None without sinks."""
         sink: torch.Tensor | None = self.unit.mixer.self_attention.core_attention.softmax_offset
         return sink
 
@@ -148,7 +145,6 @@ class BoundRecurrentUnit(_Bound):
 
     @property
     def core_parameters(self) -> CoreParameters:
-        """The core's weights for this rank's heads."""
         parameters: CoreParameters = self.unit.mixer.core_parameters
         return parameters
 

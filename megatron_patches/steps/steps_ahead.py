@@ -1,7 +1,7 @@
-"""Makes training steps (planned global batches) in a background thread, one ahead, and compares the plans of ranks.
+"""Plans the next training step in a background thread, while the device still runs the current step.
 
-Every rank plans the next step while the device still runs the current one. Before the training loop gets a step, ranks
-compare checksums of the plan and of some tokens.
+A *step* is a planned global batch. Before the training loop gets a step, ranks compare checksums of its plan and of a
+sample of its token ids.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AgreedSteps:
     All ranks create the object together, as it creates a process group.
 
     Args:
-        device: the device to which the thread copies what a step needs.
+        device: the device to which the thread copies a step's tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,11 +38,11 @@ class AgreedSteps:
         All ranks call it for the same loops in the same order.
 
         Args:
-            steps: an iterator that makes a step at each ``next``.
+            steps: makes a step at each ``next``.
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError: a step could not be made here or on another rank, or ranks have different plans or documents.
+            PlanError: a step could not be made on some rank, or ranks have different plans or documents.
         """
         return iter(StepsAhead(self._agreement.on(steps, _fingerprint, first), self._thread))
 
@@ -52,7 +52,7 @@ def _fingerprint(step: Step) -> Fingerprint:
 
 
 def planning_thread(device: torch.device) -> ThreadPoolExecutor:
-    """Returns a pool of one background thread for making steps, with ``device`` as its current CUDA device."""
+    """Returns a pool of one thread for :class:`StepsAhead`, with ``device`` as its current CUDA device."""
     return ThreadPoolExecutor(1, thread_name_prefix="distca-planning", initializer=_begin, initargs=(device,))
 
 
@@ -66,18 +66,16 @@ def _begin(device: torch.device) -> None:
 
 
 def _is_planning() -> bool:
-    """Whether the caller runs in the planning thread, where waiting for a step would take forever."""
+    """Whether the caller runs in the planning thread, which would wait for a step forever."""
     return getattr(_here, "plans", False)
 
 
 class StepsAhead:
-    """Makes the steps of one loop in a background thread, one ahead.
-
-    Several loops may share the thread, for example training and a validation inside the training loop.
+    """Makes the steps of one loop in a background thread, one step ahead of the loop.
 
     Args:
-        steps: an iterable that makes a step at each ``next``; only the thread calls it.
-        thread: from :func:`planning_thread`.
+        steps: makes a step at each ``next``, which only the thread calls.
+        thread: from :func:`planning_thread`; several loops may share it.
     """
 
     def __init__(self, steps: Iterable[Step], thread: ThreadPoolExecutor) -> None:
@@ -93,17 +91,17 @@ class StepsAhead:
             self.close()
 
     def start(self) -> None:
-        """Begins to make the next step, if it was not begun and the loop has not ended."""
+        """Begins to make the next step, unless this was begun already or the loop has ended."""
         if self._next is None and not self._closed:
             stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
             self._next = self._thread.submit(self._make, stream)
 
     def _make(self, stream: torch.cuda.Stream | None) -> Step | None:
-        with torch.cuda.stream(stream):  # the training loop's stream, which reads the copied rows
+        with torch.cuda.stream(stream):  # the training loop's, which reads the step's tensors
             return next(self._steps, None)
 
     def close(self) -> None:
-        """Ends the loop. If a step was begun, the thread finishes it, as other ranks wait for its checksums."""
+        """Ends the loop. A step that was begun is finished, because other ranks wait for its checksums."""
         self._closed, begun, self._next = True, self._next, None
         # Garbage collection may call this in the planning thread, which cannot wait for itself.
         if begun is not None and not _is_planning():
@@ -124,6 +122,6 @@ class StepsAhead:
             self._next = None
         if step is None:
             return None
-        # `queued` is called once all work of this step is queued on the device. Planning before that would slow the
-        # queueing, as both need Python's global lock.
+        # The training loop calls `queued` when all work of this step is queued on the device. Earlier planning would
+        # slow the queueing, as both need Python's global lock.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)

@@ -1,4 +1,4 @@
-"""A cost model that multiplies another model's seconds by constant factors, for example for a slower GPU."""
+"""A cost model (seconds of attention by number of rows) that multiplies another model's seconds by constant factors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ScaledCost(CostModel):
 
     Attributes:
         measured: the model to scale.
-        forward_factor, backward_factor: the factors, above 0.
-        shape, block, linear: fields of ``measured``; the seconds of linear layers (``linear``) are not scaled.
+        forward_factor, backward_factor: finite factors above 0.
+        shape, block, linear: the fields of ``measured``, unchanged.
 
     Raises:
-        PlanError: a factor is not above 0.
+        PlanError: a factor is not finite, or not above 0.
     """
 
     measured: CostModel
@@ -41,11 +41,10 @@ class ScaledCost(CostModel):
 
     @property
     def window(self) -> int:
-        """Returns the number of keys that a query sees; 0 without a limit."""
+        """The number of keys that a query attends to at most; 0 without a limit."""
         return int(getattr(self.measured, "window", 0))
 
     def factors(self, direction: Direction) -> list[float]:
-        """Returns the factor of ``direction`` in a list; for "both", forward's and backward's."""
         both = [self.forward_factor, self.backward_factor]
         return {"both": both, "forward": both[:1], "backward": both[1:]}[direction]
 
@@ -72,7 +71,7 @@ class ScaledCost(CostModel):
 
 
 def scaled(cost: CostModel, forward: float, backward: float) -> CostModel:
-    """Returns ``cost`` with seconds multiplied by ``forward`` and ``backward``; ``cost`` itself if both are 1."""
+    """Returns ``cost`` with its attention seconds multiplied by ``forward`` and ``backward``, two factors above 0."""
     if forward == backward == 1.0:
         return cost
     if isinstance(cost, ScaledCost):
@@ -85,5 +84,5 @@ def scaled(cost: CostModel, forward: float, backward: float) -> CostModel:
 
 
 def slower_linears(rate: LinearRate | None, factor: float) -> LinearRate | None:
-    """Returns the rate of linear layers that take ``factor`` times as long; None if ``rate`` is None."""
+    """Returns the rate of linear layers that take ``factor`` times as many seconds; None if ``rate`` is None."""
     return rate and LinearRate(rate.forward * factor, rate.backward * factor, rate.fp8)

@@ -1,9 +1,7 @@
 """Chooses which rows of every document each rank computes in *ping* and in *pong*, the two nano-batches.
 
-``lay_out.py`` calls :func:`home_rows` after ``shares.py`` has dealt documents to ranks.
-
-- A document's first rows, its *head*, are in ping, and its last rows, its *tail*, in pong. Head and tail are dealt to
-  the same ranks, so queries in pong find the keys of the head there.
+- A document's first rows, its *head*, are in ping, and its last rows, its *tail*, in pong. ``shares.py`` has dealt head
+  and tail to the same ranks, so queries in pong find the keys of the head there.
 - A document on several ranks is in *shares*. A share has a range of rows and its mirror image in the head, and a range
   and its mirror image in the tail.
 - *Filler* is the shortest documents. It fills the room that is left.
@@ -13,7 +11,7 @@ Example: two ranks have room for 6 tokens each, 3 of them in ping. A document of
 rank 0 has the inner rows of the tail, 5 and 6, and rank 1 has 4 and 7. Each rank has room for one token of filler in
 each nano-batch.
 
-Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
+Array legend: D documents, R ranks, N ranges.
 """
 
 from __future__ import annotations
@@ -27,24 +25,24 @@ from distca.plan.place.nano_batches import Stream, laid_end_to_end
 from distca.plan.place.shares import Dealt, Work
 
 _HEAD = 0.5
-"""The part of a document's rows in ping, if the document is in shares only because no rank had room for all of it. For
-*long* documents, which have too much work or tokens for one rank, ``shares.py`` chooses this part."""
+"""The fraction of a document's rows in ping, if the document is in shares because no rank had enough room left. For
+documents with too much work or tokens for any rank, ``shares.py`` chooses this fraction."""
 
 
 def home_rows(
     length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], work: Work, node: np.ndarray
 ) -> list[tuple[Stream, np.ndarray]] | None:
-    """Returns the ranges of every nano-batch, and the rank of each range, so that ranks get exactly their budgets.
+    """Returns the rows of every rank in every nano-batch, exactly as many as its budget.
 
     Args:
-        length: [D] tokens.
+        length: [D] tokens of each document.
         dealt: the documents on ranks.
-        budgets: for each nano-batch, [R] tokens.
-        work: gives the work of query ranges.
+        budgets: for each nano-batch, the [R] tokens of ranks.
+        work: gives the attention time of query ranges.
         node: [R] node of every rank.
 
     Returns:
-        For each nano-batch, N ranges and the [N] rank of each. None if the budgets of ping cannot be met.
+        For each nano-batch, N ranges and the [N] int64 rank of each. None if ranks cannot get their budgets in ping.
     """
     shares = dealt.shares
     whole = (shares.low == 0) & (shares.high == 1)
@@ -56,9 +54,9 @@ def home_rows(
     found = []
     in_ping = 0
     for nano, budget in enumerate(budgets):
-        # This nano-batch has the rows [low, high) of every document. The rows of shares are placed first. Ranges beyond
-        # a rank's budget move to a rank with room. "fixed" are ranges that fit on no rank whole, or that ``shares.py``
-        # dealt to no rank. "fixed" and then filler are laid end to end, and cut where a rank's room ends.
+        # This nano-batch has the rows [low, high) of every document. The rows of shares are placed first, and rows
+        # beyond a rank's budget move to a rank with room. "fixed" are ranges that fit on no rank whole, or that
+        # ``shares.py`` dealt to no rank. "fixed" and then filler are laid end to end, and cut where a rank's room ends.
         low, high = (np.zeros_like(cut), cut) if nano == 0 else (cut, length)
         begin, end = bounds_in_nano_batch(nano, shares.low, shares.high)
         placed = [ranges_of_shares(shares.document, shares.rank, begin, end, low, high)]
@@ -92,17 +90,14 @@ def home_rows(
 
 
 def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the columns document, rank, low and high of ``left``: (document, low, high) of ranges without a rank.
-
-    The column rank is 0 and has no meaning."""
+    """Returns the columns document, rank (zeros without a meaning), low and high of ``left``."""
     document, low, high = zip(*left, strict=True) if left else ((), (), ())
     none = np.zeros(len(document), np.int64)
     return np.array(document, np.int64), none, np.array(low, np.float64), np.array(high, np.float64)
 
 
 def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Returns ranges within the [R] budgets, and the rows that were cut off. A rank's longest ranges lose rows at their
-    ends."""
+    """Returns ranges within the [R] budgets, and the rows that were cut off, at the ends of a rank's longest ranges."""
     document, start, stop, rank = ranges
     over = np.bincount(rank, stop - start, len(budget)).astype(np.int64) - budget
     if (over <= 0).all():
@@ -123,8 +118,8 @@ def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
 def _moved_to_room(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
     """Moves ranges to other ranks, longest first. Returns the ranges that moved, and the ranges that fit nowhere.
 
-    Among the ranks of the same node with enough room, the rank that reads fewest keys gets the range. If there is none,
-    the rank with most room on any node gets it. ``room`` [R], the tokens left, and ``keys`` [R], the keys that ranks
+    If ranks of the range's node have enough room, the one of them that reads fewest keys gets the range. Otherwise the
+    rank with most room gets it, if that is enough. ``room`` [R], the tokens left, and ``keys`` [R], the keys that ranks
     read, are changed."""
     document, start, stop, rank = ranges
     rows, target = stop - start, np.full(len(rank), -1)

@@ -1,15 +1,11 @@
 """Deals a step's documents over its micro-batches, so that few documents must be cut over several ranks.
 
-``step.py`` calls this before it lays out each micro-batch. The gradient of a step is a sum over documents, so a
-document may go to any micro-batch that has room. Few rows of q, k and v travel between ranks if documents lie whole on
-one rank. For balance, a document is cut if it has clearly more attention work than a rank of its micro-batch has on
-average. Among documents of similar length this is rare. So documents are dealt longest first, and one micro-batch is
-filled after the other. Micro-batches may have unequal work, because each is balanced over the ranks by itself.
+A document is cut if it has clearly more attention work than a rank of its micro-batch has on average. Among documents
+of similar length this is rare. So documents are dealt longest first, and one micro-batch is filled after the other.
+Micro-batches may have unequal work, because each is balanced over the ranks by itself.
 
-With pipeline stages, the first and the last micro-batches get the longest documents. While a pipeline fills and drains,
-stages without a micro-batch compute attention of other stages.
-
-Array legend: D documents of the step, M micro-batches.
+With pipeline stages, the first and the last micro-batches get the longest documents: while they run, some stages have
+no micro-batch and compute attention of other stages.
 """
 
 from __future__ import annotations
@@ -24,15 +20,15 @@ from distca.errors import PlanError
 def deal_over_micro_batches(
     lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray, stages: int = 1
 ) -> list[np.ndarray] | None:
-    """Returns which documents each micro-batch gets; the same arguments always give the same answer.
+    """Returns which documents each micro-batch gets.
 
     Args:
-        lengths: [D] tokens per document, each at least 1.
-        room: [M] tokens that each micro-batch may have at most.
-        stages: pipeline stages that run the micro-batches in order.
+        lengths: [documents] tokens per document, each at least 1.
+        room: [micro-batches] the most tokens that each micro-batch may have.
+        stages: number of pipeline stages.
 
     Returns:
-        For each micro-batch, the ascending indices of its documents. None if a document finds no micro-batch with
+        For each micro-batch, the ascending int64 indices of its documents. None if a document finds no micro-batch with
         enough room left.
 
     Raises:

@@ -1,9 +1,6 @@
 """Deals the documents of a micro-batch to ranks, so that attention work is nearly balanced before any row is moved.
 
-``lay_out.py`` calls :func:`deal`. The *home* of a row is the rank that holds the row. A query row that is computed at
-home does not travel. A rank's *budget* is its number of tokens.
-
-- *Work* is the time of attention, in units of the mean work of a rank.
+- A rank's *budget* is its number of tokens. *Work* is the time of attention, in units of the mean work of a rank.
 - A micro-batch is computed as one *nano-batch*, or as two with about half of the tokens each: *ping*, then *pong*. A
   document's *head*, its first rows, may be in ping, and its other rows in pong.
 - A *long* document has more work or tokens than one rank should get. It is cut into *shares* for several ranks.
@@ -11,8 +8,8 @@ home does not travel. A rank's *budget* is its number of tokens.
 - The *surplus* of a document is its work minus the work of as many tokens of filler.
 
 Array legend: D documents, F documents that are filler, I items (documents that are not filler), N ranges of rows, R
-ranks, S shares. Rows are int64. Most constants were compared with other values: ``benchmarks/planner_constants.py``,
-benchmarks/results/planner.md.
+ranks, S shares. ``benchmarks/planner_constants.py`` compared most constants with other values
+(benchmarks/results/planner.md).
 """
 
 from __future__ import annotations
@@ -31,26 +28,26 @@ Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
 """For up to this many ranks, ``distca/plan/step.py`` may plan two placements and take the cheaper. For more ranks it
-plans one, to save time; with ping and pong, :func:`deal` then lets each rank read the keys of few documents."""
+plans one, to save time; with ping and pong, :func:`deal` then deals so that each rank reads the keys of few
+documents."""
 _SHORT_DOCUMENTS = 0.03
-"""The shortest documents are filler, as long as they have at most this part of all work together. With 0.1 instead,
+"""The shortest documents are filler: as many as have at most this fraction of all work together. With 0.1 instead,
 plans move 3.5 % more bytes."""
 ONE_BY_ONE = 2048
 """The most documents per rank that are dealt one by one. All shorter documents are filler. This limits planning time
 for millions of short documents."""
 _PING = 0.25
-"""The first half of a document's rows has about this part of the document's work. Ping gets at most this part of all
-work if long documents are wholly in pong, otherwise at least this part. With 0.15 instead, plans move 1.1 % more
-bytes."""
+"""The fraction of a document's work in the first half of its rows. Ping gets at most this fraction of all work if long
+documents are wholly in pong, otherwise at least this fraction. With 0.15 instead, plans move 1.1 % more bytes."""
 _LITTLE_PING = 0.06
-"""The least part of all work in ping if long documents are wholly in pong. With less work, ping could not hide pong's
-transfers; then long documents get heads in ping."""
+"""The least fraction of all work in ping if long documents are wholly in pong. With less work, ping could not hide
+pong's transfers; then long documents get heads in ping."""
 _FEW_SHARED = 0.01
-"""If long documents have at most this part of all work together, the other documents decide ping's part."""
+"""If long documents have at most this fraction of all work, ping's work depends on the longest other document."""
 _SPARE = 1.05
 """Long documents are wholly in pong only if pong has room for their work times this factor."""
 _MOST_ROWS_IN_PONG = 0.35
-"""Long documents are wholly in pong only if they have at most this part of all rows. Pong has half of all rows, and
+"""Long documents are wholly in pong only if they have at most this fraction of all rows. Pong has half of all rows, and
 also needs room for other documents."""
 
 
@@ -60,8 +57,8 @@ class Shares:
 
     A share [low, high) is a range in the first half of the document and its mirror image in the second half. In each
     half, positions run from 0 at the outer end to 1 in the middle. Example: of 8 rows, [0, 0.5) is rows 0, 1, 6 and 7,
-    and [0.5, 1) is rows 2 to 5. Early rows read few keys, and late rows read many. So a share with a tenth of the rows
-    has about a tenth of the work.
+    and [0.5, 1) is rows 2 to 5. Early rows read few keys, and late rows many, so shares of equal size have about equal
+    work.
 
     Attributes:
         document: [S] int64 document.
@@ -81,10 +78,10 @@ class NanoSplit:
     """How the work of a micro-batch is split between ping and pong.
 
     Attributes:
-        ping: part of every rank's work that should be in ping.
-        head: part of a long document's rows that is in ping.
+        ping: fraction of every rank's work that should be in ping.
+        head: fraction of a long document's rows that is in ping.
         most_work: the most work of long documents that a rank should have.
-        most_rows: the most rows of long documents that a rank should have, as a part of the rank's budget.
+        most_rows: the most rows of long documents that a rank should have, divided by the rank's budget.
     """
 
     ping: float
@@ -101,13 +98,13 @@ class NanoSplit:
         it reads more keys at once.
 
         Args:
-            shared: part of all work that long documents have.
-            rows: part of all rows that long documents have.
+            shared: fraction of all work that long documents have.
+            rows: fraction of all rows that long documents have.
             sparse: work of a rank that has only documents with little work per token (``_DENSE`` in ``bins.py``).
             longest_other: rows of the longest document that is not *long*, divided by the largest budget.
             lean: whether long documents may be wholly in pong.
         """
-        # A head with the fraction f of a document's rows has about f² of the document's work.
+        # A head with the fraction f of a document's rows has about f² of its work.
         if shared <= _FEW_SHARED or not lean:
             # Ping has half of a rank's tokens. So the fraction 0.5 / longest_other of the longest other document fits
             # into ping.
@@ -132,8 +129,7 @@ class Dealt:
         work: [D] work of every document.
         short_rate: the filler's work per token.
         split: the split of work between ping and pong.
-        long: [D] bool, whether a document is long. Other documents have several shares only if no rank could take the
-            whole document.
+        long: [D] bool, whether a document is long. Another document has several shares if it fitted on no rank whole.
     """
 
     shares: Shares
@@ -148,8 +144,8 @@ class Dealt:
 def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
     """Returns a function from [N] starts and [N] stops to the [N] work of the query ranges [start, stop).
 
-    Work is the mean of forward time and backward time, each divided by the mean of that time over ranks. ``start`` and
-    ``stop`` are the ranges of all ranks together."""
+    Work is the mean of forward time and backward time, each in units of its mean over ranks. ``start`` and ``stop`` are
+    the ranges of all ranks together."""
     unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -161,7 +157,7 @@ def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) ->
 def deal(
     length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray, nano_batches: int, lean: bool = True
 ) -> Dealt:
-    """Deals documents to ranks so that ranks have about equal work, forward and backward together.
+    """Deals documents to ranks so that ranks have about equal work.
 
     Args:
         length: [D] tokens of each document, D ≥ 1.
@@ -182,7 +178,7 @@ def deal(
     short = np.sort(order[count:])
     if count > ONE_BY_ONE * len(budgets):
         count = ONE_BY_ONE * len(budgets)
-        # Filler goes to ranks in this order. With :func:`in_turns`, each rank gets longer and shorter documents.
+        # Ranks get filler in this order, so that each gets longer and shorter documents.
         short = order[count:][in_turns(len(order) - count, len(budgets))]
     filler = (float(from_here[count]) / max(int(rows[count:].sum()), 1), int(rows[count:].sum()))
     rows, whole = rows[:count], whole[:count]
@@ -197,14 +193,13 @@ def deal(
         shared = float((whole + extra)[long].sum()) / (len(budgets) + float(extra.sum()))
         longest_other = float(rows[~long].max(initial=0)) / max(int(budgets.max()), 1)
         split = NanoSplit.of(shared, float(rows[long].sum() / budgets.sum()), sparse, longest_other, lean)
-        # Other documents, with little work per token, fill the rows that shares may not take. Their work leaves less
-        # for shares.
+        # Documents with little work per token will fill the rows that shares may not take, and add their work.
         most = split.most_work - sparse * (1 - split.most_rows)
         extra = _shares_each(surplus, added, long, min(wanted, most)) * added
     limits = split.most_work, split.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
     items = Items(rows, whole, added, long, rows)
-    # With few ranks, nearly every rank reads nearly every long document, so ``few_keys`` would gain nothing.
+    # Shall each rank read the keys of few documents? In small pools, ranks read nearly all long documents anyway.
     few_keys = nano_batches == 2 and len(budgets) > SMALL_POOL
     first = np.unique(node, return_index=True)[1]
     bounds = [*first.tolist(), len(budgets)]
@@ -239,8 +234,8 @@ def _dealt_in_nodes(
     ``work`` [I] includes what cuts inside nodes add. Node n has the ranks from bounds[n] up to bounds[n + 1].
     ``filler``, ``most`` and ``few_keys`` are those of :func:`deal_to_bins`. Returns the parts on ranks, and (item,
     fraction of the item) for each part that found no room."""
-    # Each part becomes a new item, sorted by node in "inside". The items from "begin" up to "end" are dealt to the
-    # ranks from "low" up to "high" of one node. Last, new items become indices of ``items`` again.
+    # Each part becomes a new item in "inside", sorted by node. The items from "begin" up to "end" are dealt to the
+    # ranks from "low" up to "high" of one node. At the end, indices of "inside" become indices of ``items``.
     order = order_by(by_node.bin)
     item, part = by_node.item[order], by_node.part[order]
     ends = np.searchsorted(by_node.bin[order], np.arange(len(bounds))).tolist()
@@ -262,15 +257,14 @@ def _dealt_in_nodes(
 
 
 def _shares_each(surplus: np.ndarray, added: np.ndarray, long: np.ndarray, most: float) -> np.ndarray:
-    """Returns [I] float64 number of shares of each long item, if a share has at most ``most`` surplus; 0 for other
-    items."""
+    """Returns [I] float64 number of shares of each long item, each with at most ``most`` surplus; 0 for other items."""
     return np.where(long, np.ceil(surplus / np.maximum(most - added, 2 * LEAST_SHARE)), 0.0)
 
 
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
     """Returns [I] work that a cut adds for every share of a document, because each share reads keys again.
 
-    It is measured on one share with half of the rows: from 1/8 to 3/8 of the document, and from 5/8 to 7/8."""
+    The example is one share with half of the rows: from 1/8 to 3/8 of the document, and from 5/8 to 7/8."""
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)
@@ -282,8 +276,8 @@ def _shares(
     """Returns the shares of ranks; and (document, low, high) of the ranges that no rank has.
 
     The parts of a document become neighbouring intervals. Example: parts 0.2, 0.3 and 0.5 become [0, 0.2), [0.2, 0.5)
-    and [0.5, 1). The outermost rows go to the rank whose items have the largest sum of ``keys`` [I].
-    ``head_cuts.py`` reverses the intervals in pong. There this rank gets inner rows, which read fewer keys."""
+    and [0.5, 1). The first interval goes to the rank whose items have the largest sum of ``keys`` [I]. ``head_cuts.py``
+    reverses the intervals in pong, so there this rank gets inner rows, which read fewer keys."""
     # Parts are sorted by document, then by their ranks' keys, most first. "ends" adds up the parts of all documents.
     # "before" is the sum of the parts of earlier documents.
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)
@@ -294,7 +288,7 @@ def _shares(
     first = np.repeat(firsts, np.diff(np.append(firsts, len(item))))
     before = ends[first] - part[first]
     low, high = (np.minimum(x - before, 1.0) for x in (ends - part, ends))
-    # Against rounding, each interval begins exactly where the interval before ends. The last ends at exactly 1 if all
+    # Against rounding, each interval begins exactly where the one before it ends. The last ends at exactly 1 if all
     # parts of the document found room.
     without = sorted({i for i, _ in missed})
     last = np.append(item[1:] != item[:-1], True)[: len(item)]

@@ -1,10 +1,10 @@
 """The rows and states that a rank computes, sends and receives in a recurrent layer (linear attention, SSM).
 
 A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is a range of a document's rows on one rank
-in one nano-batch, and is computed on this rank. Two things travel between ranks:
+in one nano-batch. Two things travel between ranks:
 
-- *halo* rows: a piece's convolution reads a few rows of the document before the piece.
-- *summaries*: with the state S before a piece, the state behind the piece is A·S + B. A piece's summary is A and B.
+- *halo* rows: the rows just before a piece, which the piece's convolution reads too.
+- *summaries*: a piece turns the recurrent state S before it into A·S + B. Its summary is A and B.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class PieceRoute:
 
     Attributes:
         ranks: number of ranks that hold rows.
-        begin: [P] int64 first row of each piece.
+        begin: [P] int64 first row of each piece in the rank's tensor.
         end: [P] int64 one past the last row of each piece.
         opens: [P] bool, whether the piece is the first of its document.
         closes: [P] bool, whether the piece is the last of its document.
         halo: the halo rows that travel, and those that each piece reads.
         forward: the summaries that travel in forward.
-        backward: the summaries that travel in backward, with gradients of states for B.
+        backward: the summaries that travel in backward; there, B is a gradient of a state.
     """
 
     ranks: int
@@ -49,7 +49,6 @@ class PieceRoute:
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """Returns (begin, end) of each piece."""
         return list(zip(self.begin.tolist(), self.end.tolist(), strict=True))
 
 
@@ -59,7 +58,7 @@ def piece_routes(layouts: Sequence[Layout], rank: int, halo_rows: int) -> tuple[
     Args:
         layouts: for each nano-batch, the ranks and rows of documents.
         rank: the rank.
-        halo_rows: number of rows that the convolution reads before each row.
+        halo_rows: number of earlier rows that the convolution reads for each row.
     """
     pieces = DocumentPieces.of(layouts)
     nano_batches = len(layouts)

@@ -1,17 +1,12 @@
-"""Cuts query ranges out of a document, for servers that take over part of the work of another server.
+"""Cuts ranges out of a *piece*: query rows of one document, whose causal attention one rank (the *sender*) computes.
 
-A *server* is a rank that computes attention. ``balancer.py`` calls :func:`split_range` for a *piece*: a range of query
-rows of one document on one server. The *sender* is the piece's server; it has too much work. *Receivers* are servers
-with room for more. The sender gives up one *part* of the piece, cut into consecutive ranges, one for each receiver.
-Example: the piece [0, 1000) gets the cuts 400, 500 and 700. One receiver gets the rows [400, 500) and another [500,
-700). The sender keeps [0, 400) and [700, 1000).
+*Receivers* are ranks that have time for some of these rows. The sender gives them one *part* of the piece, cut into
+consecutive ranges. Example: the piece [0, 1000) gets the cuts 400, 500 and 700. One receiver gets the rows [400, 500)
+and another [500, 700). The sender keeps [0, 400) and [700, 1000).
 
-The place of the part decides how many bytes travel. Early rows have few query-key pairs each, so many query rows must
-travel. Late rows read many rows of keys and values, which must travel too. So several places are tried.
-
-Array legend: K directions (forward, backward, or both), C receivers, N chosen receivers, G places for the part. [K][N]
-is a list of K lists. Constants were compared with other values: ``benchmarks/planner_constants.py``,
-benchmarks/results/planner.md.
+Array legend: K directions (1 for forward or backward, 2 for both), C receivers, N chosen receivers, G places that are
+tried for the part. [K][N] is a list of K lists. ``benchmarks/planner_constants.py`` compared the constants with other
+values (benchmarks/results/planner.md).
 """
 
 from __future__ import annotations
@@ -29,29 +24,29 @@ from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
-"""The most time that a cut may add, as a part of the time of the range that moves. A cut adds time because both of its
-sides read the same keys. Costlier cuts are refused, unless the caller allows more (``Timer.most_overhead``)."""
+"""The most seconds that a cut may add, divided by the seconds of the range that moves. A cut adds time because both of
+its sides read the same keys. Costlier cuts are not made, unless the caller sets ``Timer.most_overhead``."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
-"""The places that are tried for the part. At 0 the part begins where the piece begins; at 1 it ends where the piece
-ends."""
+"""The places that are tried for the part, from the piece's begin (0) to its end (1). Early rows attend to few keys, so
+more query rows must travel for the same work. Late rows need more keys and values."""
 _LEAST_BLOCKS = 8
-"""The least work that a sender gives up, in kernel tiles of query rows, even if less would do. With 32 instead, plans
-move 1.5 % more bytes."""
+"""The least that a sender gives up, in kernel tiles of query rows at the piece's middle, even if less would do. With 32
+instead, plans move 1.5 % more bytes."""
 _FEW = 8
-"""For up to this many receivers, the sizes of ranges are corrected once. For more receivers they are corrected three
-times, because errors add up from range to range. With ``_FEW`` = 2, the slowest server takes 0.16 % longer."""
+"""For up to this many receivers, the sizes of ranges are corrected once; for more, up to three times. With 2 instead,
+the slowest rank takes 0.16 % longer."""
 _LONG_CONTEXT = 131_072
-"""For pieces that end behind this row, :func:`_place` also counts the time in which the sender reads keys twice. For
-other pieces this time hardly matters, and planning is faster if the time is not counted."""
+"""If a piece ends behind this row of its document, the price of a place also counts the sender's time (:func:`_place`).
+For other pieces it hardly matters, and planning takes less time without it."""
 _NEVER_WASTEFUL = 32
-"""``MOST_OVERHEAD`` is not checked if every range has at least this many kernel tiles."""
+"""The time that cuts add is not checked if every range has at least this many kernel tiles of query rows."""
 _SLIVER = 8
-"""The rows of the piece that lie before or behind the part join the part if they are few: fewer than 1/8 of the rows of
-the range beside them, or than half of the rows between two places where cuts may fall."""
+"""The piece's rows before the part join its first range if they are fewer than 1/8 of this range's rows. Rows behind
+the part join the last range likewise."""
 _FINEST = 0.004
-"""Cuts fall on whole kernel tiles of query rows, if a tile takes at most this part of a server's mean load. Otherwise
-they fall on halves, quarters, eighths or sixteenths of a tile."""
+"""Ranges are whole kernel tiles of query rows, if a tile takes at most this fraction of the mean seconds of all ranks.
+Otherwise they are multiples of a half, a quarter, an eighth or a sixteenth of a tile."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +54,11 @@ class Timer:
     """Gives the seconds of query ranges, in the directions that are balanced.
 
     Attributes:
-        work: gives the seconds of a range on every server.
-        unit: [K] mean load of a server, in seconds.
-        most_overhead: most time that a cut may add, as a part of the time of the range that moves.
-        sender: the server that gives work.
-        receivers: [C] the servers that may take ranges.
+        work: gives the seconds of a range on every rank.
+        unit: [K] mean seconds of all ranks.
+        most_overhead: the most seconds that a cut may add, divided by the seconds of the range that moves.
+        sender: the rank that gives up ranges.
+        receivers: [C] the ranks that may take ranges.
     """
 
     work: ServerWork
@@ -74,13 +69,10 @@ class Timer:
 
     @property
     def tile(self) -> int:
-        """Query rows of one kernel tile."""
         return self.work.costs[0].block
 
     def block(self, per_row: list[float]) -> int:
-        """Returns how many rows lie between places where cuts may fall: a tile or a fraction of a tile (``_FINEST``).
-
-        ``per_row`` [K] is the seconds of a query row."""
+        """Returns the rows of a tile, or of a fraction of it (``_FINEST``). ``per_row`` [K]: seconds of a query row."""
         block = self.tile
         fine = _FINEST * min(unit / max(seconds, 1e-300) for unit, seconds in zip(self.unit, per_row, strict=True))
         while block > fine and block > max(1, self.tile // 16):
@@ -92,21 +84,20 @@ class Timer:
         return self.work.of_few(start, stop, self.sender)
 
     def seconds_at(self, chosen: Sequence[int], start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """Returns [K][N + 2] seconds of consecutive ranges. The first and the last are on the sender, and the others on
-        the ``chosen`` receivers."""
+        """Returns [K][N + 2] seconds: of the first and last range on the sender, of the others on ``chosen``."""
         if self.work.of_server is None:
             return self.seconds(start, stop)
         return self.work.of_few(start, stop, [self.sender, *self.receivers.take(chosen).tolist(), self.sender])
 
 
 class Excess(NamedTuple):
-    """A piece of the sender, and how much work should leave it.
+    """A piece, and the time that the sender should save.
 
     Attributes:
         start: first query row.
         stop: one past the last query row.
         seconds: [K] seconds of the whole piece.
-        need: [K] seconds that the sender should lose; negative in a direction where the sender has room for more.
+        need: [K] seconds that the sender should save; negative in a direction where it has time left.
     """
 
     start: int
@@ -116,15 +107,15 @@ class Excess(NamedTuple):
 
 
 class Receivers(NamedTuple):
-    """The servers that may take ranges, in order of preference.
+    """The ranks that may take ranges, in order of preference.
 
     Attributes:
-        rank: [C] the servers.
+        rank: [C] the ranks.
         room: [K, C] seconds that each receiver may still gain.
         distant: [C] float64, 1 for receivers on another node than the sender's, else 0.
-        price: function that returns the [G] prices of places, in bytes that must travel; bytes between nodes count
-            more. Arguments: the first row of the first range [G], the ends of all ranges [G, N], and the indices of
-            their receivers [N].
+        price: returns the price of each place, [G]: the bytes that must travel; bytes between nodes count more.
+            Arguments: the first row of the first range [G], the ends of all ranges [G, N], and the indices of their
+            receivers [N].
     """
 
     rank: np.ndarray
@@ -134,8 +125,7 @@ class Receivers(NamedTuple):
 
 
 class RangeSplit(NamedTuple):
-    """Consecutive ranges [cuts[i], cuts[i + 1]) of a piece, one for each chosen receiver. Short lists are faster than
-    arrays.
+    """Consecutive ranges [cuts[i], cuts[i + 1]) of a piece, one for each chosen receiver.
 
     Attributes:
         chosen: [N] indices of receivers.
@@ -157,7 +147,7 @@ class RangeSplit(NamedTuple):
 
     @property
     def fit(self) -> list[float]:
-        """Returns [N] room of each receiver, divided by the time of its range, in the direction where this is least."""
+        """Returns [N] room of each receiver, divided by the seconds of its range; the smallest over directions."""
         directions = [
             [most / max(own, 1e-300) for most, own in zip(room, moved, strict=True)]
             for room, moved in zip(self.room, self.moved, strict=True)
@@ -171,9 +161,9 @@ def least_of(directions: np.ndarray) -> np.ndarray:
 
 
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
-    """Returns ranges for receivers, at the place with the lowest price; None if no cut pays.
+    """Returns ranges for receivers, at the place with the lowest price; None if every range is bad.
 
-    The ranges relieve the sender as far as receivers have room."""
+    The ranges save the sender ``excess.need`` seconds, or less if receivers have too little room."""
     # The size of a range is its number of query-key pairs. Sizes are guessed, and corrected in the loop.
     whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
@@ -182,8 +172,6 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     low = _place(excess, receivers, chosen, sizes, whole, timer)
     room = receivers.room.take(chosen, axis=1).tolist()
     split = _timed(excess, chosen, room, _on_blocks(excess, low, sizes, block), timer)
-    # Seconds per pair differ from range to range, so the seconds of the present ranges give better sizes. The factor
-    # 0.999 leaves a margin, so that few ranges exceed their receiver's room.
     for _ in range(1 if len(chosen) <= _FEW else 3):
         relief = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
         relieved = all(own >= need for own, need in zip(relief, excess.need, strict=True))
@@ -191,7 +179,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
             break
         got = [range_pairs(float(start), float(stop)) for start, stop in pairwise(split.cuts)]
         for at, pairs, fit in zip(split.chosen, got, split.fit, strict=True):
-            size[at] = pairs * fit * 0.999
+            size[at] = pairs * fit * 0.999  # with a margin, so that few ranges exceed their receiver's room
         missing = max(need / max(own, 1e-300) for need, own in zip(excess.need, relief, strict=True))
         wanted = min(max(sum(got) * missing, least), whole)
         # The first range gives up what all ranges together have above ``wanted``. If the first range is then empty, or
@@ -207,10 +195,10 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
 
 
 def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
-    """Returns three numbers of pairs: [C] how many each receiver has room for, how many should leave the sender, and
-    the fewest that may leave.
+    """Returns numbers of pairs: [C] those that each receiver has room for, those that should leave the sender, and the
+    fewest that may leave.
 
-    Seconds per pair are guessed from a sample range in the middle of the piece."""
+    The first number is a guess from the seconds of a short range in the middle of the piece."""
     middle = 0.5 * (excess.start + excess.stop)
     per_pair = [seconds / whole for seconds in excess.seconds]
     size = np.minimum(receivers.room[0] / per_pair[0], receivers.room[-1] / per_pair[-1])
@@ -232,8 +220,8 @@ def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[
     together.
 
     Receivers are filled in order of preference. The rest goes to the receiver with the least room that suffices, on the
-    sender's node if possible. Example: 60 pairs should go, and receivers have room for 50, 40, 30 and 12. The first
-    gets 50 pairs and the last 10."""
+    sender's node if possible. Example: 60 pairs should go, and receivers have room for 50, 40, 30 and 12. Then the
+    first receiver gets 50 pairs, and the fourth 10."""
     total = size.cumsum()
     full = int(total.searchsorted(wanted * (1 - 1e-12)))
     if full == len(size):
@@ -258,8 +246,7 @@ def _place(
     ends = np.minimum(stop_after(low[:, None], np.array(total)), excess.stop)
     price = receivers.price(low, ends, chosen)
     if excess.stop > _LONG_CONTEXT:
-        # A sender that keeps rows before and behind the part reads some keys twice. The price rises with the time that
-        # this takes.
+        # A sender that keeps rows before and behind the part reads some keys twice. The price rises with this time.
         rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
         seconds = timer.work.on(timer.sender, rows, np.append(low, np.full(len(low), float(excess.stop))))
         kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
@@ -270,11 +257,11 @@ def _place(
 
 
 def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> list[int]:
-    """Returns [N + 1] cuts for ranges of ``sizes`` pairs from about row ``low`` on. Ranges have multiples of ``block``
-    rows, except where the piece begins.
+    """Returns [N + 1] cuts for ranges of about ``sizes`` pairs from about row ``low`` on.
 
-    The part's end is rounded up, and all ranges but the first are rounded down. The first range gets the pairs that
-    remain. A few rows before or behind the part join it (``_SLIVER``)."""
+    Ranges have multiples of ``block`` rows, but the first has fewer if it would begin before the piece. The part's end
+    is rounded up, and the rows of later ranges are rounded down. The first range gets the pairs that remain. Fewer than
+    half a block of rows, or a few (``_SLIVER``), before or behind the part join it."""
     # "edges" are the exact cuts. Between two of them, squared() grows by twice the pairs of the range.
     square = squared(low)
     edges = [low]
@@ -284,11 +271,10 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
     high = excess.start + math.ceil((edges[-1] - excess.start) / block) * block
     if high > excess.stop - max(block / 2, (edges[-1] - edges[-2]) / _SLIVER):
         high = excess.stop
-    # The cuts are made from the last to the second.
-    cuts = [high]
+    cuts = [high]  # the last cut first
     for begin, end in zip(edges[-2:0:-1], edges[:1:-1], strict=True):
         cuts.append(cuts[-1] - max(int((end - begin) // block), 1) * block)
-    # The first range gets its begin last, so that the part has as many pairs as ``sizes`` together.
+    # The first range begins where the whole part has as many pairs as ``sizes`` together.
     bottom = cuts[-1]
     lowest = squared(low) - squared(edges[-1]) + squared(float(high))
     rows = bottom - position_of(max(lowest, squared(0.0)))
@@ -299,7 +285,7 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
 
 
 def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: list[int], timer: Timer) -> RangeSplit:
-    """Returns the split at ``cuts`` with its seconds, without receivers whose range is empty."""
+    """Returns the split at ``cuts``, without receivers whose range is empty."""
     some = [start < stop for start, stop in pairwise(cuts)]
     if not all(some):
         chosen, cuts = list(compress(chosen, some)), list(compress(cuts, [*some, True]))
@@ -311,7 +297,7 @@ def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: lis
 def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int) -> RangeSplit | None:
     """Returns the split without bad ranges; None if no range is left.
 
-    A range is bad if its cut adds too much time, or if it does not fit into its receiver's room even when shortened."""
+    A range is bad if its cut adds too much time, or if it exceeds its receiver's room after three shortenings."""
     over = _over(split)
     for _ in range(3):
         if not any(over):
@@ -324,8 +310,7 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
             bad = [each or wasted for each, wasted in zip(over, _wasteful(excess, split, timer), strict=True)]
         if not any(bad):
             return split
-        # Ranges must stay consecutive. So the ranges before or behind a bad range, whichever are fewer, are dropped
-        # too.
+        # Ranges must stay consecutive. So either the ranges before a bad range or those behind it are dropped too.
         at = bad.index(True)
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
         cuts = split.cuts[at + 1 :] if at < len(bad) / 2 else split.cuts[: at + 1]
@@ -335,7 +320,7 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
 
 
 def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer, block: int) -> RangeSplit:
-    """Returns the split after every range that is ``over`` its receiver's room was shortened. The gaps are closed."""
+    """Returns the split with shorter ranges where ``over`` is True, and without gaps between ranges."""
     rows = split.rows
     for at, fit in enumerate(split.fit):
         if over[at]:
@@ -349,7 +334,7 @@ def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer
 
 
 def _over(split: RangeSplit) -> list[bool]:
-    """Returns [N] whether each range takes longer than its receiver has room for."""
+    """Returns [N] whether each range takes more seconds than its receiver has room for."""
     over = [False] * len(split.chosen)
     for room, moved in zip(split.room, split.moved, strict=True):
         over = [was or own > most * (1 + 1e-9) for was, own, most in zip(over, moved, room, strict=True)]
@@ -359,12 +344,11 @@ def _over(split: RangeSplit) -> list[bool]:
 def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
     """Returns [N] whether the cut behind each range adds too much time in every direction (``most_overhead``).
 
-    A cut adds the seconds of its two sides, minus the seconds of both sides as one range. The first range also pays for
-    the cut before it."""
+    A cut adds the seconds of its two sides, minus the seconds of both sides as one range. The cut before the first
+    range counts together with the cut behind it."""
     wasteful, cuts, most = [True] * len(split.chosen), split.cuts, timer.most_overhead
-    # "seconds" [K][N + 1]: each range as one with the next (the last range: with the rows that stay behind it). The
-    # last entry is the first range as one with the rows that stay before it. "alone" [K][N]: each range by itself. Both
-    # are seconds on the sender.
+    # All seconds are the sender's. "seconds" [K][N + 1]: both sides of the cut behind each range as one range; the last
+    # entry is both sides of the cut before the first range. "alone" [K][N]: each range by itself.
     seconds = timer.seconds([*cuts[:-1], excess.start], [*cuts[2:], excess.stop, cuts[1]])
     alone = split.moved if timer.work.of_server is None else timer.seconds(cuts[:-1], cuts[1:])
     for moved, (before, behind), joined in zip(alone, split.kept, seconds, strict=True):

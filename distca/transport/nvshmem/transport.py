@@ -1,14 +1,11 @@
 """The NVSHMEM transport: a rank writes rows straight into the receive buffer of the rank that needs them.
 
-- exchange: one movement of rows between all ranks. Exchanges are numbered.
-- part: one tensor's rows in an exchange.
-- ring (receive_ring.py): gives each exchange a place in the receive buffers, the same on all ranks.
-- fabric (interface.py): writes rows and signals.
-- arrived: the rows of an exchange lie in the receive buffer.
-- consumed: a receiver has copied the rows to their destinations. Other rows may then be written to the same place.
+An *exchange* is one movement of rows between all ranks, and a *part* is one tensor's rows in it. Its *place* is its
+bytes in the receive buffers, the same on all ranks. A receiver *consumes* an exchange: it copies the rows out of its
+buffer to their destination tensors. Then later exchanges may use these bytes.
 
-Rows for another node may take two *hops*: to one rank of that node, and from there to other ranks of the node. A side
-stream runs the second hop. An exchange with two hops has two numbers, one for each hop.
+Rows for another node may take two *hops*: to one rank of that node, and from there to its other ranks. Gradients go
+back the same way. Each hop has its own number (1, 2, 3 and so on).
 """
 
 from __future__ import annotations
@@ -25,17 +22,16 @@ from distca.transport.nvshmem.receive_ring import ReceiveRing
 
 logger = logging.getLogger(__name__)
 
-SETTING = "`nvshmem_buffer_gb`"
-"""The setting for the size of the receive buffer, for error messages."""
+_SETTING = "`nvshmem_buffer_gb`"
 
 
 @dataclass(frozen=True)
 class Landing:
-    """One hop of an exchange, with the places of its rows.
+    """One hop of an exchange.
 
     Attributes:
         number: number of the hop.
-        reuses: receivers must have consumed this exchange before rows are written.
+        reuses: a rank writes to a receiver after the receiver has consumed all hops up to this number; 0 for no wait.
         parts: the parts of this hop.
         begins: for each part, the first byte of its rows in the receive buffer.
     """
@@ -47,11 +43,9 @@ class Landing:
 
     @property
     def senders(self) -> list[int]:
-        """The ranks from which this rank gets rows, ascending."""
         return sorted({peer for part in self.parts for peer, rows in enumerate(part.moves.receive_counts) if rows})
 
     def split(self, at: int) -> tuple[Landing, Landing]:
-        """Returns the first ``at`` parts, and the others."""
         return (
             replace(self, parts=self.parts[:at], begins=self.begins[:at]),
             replace(self, parts=self.parts[at:], begins=self.begins[at:]),
@@ -62,22 +56,22 @@ class OneSidedTransport:
     """Moves rows by writes into other ranks' memory.
 
     Args:
-        fabric: the receive buffers and signals.
+        fabric: the receive buffers and signals of all ranks.
         name: name of the transport, for logs.
-        fallback: transport for exchanges that do not fit into the receive buffer; None refuses them.
+        fallback: transport for exchanges that do not fit into the receive buffer. With None, they raise TransportError.
 
     Attributes:
-        fallback_exchanges: number of exchanges that the fallback transport took.
+        fallback_exchanges: number of exchanges that the present fallback transport ran.
     """
 
     def __init__(self, fabric: Fabric, name: str, fallback: Transport | None = None) -> None:
         self.name, self.rank, self.ranks = name, fabric.rank, fabric.ranks
         self._fabric = fabric
         self.use_fallback(fallback)
-        self._ring = ReceiveRing(len(fabric.receive_buffer), SETTING)
+        self._ring = ReceiveRing(len(fabric.receive_buffer), _SETTING)
 
     def launch(self, parts: tuple[Part, ...]) -> Handle:
-        """Starts writing rows to their receivers, and copying rows that stay on this rank.
+        """Starts to write rows to their receivers, and to copy the rows that stay on this rank.
 
         Raises:
             TransportError: the moves were planned for another number of ranks, or the receive buffer is too small and
@@ -88,7 +82,7 @@ class OneSidedTransport:
         if not hops.first:
             return OneSidedHandle(self, (), [], None, self._fabric.keep(parts, None))
         sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
-        # All ranks get the same answer here, so all of them use the fallback, or none.
+        # Sizes and places are equal on all ranks, so either all ranks use the fallback or none does.
         if self._fallback is not None and (reason := self._ring.why_not(sizes)):
             self._note_fallback(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
@@ -100,7 +94,7 @@ class OneSidedTransport:
         tokens = [self._put(first)]
         if not two:
             return OneSidedHandle(self, (first,), tokens, None, self._fabric.keep(parts, tokens[0]))
-        # The second hop sends on what the first hop's parts ``handed_on`` bring to this rank.
+        # Rows of the parts ``handed_on`` go to other ranks in the second hop. A side stream runs it.
         handed_on, others = first.split(len(hops.handed_on))
         second = Landing(place.number, place.reuses, hops.second, begins[last:])
         beside = self._fabric.beside(partial(self._hand_on, handed_on, second, tokens))
@@ -133,13 +127,12 @@ class OneSidedTransport:
         return puts
 
     def _hand_on(self, arriving: Landing, second: Landing, tokens: list[Any]) -> None:
-        """Queues the second hop: waits for the first hop's rows, copies them to their places, and sends them on."""
+        """Queues three things: a wait for the first hop's rows, copies to their destinations, and the second hop."""
         self._fabric.arrived(arriving.number, arriving.senders)
         self._fabric.compute(partial(self._place_received, arriving))
         tokens.append(self._put(second))
 
     def _place_received(self, landing: Landing) -> None:
-        """Copies or adds the rows of a hop from the receive buffer to their destinations."""
         for part, begin in zip(landing.parts, landing.begins, strict=True):
             rows = sum(part.moves.receive_counts)
             received = self._fabric.receive_buffer[begin : begin + rows * row_bytes(part.source)]
@@ -147,27 +140,24 @@ class OneSidedTransport:
             part.moves.place_received(packed, part.destination)
 
     def join(self, kept: Any) -> None:
-        """Makes the current stream wait for the token of copies that stay on this rank; None for no wait."""
         if kept is not None:
             self._fabric.join(kept)
 
     def signal_consumed(self, number: int) -> None:
-        """Signals that this rank has consumed exchange ``number``, after the current stream's earlier work."""
         self._fabric.consumed(self._ring.consumed(number))
 
     def consume(self, landings: tuple[Landing, ...], tokens: list[Any], beside: Any, kept: Any) -> None:
-        """Makes the current stream wait for an exchange, copy its rows to their destinations and free its place.
+        """Makes the current stream wait for an exchange, and copy its rows to their destinations.
 
         Args:
-            landings: the hops whose rows this call copies; the side stream copies rows that are sent on.
+            landings: the hops whose rows are copied.
             tokens: tokens of this rank's writes.
             beside: token of the second hop's side stream; None without a second hop.
-            kept: token of copies that stay on this rank; None for no wait.
+            kept: token of the copies of rows that stay on this rank; None for no wait.
         """
         if beside is not None:
             self._fabric.join(beside)
-        # If received rows are added to kept rows, the kept rows must be copied first. Otherwise nothing depends on the
-        # copies of kept rows, so the wait for them comes last.
+        # Received rows may be added to destination rows that the copies on this rank write first.
         adds = any(part.moves.reduction is not None for landing in landings for part in landing.parts)
         for landing in landings:
             self._fabric.arrived(landing.number, landing.senders)
@@ -183,8 +173,6 @@ class OneSidedTransport:
 
 @dataclass
 class OneSidedHandle:
-    """An exchange under way."""
-
     _transport: OneSidedTransport
     _landings: tuple[Landing, ...]
     _tokens: list[Any]
@@ -206,7 +194,7 @@ class OneSidedHandle:
 
 @dataclass
 class FallbackHandle:
-    """An exchange that the fallback transport runs. The ring numbers it too, as "consumed" means all lower numbers."""
+    """An exchange that the fallback transport runs. It has a number, as ranks signal "consumed up to number n"."""
 
     _transport: OneSidedTransport
     _number: int
