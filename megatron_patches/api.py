@@ -1,8 +1,8 @@
 """The public class :class:`CAD`: core attention disaggregation in a Megatron-Core training script.
 
-*Core attention* is attention without its projections. Its work grows with the square of a document's length, so ranks
-with equally many tokens have unequal work. CAD plans every step so that ranks compute parts of each other's core
-attention. Rows of q, k and v travel to other ranks, and outputs come back.
+*Core attention* is attention without its projections. It takes time in proportion to the square of a document's length,
+so ranks with equally many tokens take unequal times. CAD plans every step so that ranks compute parts of each other's
+core attention: q, k and v of some tokens travel to other ranks, and outputs come back.
 
     distca.join_world()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
@@ -12,9 +12,9 @@ attention. Rows of q, k and v travel to other ranks, and outputs come back.
         reports = cad.forward_backward(step, forward_step, model)
         optimizer.step()
 
-``examples/own_training_loop.py`` is a whole script. docs/own_script.md explains it.
+``examples/own_training_loop.py`` is a whole script, and docs/own_script.md explains it.
 
-*Servers without a model* are further processes that compute core attention only. A run may have none.
+Servers without a model are optional further processes, which compute core attention for the ranks with the model.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ Model = TypeVar("Model", bound=LanguageModule)
 
 
 class CAD:
-    """Core attention disaggregation on this rank, for models with the same configuration.
+    """Core attention disaggregation on this rank, for one or more models with the same configuration.
 
     All ranks create the object together, after ``distca.join_world()`` and
-    ``parallel_state.initialize_model_parallel``, and before the model is built.
+    ``parallel_state.initialize_model_parallel``, and before a model is built.
 
     Args:
-        config: the model's configuration. CAD may change ``gradient_accumulation_fusion``,
-            ``deallocate_pipeline_outputs``, ``disable_parameter_transpose_cache`` and ``fused_single_qkv_rope`` in it.
+        config: the models' configuration. CAD may change its ``gradient_accumulation_fusion``,
+            ``deallocate_pipeline_outputs``, ``disable_parameter_transpose_cache`` and ``fused_single_qkv_rope``.
         keywords: the fields of :class:`megatron_patches.arguments.CadArguments`.
 
     Attributes:
@@ -113,7 +113,7 @@ class CAD:
         SupportError: a field of the configuration or an argument is not supported; or Transformer Engine's linear
             layers give wrong products on this machine.
         KernelError, TransportError: the kernel or transport cannot run here, or gives wrong results.
-        PlanError: the table of the kernel's speeds (``cost_table``) is not usable.
+        PlanError: the table of the kernel's speeds, ``cost_table``, is not usable.
         LaunchError: a server without a model did not start.
     """
 
@@ -131,7 +131,7 @@ class CAD:
         check_same_on_ranks(config, given.alike)
         self.config, self._given = config, given
         self._recompute_all = given.recompute == "all"
-        # False: the model keeps Megatron's TransformerLayer.
+        # Whether layers of this project replace Megatron's TransformerLayer.
         self._own_layers = (
             given.disaggregate
             or bool(given.hybrid_layer_pattern)
@@ -183,27 +183,24 @@ class CAD:
 
     def _terms(self) -> PoolTerms:
         spec = attention_spec(self.config, self._kinds, self.device, self._given)
-        # All stages have the same sequence of layer kinds. Servers need the numbers, from 0, of a stage's layers with
-        # attention. These have no recurrence.
+        # layers: the numbers, from 0, of a stage's attention layers, which are the same for all stages.
         of_stage = self._kinds.recurrences[: len(self._kinds.recurrences) // self._stages]
         layers = tuple(number for number, recurrence in enumerate(of_stage) if recurrence is None)
         return PoolTerms(self.options, spec, self._how, layers)
 
     def _terms_of_change(self) -> PoolTerms:
-        """Sets the planner's options for the servers without a model that are present now.
-
-        Returns what servers must know of the model and the options."""
+        """Sets the planner's options for the servers without a model that are present now; returns :meth:`_terms`."""
         assert self._remote is not None
         numbers, tp = self._remote.numbers, self.config.tensor_model_parallel_size
         homes, given = self.options.homes, self._given
         speeds = given.speeds
-        # ``homes`` is the number of ranks with the model, whose speeds come first. A server has ``tp`` numbers, one for
-        # each tensor-parallel rank, but one speed. A server that joined during the run has speed 1.
+        # The speeds of ``homes``, the ranks with the model, come first. A server has ``tp`` numbers, one for each
+        # tensor-parallel rank, but one speed. A server that joined during the run has speed 1.
         if speeds:
             of = dict(zip(self._servers_at_first[::tp], speeds[homes:], strict=True))
             speeds = speeds[:homes] + tuple(of.get(each, 1.0) for each in numbers[::tp])
-        # `ranks_per_node` must divide the number of ranks with the model plus servers. With 0, ranks on machines of one
-        # name are a node.
+        # `ranks_per_node` must divide the number of homes plus servers. With 0, ranks on machines of one name are a
+        # node.
         nodes = given.ranks_per_node
         if nodes and (homes + len(numbers) // tp) % nodes:
             nodes = 0
@@ -230,7 +227,7 @@ class CAD:
 
     @property
     def pool_rank(self) -> int:
-        """This rank's number among the ranks of all pipeline stages, which share core attention."""
+        """This rank's number among the data-parallel ranks of all pipeline stages."""
         return self.options.pool_rank(self._stage, self._rank)
 
     def _kinds_of(self, config: TransformerConfig) -> LayerKinds:
@@ -258,8 +255,8 @@ class CAD:
                 chose Transformer Engine's linear layers, these replace the linear layers of a local spec.
 
         Raises:
-            SupportError: the spec is for other layers; the spec has Transformer Engine's linear layers, but CAD chose
-                Megatron's own; or CAD was made with ``hybrid_layer_pattern``.
+            SupportError: the spec is for layers that are not supported; the spec has Transformer Engine's linear
+                layers, but CAD chose Megatron's own; or CAD was made with ``hybrid_layer_pattern``.
         """
         if self._given.hybrid_layer_pattern:
             raise SupportError(
@@ -273,7 +270,7 @@ class CAD:
         return block_spec(self.config, layer, options=options, disaggregate=self._given.disaggregate, te=self._te)
 
     def attach(self, model: Model) -> Model:
-        """Changes a model so that it runs steps of this CAD, and returns the same model.
+        """Changes a model in place so that it runs steps of this CAD, and returns it.
 
         Args:
             model: a GPTModel built with :meth:`block_spec`, or a HybridModel built with :meth:`hybrid_stack_spec`.
@@ -304,8 +301,8 @@ class CAD:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
             model.position_embedding_type = "rope"  # with "none" a HybridModel would not call rotary_pos_emb
-        # Any model of this CAD may run a step. So steps carry the documents' lengths if one of the models needs them.
-        # Token ids must be below the smallest vocabulary.
+        # Any attached model may run a step. So steps carry the documents' lengths if one of these models needs them,
+        # and token ids must be below the smallest vocabulary.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
@@ -313,7 +310,7 @@ class CAD:
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         model.expert_load = ExpertLoad(take_nano_batches(model), self.config.moe_router_topk)
-        # If backward recomputes layers, kept outputs of norms and SwiGLU live in one layer's backward only.
+        # If backward recomputes layers, it keeps the outputs of norms and SwiGLU of one layer at a time.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate or pattern:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -331,14 +328,14 @@ class CAD:
     ) -> DistributedDataParallel:
         """Returns Megatron's DistributedDataParallel around an attached model that is on this rank's device.
 
-        Weights become bfloat16 if the configuration says so. Ranks reduce gradients during backward, or with pipeline
-        stages after it.
+        Weights become bfloat16 if the configuration says so. Ranks reduce gradients during backward, but after backward
+        with several pipeline stages.
 
         Args:
             model: from :meth:`attach`.
             distributed_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
             gradients: the dtype in which gradients are added up and reduced: torch.float32, or for bfloat16 weights
-                also torch.bfloat16. bfloat16 takes half the memory, and rounds after every addition.
+                also torch.bfloat16, which takes half the memory and rounds after every addition.
 
         Raises:
             SupportError: the model was not attached; a dtype is not supported; or ``distributed_optimizer`` is False
@@ -355,15 +352,15 @@ class CAD:
         return wrapped
 
     def plan_step(self, documents: StepDocuments | Sequence[Sequence[Document]]) -> Step:
-        """Plans one step and brings this rank's tokens to the device; all ranks call it together.
+        """Plans one step and copies this rank's tokens to the device; all ranks call this method together.
 
         Args:
             documents: for each micro-batch the list of documents of all data-parallel ranks, the same on every rank. A
-                document is anything with a length and slices of token ids. A rank reads the ids of its own tokens, and
-                16 ids of each of 8 documents, to check that ranks have equal documents.
+                document is anything with a length and slices of token ids. A rank reads the ids of its own tokens. It
+                also reads up to 16 ids of up to 8 documents, to check that ranks have equal documents.
 
         Raises:
-            PlanError: an object is no document; fields of ``StepDocuments`` do not go together; documents have more
+            PlanError: an object is no document; fields of ``StepDocuments`` do not fit each other; documents have more
                 tokens than ``tokens_per_rank`` allows; ranks have different documents or plans; or a rank could not
                 make the step.
             DataError: a token id is no whole number, or is not below the model's number of token ids.
@@ -375,10 +372,10 @@ class CAD:
     def plan_ahead(
         self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1
     ) -> Generator[Step, None, None]:
-        """Yields steps, each planned in a background thread while the step before runs. All ranks call it together.
+        """Yields steps, each planned in a background thread while the caller runs the previous step.
 
-        Loops may be nested, for example a validation inside training. If all ranks leave a loop early, one item of
-        ``steps`` that was not yielded may have been read.
+        All ranks call this method together. Loops may be nested, for example validation inside training. If all ranks
+        leave a loop early, the next item of ``steps`` may already have been read.
 
         Args:
             steps: the documents of every step, in the form that :meth:`plan_step` takes.
@@ -414,17 +411,16 @@ class CAD:
     ) -> list[Any]:
         """Runs forward and backward of a step.
 
-        Gradients are set to zero first. At the end each is the sum over all ranks, divided by the number of the global
-        batch's target tokens. With both pipeline stages and disaggregation ``training/pipeline_schedule.py`` runs the
-        step, else Megatron's schedule does.
+        Gradients are set to zero first. At the end each gradient is the sum over all ranks, divided by the number of
+        the global batch's target tokens.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
-            forward_step: gets an iterator over this rank's batches and the model, and returns the model's output and a
-                loss function. The loss function gets the output, and returns three values: the summed loss, the number
-                of target tokens as an int tensor, and a report of any type.
+            forward_step: function of an iterator over this rank's batches and the model. It returns the model's output
+                and a function of this output, which returns three values: the summed loss, the number of target tokens
+                as an int tensor, and a report of any type.
             model: from :meth:`data_parallel`.
-            forward_only: True computes losses only, and keeps nothing for backward.
+            forward_only: whether to leave out backward.
 
         Raises:
             SupportError: the model is not from :meth:`data_parallel`, or has changed since; its weights differ between
@@ -434,7 +430,7 @@ class CAD:
         Returns:
             The loss function's reports, by micro-batch; empty on stages without the loss.
         """
-        # If a server without a model dies during the step, the step runs again without this server.
+        # If a server without a model is lost during the step, the step runs again without this server.
         while True:
             step = self._with_present_servers(step)
             counted = made_ready(model, step, forward_step, self.pool, self.options, forward_only=forward_only)
@@ -451,7 +447,6 @@ class CAD:
         return reports
 
     def _with_present_servers(self, step: Step) -> Step:
-        """Returns the step, planned again if servers without a model have left or joined since it was planned."""
         if self._remote is None:
             return step
         if self._remote.wants_change():
@@ -475,16 +470,15 @@ class CAD:
         return () if self._remote is None else self._remote.numbers
 
     def as_run(self, step: Step) -> Step:
-        """Returns the step that :meth:`forward_backward` just ran for ``step``.
-
-        It is a new plan of the same documents if servers without a model left or joined, else ``step`` itself.
+        """Returns the step that :meth:`forward_backward` just ran for ``step``: planned again if servers without a
+        model have left or joined, else ``step`` itself.
         """
         return self._ran or step
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
         """Returns the log-probability of every token after the first of each document, on all data-parallel ranks.
 
-        All ranks call it together. There is no backward.
+        All ranks call this method together.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
@@ -492,29 +486,29 @@ class CAD:
 
         Returns:
             For each micro-batch of ``step.documents`` a list with one float32 tensor [n - 1] for each document of n
-            tokens. Element i is the log-probability of token i + 1, given tokens 0 to i. The result is empty on
-            stages without the loss.
+            tokens. Element i is the log-probability of token i + 1, given tokens 0 to i. Stages without the loss
+            return an empty list.
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
         return [[each[:-1] for each in documents] for documents in gather_documents(self.as_run(step), values)]
 
     def let_server_go(self, number: int) -> None:
-        """Makes the next step and all later steps run without server ``number``; all ranks call it together.
+        """Makes all later steps run without server ``number``; all ranks call this method together.
 
         Raises:
-            SupportError: the device is neither a CPU nor a GPU. On other devices servers stay to the end.
+            SupportError: servers without a model cannot leave on this type of device.
         """
         if self._remote is not None:
             self._remote.let_go(number)
 
     def served(self, step: Step) -> list[Served | None] | None:
-        """Waits for the reports of servers without a model on a step: seconds of attention, and memory.
+        """Waits for reports of the servers without a model: their seconds of attention, and memory, in a step.
 
         Args:
             step: the step that ran last.
 
         Returns:
-            On rank 0 a list with one report for each server of the step, or None for a server that has left. None on
+            On rank 0 a list with, for each server of the step, its report, or None if the server has left. None on
             other ranks, and without such servers.
         """
         return None if self._remote is None else self._remote.served(self.as_run(step).announced)
@@ -522,13 +516,12 @@ class CAD:
     def server_timelines(self) -> dict[int, list[dict[str, Any]]]:
         """Ends the recording of times on servers without a model; returns the recorded spans by server number.
 
-        Servers record the steps during which rank 0 records. The result is empty on ranks other than 0, and without
-        such servers.
+        Servers record the steps during which rank 0 records. Ranks other than 0 return an empty dict.
         """
         return {} if self._remote is None else self._remote.timelines()
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
-        """Returns how tokens were spread over experts in all training since the last call.
+        """Returns how tokens were spread over experts in all training since the last call of this method.
 
         Args:
             model: from :meth:`data_parallel`.

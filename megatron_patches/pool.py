@@ -1,8 +1,4 @@
-"""Makes the object with which a rank uses the server pool: the ranks that compute each other's core attention.
-
-A rank needs an attention kernel, and a transport that moves rows of q, k, v and outputs between ranks. With
-"keep" q, k and v stay until backward on the rank that computed attention. With "resend" they are sent there again.
-"""
+"""Makes the object with which a rank uses the server pool: the ranks that compute each other's core attention."""
 
 from __future__ import annotations
 
@@ -34,10 +30,12 @@ def join_pool(
     how: How,
     remote: RemoteServers | None = None,
 ) -> AttentionPool:
-    """Returns this rank's kernel, transport and timeline. All ranks call this function together.
+    """Returns this rank's attention kernel, and its transport for rows of q, k, v and outputs between ranks.
+
+    All ranks call this function together.
 
     Args:
-        how: "keep" or "resend".
+        how: "keep" if the rank that computes attention keeps q, k and v for backward; "resend" if they travel again.
         remote: processes without a model that compute attention too; None without such processes.
 
     Raises:
@@ -49,14 +47,13 @@ def join_pool(
     if remote is not None:
         folder = Path(given.cost_table) if given.cost_table and Path(given.cost_table).is_dir() else None
         remote.ask_for_kernels(spec, given.kernel, folder)
-    # The choice compiles the kernel. During a step other ranks would wait for the compilation.
+    # This compiles the kernel now, because during a step other ranks would wait for the compilation.
     kernel = choose_kernel(given.kernel, spec)
     if remote is not None:
         remote.hear_kernels()
     for recurrence in dict.fromkeys(filter(None, layer_kinds.recurrences)):
         choose_recurrent_kernel(recurrence, device, config.params_dtype, given.deterministic)
     sinks = any(kind.sink for kind in layer_kinds.kinds)
-    # GiB of NVSHMEM memory for rows that arrive.
     needed = receive_buffer_gb(attention_shape(config), given.tokens_per_rank, resend=how == "resend", sinks=sinks)
     transport: Transport
     between_models = None
@@ -74,7 +71,6 @@ def join_pool(
 def attention_spec(
     config: TransformerConfig, layer_kinds: LayerKinds, device: torch.device, given: CadArguments
 ) -> AttentionSpec:
-    """Returns the heads of this tensor-parallel rank, dtype and kinds of attention, to choose and check a kernel."""
     shape = attention_shape(config)
     return AttentionSpec(
         shape.heads,

@@ -2,9 +2,7 @@
 
 - A layout says which rank holds each token, and in which row of the rank's tensors.
 - A plan says which rank computes each *task*, a range of a document's query rows.
-- A route says which rows of q, k and v one rank sends and receives, and which k,v rows its tasks read.
-
-The planner needs numpy but no torch.
+- A route says which rows of q, k and v one rank sends and receives, and which k,v rows this rank's tasks read.
 """
 
 from distca.errors import PlanError

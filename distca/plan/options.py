@@ -1,8 +1,7 @@
 """The options of planning, with their checks.
 
-- A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers. The
-  ranks of all pipeline stages are homes.
-- A *server* is a rank that computes attention. All homes are servers. There may be more servers, without a model.
+- A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers.
+- A *server* is a rank that computes attention: every home, and ranks without a model if there are any.
 - A *task* is a range of query rows of one document on one server.
 
 ``step.py`` plans with these options. The same options and document lengths give the same plans on every rank.
@@ -29,37 +28,35 @@ from distca.plan.network import Links
 class PlanOptions:
     """The options of planning. Array legend: R servers, C combinations.
 
-    Layers with and without a window, for example, are two *kinds* of layers. All pipeline stages run their layer i at
-    the same time. The kinds of these layers, one for each stage, are a *combination*.
+    Attention layers with and without a window, for example, are two *kinds* of layers. All pipeline stages run their
+    layer i at the same time. The kinds of these layers, one for each stage, are a *combination*.
 
     Attributes:
         ranks: data-parallel ranks of a stage.
         servers: number of servers without a model; they are numbered after all other ranks.
-        cost: seconds per task.
+        cost: seconds of a task.
         stages: pipeline stages.
-        nano_batches: 1, or 2 if a micro-batch is computed in two parts. The transfers of one part then run during the
-            computation of the other.
+        nano_batches: parts in which a micro-batch is computed, 1 or 2. With 2, the transfers of each part run during
+            the computation of the other.
         align: the rows of a nano-batch on a rank are a multiple of this, except on the last rank. ``align`` must be a
             multiple of ``shares``.
         shares: tensor-parallel ranks that split the rows of a data-parallel rank; 1 without sequence parallelism.
-        resend: True if homes send rows again for backward; False if servers keep the rows of a forward until backward.
-            With several stages and ``disaggregate``, ``resend`` must be True.
+        resend: True if homes send q, k and v again for backward; False if servers keep q, k and v from forward. With
+            several stages and ``disaggregate``, ``resend`` must be True.
         disaggregate: False computes the attention of every row at its home.
-        tolerance: the most time that the slowest server may take above the mean, as a fraction of the mean. None takes
-            a value that depends on the number of servers.
+        tolerance: how far the slowest server's time may be above the mean, as a fraction of the mean. None takes a
+            value that depends on the number of servers.
         links: which servers share a node, and how long bytes take inside a node and between nodes.
-        kinds: the kinds of the model's attention layers, for example with and without a window.
-        costs: seconds per task for each kind; empty if all kinds have ``cost``.
+        kinds: the kinds of the model's attention layers.
+        costs: seconds of a task for each kind; empty if all kinds have ``cost``.
         layer_kinds: for each stage and layer, the index of the layer's kind; empty if all layers have the first kind.
         non_attention: seconds of linear layers, to be balanced together with attention; None balances attention alone.
         scheduler: plans one nano-batch, for tests; None takes the default scheduler.
         server_gb_s: GB/s over the network of a server without a model; 0 takes the rate of ``links``.
-        recurrent: whether the model has recurrent layers, in which documents on several ranks take longer.
+        recurrent: whether the model has recurrent layers (linear attention, SSM).
 
     Raises:
-        PlanError: an option is out of its range. Several stages need ``resend``, or have unequal numbers of layers.
-            ``cost``, ``costs`` or ``non_attention`` are for another number of servers, kinds or homes. There are no
-            kinds, or a layer's kind is unknown.
+        PlanError: an option is out of its range, or does not fit another option; the message says which.
     """
 
     ranks: int
@@ -105,7 +102,6 @@ class PlanOptions:
             )
 
     def _check_servers(self) -> None:
-        """Raises PlanError if the options about servers do not fit together."""
         if self.servers < 0 or (self.servers and not self.disaggregate):
             raise PlanError(
                 f"`servers` is {self.servers}; it must be 0 or more, and 0 where attention stays at home "
@@ -124,7 +120,7 @@ class PlanOptions:
 
     @cached_property
     def server_cost(self) -> CostModel:
-        """Returns ``cost`` as the cost model of all servers (:meth:`on_servers`)."""
+        """Returns :meth:`on_servers` of ``cost``."""
         return self.on_servers(self.cost)
 
     def on_servers(self, cost: CostModel) -> CostModel:
@@ -154,7 +150,7 @@ class PlanOptions:
 
     @property
     def names_of_combinations(self) -> tuple[str, ...]:
-        """Returns the name of each combination: how many layers have it, and the kind of every stage."""
+        """Returns the name of each combination, such as "3 of 4 layers: window | full" for two stages."""
         layers = self.layer_combinations
         return tuple(
             f"{layers.count(number)} of {len(layers)} layers: {' | '.join(self.kinds[kind].name for kind in kinds)}"
@@ -163,7 +159,7 @@ class PlanOptions:
 
     @property
     def cost_of_kind(self) -> tuple[CostModel, ...]:
-        """Returns the seconds per task for each kind."""
+        """Returns the cost model of each kind."""
         return self.costs or (self.cost,) * len(self.kinds)
 
     @property
@@ -183,7 +179,7 @@ class PlanOptions:
 
     @property
     def pool_ranks(self) -> int:
-        """Returns the number of servers, with and without a model."""
+        """Returns the number of servers, R."""
         return self.homes + self.servers
 
     @property
@@ -196,17 +192,17 @@ class PlanOptions:
 
     @property
     def keeps(self) -> bool:
-        """Returns whether servers keep the rows of a forward, and compute the same tasks in backward."""
+        """Returns whether servers keep q, k and v from forward, and compute the same tasks in backward."""
         return self.stages == 1 and not self.resend
 
     @property
     def stage_node(self) -> int:
         """Returns how many consecutive ranks of a stage share a node.
 
-        It is 0 if all ranks share one node, if no two ranks do, or if a stage's ranks do not fill whole nodes."""
+        It is 0 if all ranks share one node, no two ranks share one, or a stage's ranks do not fill whole nodes."""
         size = self.links.ranks_per_node
         return size if size > 1 and self.ranks % size == 0 else 0
 
     def pool_rank(self, stage: int, rank: int) -> int:
-        """Returns the number among all servers of the data-parallel rank ``rank`` of a stage."""
+        """Returns the number, among all servers, of data-parallel rank ``rank`` of ``stage``."""
         return stage * self.ranks + rank

@@ -1,12 +1,12 @@
 """The rows that a rank sends, receives and computes in core attention, as index tensors on the rank's device.
 
-- home: a rank that holds rows of documents.
+- home: a rank that holds rows (a row is one token's q, k, v or o).
 - server: a rank that computes attention for homes. Most ranks are home and server.
-- task: a range of a document's queries, with all keys and values that they see.
+- task: a range of a document's queries, with all keys and values that these queries see.
 - plan: which server computes which task.
 - route: one rank's part of a plan. ``distca/plan/routes.py`` makes routes as numpy arrays.
-- region: a contiguous copy of one task's keys and values, for the kernel.
-- nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
+- region: the contiguous k,v rows of one task, which the kernel reads. All regions are one tensor.
+- nano-batch: the whole micro-batch, or one of its two parts, *ping* (first) and *pong* (second).
 - kind: a set of layers with equal window, scale and softcap.
 """
 
@@ -29,15 +29,14 @@ from distca.transport import RowMoves
 
 @dataclass(frozen=True)
 class SharedRows:
-    """A range of k,v rows in a server's buffer, and its copies in the regions of tasks.
+    """A range of rows in a server's k,v buffer, and its copies in the tensor of regions.
 
-    All regions lie one after the other in one tensor. Example: the range is buffer rows [10, 17). One task needs rows
-    [10, 14), copied to row 0 of the regions. Another task needs all seven rows, copied to row 4. Then ``first`` is 10
-    and ``places`` are (0, 0, 4) and (0, 4, 7).
+    Example: the range is buffer rows [10, 17). One task needs rows [10, 14), copied to row 0 of the regions. Another
+    task needs all seven rows, copied to row 4. Then ``first`` is 10 and ``places`` are (0, 0, 4) and (0, 4, 7).
 
     Attributes:
         first: first row of the range in the buffer.
-        places: for each copy: first row, counted from ``first``; first row in the regions; number of rows. The last
+        places: for each copy (first row, counted from ``first``; first row in the regions; number of rows). The last
             copy ends at the end of the range.
     """
 
@@ -59,13 +58,12 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class KindBatch:
-    """Consecutive tasks of one kind of layer, for one kernel call.
+    """Consecutive tasks of one kind, for one kernel call.
 
     Attributes:
-        kind: the kind of layer.
         batch: the borders of tasks, counted from this batch's first row.
         q: the batch's rows in the server's query buffer.
-        kv: the batch's rows in the tensor of all regions.
+        kv: the batch's rows in the tensor of regions.
     """
 
     kind: AttentionKind
@@ -96,19 +94,16 @@ class ServerRoute:
     """One rank's route of one plan, as index tensors on its device.
 
     Attributes:
-        q_to_server: moves of query rows to servers: q, and in backward dO, perhaps with q, o and lse (log-sum-exp).
-        q_to_home: moves of query rows to homes: o and lse, and in backward dQ.
-        kv_to_server: moves of k and v to servers. Rows for several servers of another node may go to one of
-            these servers, which sends them on.
-        kv_to_home: moves of dK and dV to homes. Gradients of a row from several servers are added
-            up.
-        repeats: copies from this server's k,v buffer to the regions. Empty if no two tasks share rows and no task reads
-            rows that arrived in ping; the buffer then serves as the regions.
-        before: in pong, copies to the regions from the k,v buffer of ping, which this server has kept.
-        batches: this server's tasks.
+        q_to_server: moves of q to servers; in backward of dO, and possibly q, o and lse (log-sum-exp).
+        q_to_home: moves of o and lse to homes; in backward of dQ.
+        kv_to_server: moves of k and v to servers. A row for several servers of another node may travel to one of them,
+            which sends the row on.
+        kv_to_home: moves of dK and dV to homes, which add up the gradients that several servers computed for a row.
+        repeats: copies from this server's k,v buffer to the regions. Empty if the buffer itself serves as the regions.
+        before: in pong, copies to the regions from the k,v buffer that this server has kept from ping.
         q_rows: number of rows of the server's query buffer.
         kv_rows: number of rows of the server's k,v buffer. A row that several tasks read counts once.
-        region_rows: number of k,v rows of all regions.
+        region_rows: number of rows of all regions.
     """
 
     q_to_server: RowMoves
@@ -124,12 +119,11 @@ class ServerRoute:
 
     @cached_property
     def kinds(self) -> str:
-        """The names of the tasks' kinds, for the timeline."""
         return " and ".join(dict.fromkeys(each.kind.name for each in self.batches))
 
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> ServerRoute:
-        """Copies a route to ``device`` without blocking the host; ``kinds`` are the plan's kinds."""
+        """Copies a route to ``device`` without blocking the host."""
         with uploading(device) as upload:
             return ServerRoute(
                 *RowMoves.there_and_back(route.q, route.ranks, upload),
@@ -148,11 +142,10 @@ class NanoRoutes:
     """One rank's routes for one nano-batch.
 
     Attributes:
-        q_rows: number of query rows that this rank has as a home, without padding.
-        prefix: in pong, ranges [first, end) of ping's rows on this rank whose documents go on in pong. Pong sends keys
-            and values of these rows to servers that have not kept them.
-        forward: route of the forward plan.
-        backward: route of the backward plan; the same object as ``forward`` if the plans are the same.
+        q_rows: number of rows that this rank holds as a home, without padding.
+        prefix: in pong, ranges [first, end) of ping's rows on this rank whose documents go on in pong. Pong sends k and
+            v of these rows to servers that have not kept them from ping.
+        backward: ``forward`` itself if the forward and backward plans are one object.
     """
 
     q_rows: int
@@ -173,9 +166,7 @@ class NanoRoutes:
         """Returns the routes of ``rank`` for a nano-batch.
 
         Args:
-            forward: the forward plan.
-            backward: the backward plan, over the same layout; it may be ``forward`` itself.
-            rank: this rank's number in the plans.
+            backward: the backward plan, over the same layout as ``forward``. A layout says which home holds which rows.
             kinds: kinds of layers, numbered as in the plans.
             device: a device, or an upload (a batch of copies to it); tensors get their values when the upload is sent.
             previous: in pong, the layout of ping; None in ping.
@@ -189,8 +180,7 @@ class NanoRoutes:
 
 
 LayerRoutes = tuple[NanoRoutes | RecurrentRoutes, ...]
-"""A rank's routes of one layer, one for each nano-batch; :class:`RecurrentRoutes` are for recurrent layers (linear
-attention, SSM)."""
+"""One layer's routes for each nano-batch; :class:`RecurrentRoutes` are for linear attention and SSM layers."""
 
 
 @dataclass(frozen=True)
@@ -198,10 +188,10 @@ class StepRoutes:
     """One rank's routes of a step, for the layers of its pipeline stage.
 
     In a *phase*, all stages run forward at the same time, or all run backward. Each stage has one micro-batch or none.
-    Without a micro-batch, its ranks compute attention for other stages.
+    The ranks of a stage without a micro-batch compute attention for other stages.
 
     Attributes:
-        own: [micro-batches][layers] routes of this stage's micro-batches, forward and backward.
+        own: [micro-batches][layers] routes of this stage's micro-batches.
         served_forward: for each forward phase, [layers] routes if this stage has no micro-batch; else None.
         served_backward: for each backward phase, [layers] routes if this stage has no micro-batch; else None.
     """
@@ -217,9 +207,9 @@ class StepRoutes:
 
     @staticmethod
     def of_server(plan: StepPlan, place: int, device: Destination) -> StepRoutes:
-        """Returns the routes of a server without a model, a process that only computes attention.
+        """Returns the routes of an extra server, a process that has no model and computes attention.
 
-        Without pipeline stages the routes are in ``own``, otherwise in ``served_forward`` and ``served_backward``.
+        With one pipeline stage the routes are in ``own``, otherwise in ``served_forward`` and ``served_backward``.
         ``place`` is the server's number in the plan."""
         return StepRoutes._of(plan, place, None, device)
 
@@ -234,7 +224,8 @@ class StepRoutes:
                 for one, other, previous in zip(there, back, before, strict=False)
             )
 
-        # All stages run their layer i at the same time. Each combination of these layers' kinds has its own plans.
+        # All stages run their layer i at the same time. Each combination of these layers' kinds has its own plans, and
+        # ``layer_combinations[i]`` is the combination's number.
         def routes(there: Phase, back: Phase) -> tuple[LayerRoutes, ...]:
             of_combination = [of_plans(*each) for each in zip(there.by_combination, back.by_combination, strict=True)]
             return tuple(of_combination[number] for number in options.layer_combinations)

@@ -1,11 +1,8 @@
 """The CUDA library of ``csrc/``, called through ctypes: copies by copy engine, signals between GPUs, kernels for rows.
 
 A *slot* is a 64-bit word of memory. To *signal*, a GPU writes a number to a slot, and a stream of another GPU waits for
-that number. The NVSHMEM transport uses copies, signals and :func:`push_rows`. ``gather_scatter.py`` uses
-:func:`move_rows` and :func:`sum_rows`.
-
-The library is optional; :func:`why_not` says why it cannot be used. Functions with a ``stream`` queue work on it and do
-not block the host.
+that number. The library is optional; :func:`why_not` says why it cannot be used. Copies, signals, waits and kernels are
+queued on a stream, and the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -74,9 +71,7 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def why_not() -> str | None:
-    """Returns the reason why the library cannot be used, or None.
-
-    A kernel is tried on a GPU: the library may load, but lack code for this GPU or need a newer driver."""
+    """Returns the reason why the library cannot be used, or None."""
     library, reason = _library(), _load()[1]
     if library is None or not torch.cuda.is_available():
         return reason
@@ -115,8 +110,8 @@ def why_no_signals() -> str | None:
 def create_stream(priority: int) -> torch.cuda.Stream:
     """Returns a new stream of the current GPU, which is never destroyed.
 
-    ``torch.cuda.Stream()`` may return a stream that other code uses too. The other code's work would then
-    wait behind this stream's waits for other ranks.
+    ``torch.cuda.Stream()`` may return a stream that other code uses too. That code's work would then wait behind this
+    stream's waits for other ranks.
 
     Args:
         priority: 0 is usual; work of streams with a lower number starts first.
@@ -127,7 +122,6 @@ def create_stream(priority: int) -> torch.cuda.Stream:
 
 
 def current_stream() -> torch.cuda.Stream:
-    """Returns torch's current stream."""
     return torch.cuda.current_stream()
 
 
@@ -143,13 +137,12 @@ def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool,
 
     Args:
         pieces: for each tensor (address of its first row, address of the destination's first row, ranges, bytes of a
-            row). The destination may be on any GPU. Ranges are [N, 3] int64, contiguous: first source row, first
+            row). The destination may be on any GPU. Ranges are a contiguous [N, 3] int64 array: first source row, first
             destination row, number of rows.
         batched: whether one CUDA call copies all ranges, in any order. Otherwise each range is a call, in order, and
             copies inside one GPU run as kernels.
         stream: the stream to queue the copies on.
     """
-    # The C function takes a table of int64 with one line for each tensor.
     table = [(source, to, ranges.ctypes.data, len(ranges), width) for source, to, ranges, width in pieces]
     packed = np.array(table, np.int64)
     _call("distca_copy_rows", packed.ctypes.data, len(table), batched, stream.cuda_stream)
@@ -171,7 +164,7 @@ def push_rows(
         arrived: uint64 addresses of slots to signal to; empty for no signal.
         number: the value of the signal.
         finished_blocks: [1] int32 zero, a counter for the kernel. Two streams must not share a counter.
-        most_blocks: the largest number of thread blocks, of 256 threads each.
+        most_blocks: the most thread blocks of 256 threads.
         stream: the stream to queue the kernel on.
     """
     table = [(rows.data_ptr(), index.data_ptr(), to, len(index), row_bytes(rows)) for rows, index, to in pieces]
@@ -181,14 +174,12 @@ def push_rows(
 
 
 def signal(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Writes ``value`` to the slots at ``addresses``, [N] uint64, on any GPU.
-
-    A GPU that sees the value also sees the results of the stream's earlier work."""
+    """Writes ``value`` to the slots at ``addresses``, [N] uint64, on any GPU, after the stream's earlier work."""
     _call("distca_signal", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
 def wait_for(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Makes the stream wait until each slot at ``addresses``, [N] uint64, on this GPU, is at least ``value``."""
+    """Makes the stream wait until each slot at ``addresses``, [N] uint64 on this GPU, has at least ``value``."""
     _call("distca_await", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
@@ -201,8 +192,8 @@ def move_rows(
 ) -> None:
     """Sets destination[destination_rows[i]] = source[source_rows[i]] for i < rows.
 
-    Both tensors are contiguous, with equal dtype and trailing shape. Index tensors are [rows] int64 on the same device;
-    None stands for 0, 1, 2 and so on."""
+    Source and destination are contiguous, with equal dtype and bytes per row. Index tensors are [rows] int64 on the
+    same device; None stands for 0, 1, 2 and so on."""
     arguments = (source.data_ptr(), _address(source_rows), destination.data_ptr(), _address(destination_rows))
     _call("distca_move_rows", *arguments, rows, row_bytes(source), torch.cuda.current_stream().cuda_stream)
 
@@ -221,8 +212,8 @@ def sum_rows(
 ) -> None:
     """Adds packed[copies[borders[i]:borders[i+1]]] to destination[destination_rows[i]].
 
-    Rows are added in float32, in the order of ``copies``, and each sum is rounded once. Index tensors are int64 on the
-    same device."""
+    Rows are added in float32, in the order of ``copies``, and each sum is rounded once. ``copies``, ``borders`` and
+    ``destination_rows`` are int64 on the same device."""
     width = packed.shape[1:].numel()
     tensors = (packed, copies, borders, destination_rows, destination)
     addresses = (tensor.data_ptr() for tensor in tensors)

@@ -1,7 +1,6 @@
-"""Saves and loads checkpoints of model, optimizer, schedule and training loop, with Megatron's dist_checkpointing.
+"""Saves and loads checkpoints of model, optimizer and learning-rate schedule, with Megatron's dist_checkpointing.
 
-Checkpoints have the shapes of the whole model. So they can be loaded with other numbers of tensor-parallel, pipeline
-and data-parallel ranks.
+A checkpoint can be loaded with other numbers of tensor-parallel, pipeline and data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -46,15 +45,13 @@ def save_checkpoint(
 
     Args:
         path: an existing empty folder.
-        model: the wrapped model.
-        optimizer: the model's optimizer and schedule.
-        extra: further values, equal on all ranks; "step" is the number of optimizer steps done.
+        extra: the caller's values, equal on all ranks; "step" is the number of optimizer steps done.
         staging: host memory to which tensors are copied. With None, or with too little memory, this function writes
             everything to the disk.
 
     Returns:
-        A function that writes the copies to the disk, if there are any. Every rank calls it once before the next
-        checkpoint. It may run in a thread while training goes on.
+        A function that writes the copies to the disk, if there are any. Every rank calls this function once before the
+        next checkpoint, perhaps in a thread while training goes on.
     """
     state = _sharded_state(model, optimizer, is_loading=False)
     state["extra"] = extra
@@ -83,7 +80,7 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
         if missing:
             quantise_main_weights(model, distributed_parts(optimizer.optimizer))
         elif any(getattr(adam, "store_param_remainders", False) for adam in inner_adams(optimizer.optimizer)):
-            # Loading set only this rank's range of the bfloat16 weights. Now the other ranks' ranges are gathered.
+            # Loading set only this rank's range of the bfloat16 weights.
             model.start_param_sync(force_sync=True)
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
@@ -98,10 +95,7 @@ def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _check_readable(path: Path) -> None:
-    """Refuses a checkpoint without the file common.pt if Megatron-Core is an older version, which needs this file.
-
-    Older versions have the module ``strategies.base``.
-    """
+    # Only older versions of Megatron-Core need the file common.pt, and only these have the module strategies.base.
     older = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
     if older and not (path / "common.pt").exists():
         raise VersionError(
@@ -113,8 +107,7 @@ def _check_readable(path: Path) -> None:
 def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
     """Loads each weight's state into an optimizer, and keeps the optimizer's own parameter groups.
 
-    The checkpoint has the first rank's groups only, which do not fit other pipeline stages. Settings in the groups,
-    such as learning rates, come from the resumed run's configuration and schedule.
+    The checkpoint has the parameter groups of the first rank only, which do not fit other pipeline stages.
     """
     parts = optimizer_parts(optimizer)
     states = [loaded] if len(parts) == 1 else [loaded.get(number, {}) for number in range(len(parts))]
@@ -126,18 +119,18 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
             kind = {"param_state_sharding_type": _metadata()["distrib_optim_sharding_type"]}
             part.load_state_dict(own | {"param_state": state["param_state"]} | kind)
             continue
-        # The state of a float32 optimizer is Adam's state. Other states have Adam's under "optimizer".
+        # The state of a float32 optimizer is Adam's state itself; mixed-precision optimizers have it as "optimizer".
         inner, own = (state, own) if "param_groups" in own else (state.setdefault("optimizer", {}), own["optimizer"])
         inner["param_groups"] = own["param_groups"]
         numbers = inner.setdefault("state", {})
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            # Megatron reads every weight's number of steps here. A checkpoint of another Adam lacks this entry.
+            # Megatron requires this entry for torch's Adam. A checkpoint of another Adam lacks it.
             numbers.setdefault("common_step", torch.tensor(float(step)))
         part.load_state_dict(state)
 
 
 def _allocate_state(optimizer: Any) -> None:
-    """Gives every weight an Adam state to load into, which torch's Adam itself would make at the first step."""
+    """Gives every weight of torch's Adam a state to load into; Adam itself would make it at the first step."""
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
             for weight in group["params"]:
@@ -147,10 +140,10 @@ def _allocate_state(optimizer: Any) -> None:
 
 
 def _restore_step(optimizer: Any, step: int) -> None:
-    """Sets Adam's number of steps done, after :func:`_load_optimizer`.
+    """Sets Adam's number of steps done for each weight.
 
-    Megatron 0.16.1 loads one tensor with that number for all weights of torch's Adam. Each step would add 1 to this
-    tensor once for every weight.
+    Megatron 0.16.1 makes all weights of torch's Adam share one tensor of this number, and each step would add 1 to it
+    for every weight.
     """
     for adam in inner_adams(optimizer):
         set_step(adam, step)
@@ -165,7 +158,6 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded_state(model: DistributedDataParallel, optimizer: OptimizerAndSchedule, is_loading: bool) -> dict[str, Any]:
-    """Returns Megatron's descriptions of all tensors of this rank."""
     keep_parts(optimizer.optimizer)
     metadata = _metadata()
     sharded_model = unwrap_model(model).sharded_state_dict(metadata=metadata)

@@ -1,21 +1,19 @@
-"""The losses that keep a layer's experts evenly used, and counts of the rows that each expert gets.
+"""The losses that spread a layer's rows evenly over its experts, and counts of the rows that each expert gets.
 
 A layer's router gives each row (a token's hidden vector) a score for each of E experts, and sends the row to ``topk``
-experts. Megatron's auxiliary loss of a layer is
+experts. Megatron's auxiliary loss of a layer, "aux_loss", is
 
     coeff x E / (topk x T^2) x sum over experts i of c_i x P_i
 
 T is the number of rows in the micro-batch. c_i is the number of rows with expert i among their ``topk`` highest scores.
-P_i is the sum of all rows' scores for expert i. With "seq_aux_loss" each document has such a loss, with T, c_i and P_i
-of its rows.
+P_i is the sum of all rows' scores for expert i. "seq_aux_loss" is the same formula over the rows of each document.
 
 Here the loss is multiplied by T, because a step's gradients are divided by the step's number of tokens at the end. c_i
-has no gradient. So the gradient of a row's score for expert i is coeff x E x c_i / (topk x T), as in Megatron-Core
-0.19.2. Backward needs only the counts c_i. Forward runs the micro-batch whole or in two parts, called *nano-batches*,
-and counts rows. Then one all-reduce adds up the counts of all ranks of the pipeline stage.
+has no gradient, so the gradient of a row's score for expert i is coeff x E x c_i / (topk x T). Forward counts c_i on
+each rank, one all-reduce adds up the counts of all ranks of the pipeline stage, and backward reads the sums.
 
-Shape suffixes: N rows of a nano-batch on this rank, E experts. D documents of the micro-batch with "seq_aux_loss", else
-1.
+Shape suffixes: N rows of a nano-batch (the whole micro-batch, or one of its two parts) on this rank; E experts; D
+documents of the micro-batch, but 1 without "seq_aux_loss".
 """
 
 from __future__ import annotations
@@ -48,17 +46,14 @@ def coefficient(config: TransformerConfig, kind: str) -> float:
 class MicroBatchBalance:
     """Counts of each expert's rows, for one micro-batch and the layers of one pipeline stage.
 
-    Forward counts on each rank, :meth:`finish` adds up the ranks' counts, and backward reads the sums.
-
     Args:
         layers: numbers of this stage's layers with experts, from 1.
-        documents_N: int64 number of each row's document in the micro-batch; -1 for padding. These are this rank's rows,
-            nano-batch after nano-batch.
+        documents_N: int64 number of the document of each of this rank's rows, nano-batch after nano-batch; -1 for
+            padding.
         nano_rows: number of this rank's rows in each nano-batch.
         documents: number of documents in the micro-batch, over all ranks.
-        training: whether backward will run for this micro-batch.
-        peers: [expert-parallel ranks, nano-batches] each rank's number of rows, on the way to the host. None without
-            expert parallelism.
+        peers: [expert-parallel ranks, nano-batches] each rank's number of rows, as an asynchronous copy to the host.
+            None without expert parallelism.
     """
 
     def __init__(
@@ -78,8 +73,8 @@ class MicroBatchBalance:
         assert experts is not None
         self.per_document = coefficient(config, "seq_aux_loss") > 0
         groups = documents if self.per_document else 1
-        # _best: [layers, D, E] the counts c_i. _load: [layers, E] rows that each expert gets. _entropy: [layers] the
-        # sum of the rows' entropies.
+        # _best: [layers, D, E] the counts c_i. _load: [layers, E] rows that each expert gets. _entropy: [layers] sum
+        # over rows of the entropy of a row's scores.
         self._best = torch.zeros(len(layers), groups, experts, dtype=torch.float32, device=device)
         self._load = torch.zeros(len(layers), experts, dtype=torch.float32, device=device)
         self._entropy = torch.zeros(len(layers), dtype=torch.float32, device=device)
@@ -95,10 +90,9 @@ class MicroBatchBalance:
         nano_rows: Sequence[int],
         documents: int,
     ) -> MicroBatchBalance:
-        """Returns zero counts; all expert-parallel ranks call this method together.
+        """Starts the counts of a micro-batch; all expert-parallel ranks call this method together.
 
-        The arguments are those of the class, with one difference. With sequence parallelism, ``documents_N`` and
-        ``nano_rows`` cover the rows of all tensor-parallel ranks, and this rank takes its share.
+        With sequence parallelism, ``documents_N`` and ``nano_rows`` cover the rows of all tensor-parallel ranks.
         """
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
@@ -116,7 +110,7 @@ class MicroBatchBalance:
         return rows
 
     def dispatch(self, layer: int, nano_batch: NanoBatch, make: Callable[[], Dispatch]) -> Dispatch:
-        """Returns ``make()`` in forward, and the same result if backward computes the layer again."""
+        """Returns ``make()`` in forward, and forward's result when backward recomputes the layer."""
         if not self.training:
             return make()
         if self._counting:
@@ -129,10 +123,9 @@ class MicroBatchBalance:
         """Adds a nano-batch's rows to the counts of a layer; does nothing in backward and in evaluation.
 
         Args:
-            layer: the layer's number, from 1.
             best_NE: bool, true for the ``topk`` experts with a row's highest scores.
-            chosen_NE: bool, true for the experts to which a row is sent. With biases or groups of experts these may be
-                others than ``best_NE``.
+            chosen_NE: bool, true for the experts to which a row is sent; with router biases or groups of experts it may
+                differ from ``best_NE``.
             entropy_N: entropy of each row's scores, in nats.
         """
         if not (self._counting and self.training):
@@ -147,7 +140,7 @@ class MicroBatchBalance:
         self._entropy[index] += (entropy_N * nano_batch.real_N).sum()
 
     def finish(self) -> None:
-        """Adds up the counts of all ranks of the pipeline stage; they call this method together."""
+        """Adds up the counts of all ranks of the pipeline stage, which call this method together."""
         self._counting = False
         parts = [self._best.flatten(), self._load.flatten(), self._entropy]
         everything = torch.cat(parts)
@@ -160,14 +153,13 @@ class MicroBatchBalance:
         return torch.cat((self._load, self._entropy[:, None]), 1)
 
     def gradient(self, layer: int, nano_batch: NanoBatch) -> torch.Tensor:
-        """Returns the balancing losses' gradient for a layer's scores: [N, E], or [1, E] if equal for all rows.
+        """Returns the auxiliary losses' gradient for the scores [N, E], or [1, E] if it is equal for all rows.
 
         Values for padding rows are arbitrary.
         """
         assert not self._counting, "backward comes after the whole forward pass"
         config, best_DE = self._config, self._best[self._index[layer]]
-        # The sum of all c_i is T x topk, so ``share_DE`` is E x c_i / (topk x T). ``whole`` is the same for the
-        # micro-batch as one document.
+        # The sum of all c_i is T x topk, so ``share_DE`` is E x c_i / (topk x T), with each document's c_i and T.
         rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)
         share_DE = best_DE / rows_times_topk * best_DE.shape[1]
         if self.per_document:
@@ -223,8 +215,8 @@ class ExpertLoad:
 
     Attributes:
         layers: numbers of the stage's layers with experts, from 1.
-        total: the sum of :meth:`MicroBatchBalance.report` since the last :meth:`take`, or None. ``lost_step.py`` keeps
-            this tensor, so it must not be changed in place.
+        total: the sum of :meth:`MicroBatchBalance.report` since the last :meth:`take`, or None. It must not be changed
+            in place, because ``lost_step.py`` keeps the tensor to restore it after a failed step.
     """
 
     def __init__(self, layers: Sequence[int], topk: int) -> None:
@@ -232,7 +224,7 @@ class ExpertLoad:
         self.total: torch.Tensor | None = None
 
     def add(self, balance: MicroBatchBalance) -> None:
-        """Adds a micro-batch's counts over all ranks; all ranks of the stage call it together after forward."""
+        """Adds a micro-batch's counts; all ranks of the pipeline stage call this method together after forward."""
         balance.finish()
         report = balance.report()
         self.total = report if self.total is None else self.total + report
@@ -242,13 +234,13 @@ class ExpertLoad:
         total, self.total = self.total, None
         if total is None:
             return {}
-        rows = total[:, :-1].sum(1).clamp(min=1) / self._topk  # each row counts for ``topk`` experts
+        rows = total[:, :-1].sum(1).clamp(min=1) / self._topk  # each row is counted once for each of its experts
         loads = zip(self.layers, total[:, :-1], total[:, -1] / rows, strict=True)
         return {number: LayerLoad(rows_E, entropy) for number, rows_E, entropy in loads}
 
 
 def balanced(probs: torch.Tensor, scores_NE: torch.Tensor, nano_batch: NanoBatch, layer: int) -> torch.Tensor:
-    """Returns ``probs`` unchanged. Backward gives ``scores_NE`` the gradient of the balancing losses."""
+    """Returns ``probs`` unchanged; backward gives ``scores_NE`` the gradient of the auxiliary losses."""
     attached: torch.Tensor = _Balanced.apply(probs, scores_NE, nano_batch, layer)
     return attached
 
@@ -270,7 +262,7 @@ class _Balanced(torch.autograd.Function):
 
 
 def with_loss(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Returns ``activation`` unchanged. Backward treats the scalar ``loss`` as a part of the model's loss."""
+    """Returns ``activation`` unchanged; backward treats the scalar ``loss`` as a part of the model's loss."""
     attached: torch.Tensor = _WithLoss.apply(activation, loss)
     return attached
 

@@ -1,7 +1,4 @@
-"""Counts the weights that multiply a row (a token's hidden vector) in MLPs and experts.
-
-Biases and norms are not counted. ``steps/layer_work.py`` predicts the time of linear layers from these counts.
-"""
+"""Counts the weights that multiply a row (a token's hidden vector) in MLPs and experts, without biases and norms."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from megatron_patches.experts.spec import has_experts
 
 
 def mlp_weights(config: TransformerConfig) -> int:
-    """Returns the number of weights that multiply a row in a layer's MLP or experts: the mean over layers, rounded
-    down."""
+    """Returns the mean over layers of the weights that multiply a row in the MLP or the experts, rounded down."""
     mixtures = has_experts(config)
     experts = sum(mixtures) * expert_weights(config)
     return (experts + mixtures.count(False) * weights_of_mlp(config)) // len(mixtures)
@@ -38,5 +34,5 @@ def expert_weights(config: TransformerConfig) -> int:
 
 
 def _products(config: TransformerConfig) -> int:
-    """Returns the number of an MLP's weights divided by its inner width; 3 x hidden with a gate, else 2 x hidden."""
+    """Returns an MLP's number of weights divided by its inner width."""
     return (2 + config.gated_linear_unit) * config.hidden_size

@@ -1,8 +1,8 @@
 """Writes a model that is spread over many ranks as one Hugging Face folder.
 
-Each pipeline stage writes files with its own layers. A *slot* (``slots.py``) links a parameter to the folder's tensors.
-A rank has a *share* of a parameter: its tensor-parallel part, or the weight of one of its experts. The ranks of a stage
-gather the shares of one parameter at a time. One rank of each stage makes the folder's tensors and writes them.
+A *slot* (``slots.py``) links a parameter to the folder's tensors. A rank has a *share* of a parameter: its
+tensor-parallel part, or the weight of one of its experts. The ranks of a pipeline stage gather the shares of one
+parameter at a time, and one of these ranks writes the stage's files.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ def export_weights(
 ) -> None:
     """Writes the model's folder; all ranks call this function together.
 
-    A rank that writes has one file at a time in host memory. If a folder stacks all experts of a layer in one tensor,
-    that tensor is in host memory too.
+    A rank that writes holds one file at a time in host memory, and also a tensor that stacks a layer's experts.
 
     Args:
         model: this rank's part of the model.
         exported: the description of the folder.
         folder: an empty or missing folder that all ranks see.
-        values: function from a weight to the values to write, for example the optimizer's float32 values. Data-parallel
-            ranks call it together for each weight.
+        values: function from a weight to the values to write, for example the optimizer's float32 values. All
+            data-parallel ranks call ``values`` together for each weight.
 
     Raises:
         CheckpointError: on all ranks, if any rank cannot write.
@@ -71,7 +70,7 @@ def export_weights(
 
 
 def _on_first_rank(work: Callable[[], None]) -> str | None:
-    """Runs ``work`` on rank 0 while other ranks wait. Returns on all ranks the OSError of ``work`` as text, or None."""
+    """Runs ``work`` on rank 0; returns on all ranks the text of its OSError, or None."""
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -85,16 +84,12 @@ def _on_first_rank(work: Callable[[], None]) -> str | None:
 def _write_stage(
     gpt: GPTModel, exported: ExportedModel, folder: Path, values: Values
 ) -> tuple[str | None, dict[str, str]]:
-    """Takes part in writing this stage's files.
-
-    Returns:
-        The text of an error if this rank could not write, else None; and the file of each tensor that this rank wrote.
-    """
+    """Returns this rank's error as text, or None; and the file of each tensor that this rank wrote."""
     own = _own_slots(gpt, exported.model)
     biases = list(biases_of_choice(gpt, exported.model))
     group = parallel_state.get_pipeline_model_parallel_group()
     counts: list[Any] = [None] * group.size()
-    # A folder may have tensors that are not trained here, such as an image encoder's. The first stage copies these.
+    # "others": the folder's tensors that are not trained here, such as an image encoder's. The first stage copies them.
     first = parallel_state.is_pipeline_first_stage()
     mine = count_shards(exported, [name for _, slot in own + biases for name in slot.names], others=first)
     dist.all_gather_object(counts, mine, group=group)
@@ -121,9 +116,9 @@ def _write_stage(
 
 
 def _has_shares(by_expert: bool) -> bool:
-    """Whether the export needs this rank's shares. Data-parallel ranks beyond the first have copies.
+    """Whether this rank's shares are exported: of experts' weights with ``by_expert``, else of all other weights.
 
-    ``by_expert``: whether shares of experts' weights are meant, or those of all other weights.
+    Only the first data-parallel ranks' shares are exported, because others have copies.
     """
     if by_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0
@@ -131,10 +126,7 @@ def _has_shares(by_expert: bool) -> bool:
 
 
 def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.Tensor, Slot]]:
-    """Returns this stage's parameters with their slots.
-
-    With tied embeddings, a later stage's output layer is a copy of the embedding, and is left out.
-    """
+    """Returns this stage's parameters with their slots, without an output layer that is a copy of the embedding."""
     copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
     copy = gpt.output_layer.weight if copied and gpt.post_process else None
     return [(parameter, slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
@@ -143,7 +135,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """Gathers one parameter at a time. Yields its slot and the folder's tensors, which are () without ``writes``."""
+    """Yields each parameter's slot, and with ``writes`` the folder's tensors, else ()."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]
@@ -158,5 +150,5 @@ def _whole_tensors(
 
 
 def _as_is(buffer: torch.Tensor) -> torch.Tensor:
-    """Takes the place of ``values`` for routers' biases. They are buffers, which the optimizer does not have."""
+    # This takes the place of ``values`` for routers' biases: the optimizer has no values of buffers.
     return buffer

@@ -1,10 +1,10 @@
-"""A transformer layer with multi-head latent attention, cut at core attention, and its RoPE.
+"""A transformer layer with multi-head latent attention, split before and after core attention, and its RoPE.
 
 In latent attention (DeepSeek-V2) a narrow *latent row* of each token is expanded to the keys and values of all heads.
 The rank that holds a token expands its latent row. Ranks that compute core attention receive expanded rows.
 
-RoPE's angles depend only on a row's position in its document. So a model computes them once for all layers, as
-:class:`RowAngles`. Each layer gives them to Megatron's attention through :class:`GivenAngles`.
+A model computes RoPE's angles once for all layers, as :class:`RowAngles`. Each layer gives the angles to Megatron's
+attention through :class:`GivenAngles`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class RowAngles:
         return self.angles
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowAngles]:
-        """Returns the angles of each *nano-batch*. A micro-batch is one nano-batch, or is split into two.
+        """Returns the angles of each *nano-batch*: the whole micro-batch, or each of its two parts.
 
         Args:
             nano_rows: number of rows of each nano-batch.
-            chunks: number of ranks over which sequence parallelism splits the rows; 1 without it.
+            chunks: number of ranks over which sequence parallelism splits the rows; 1 without sequence parallelism.
         """
         return [RowAngles(each) for each in gather_nano_rows(self.angles, nano_rows, chunks)]
 
 
 class LatentRotary(PositionRotary):
-    """The rotary embedding of a whole GPTModel, in place of the embedding that Megatron builds in each layer."""
+    """The rotary embedding of a GPTModel, for all layers."""
 
     def forward(self, *_: Any, **__: Any) -> RowAngles:  # type: ignore[override]
         return RowAngles(super().forward())
 
 
 class GivenAngles(torch.nn.Module):
-    """A layer's rotary embedding that returns the angles which :meth:`LatentLayer.pre` set.
+    """A layer's rotary embedding, which returns the angles that :meth:`LatentLayer.pre` set.
 
     Args:
         factor: YaRN's factor on cosines and sines; None with plain RoPE.
@@ -60,7 +60,7 @@ class GivenAngles(torch.nn.Module):
         self.angles: torch.Tensor | None = None
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Returns 0. Megatron asks for a length, but given angles need none."""
+        """Returns 0: Megatron asks for a length, and :meth:`forward` needs none."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> Any:
@@ -72,7 +72,7 @@ class GivenAngles(torch.nn.Module):
 class LatentLayer(SplitTransformerLayer):
     """A layer whose keys and values are expanded from latent rows.
 
-    It does not free the first norm's output after use, as two projections read this output.
+    Its first norm's output must not be freed after the first projection, because a second projection reads it.
     """
 
     def pre(self, hidden: torch.Tensor, rotation: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,8 +83,8 @@ class LatentLayer(SplitTransformerLayer):
             rotation: [rows, 1, 1, qk_pos_emb_head_dim] angles of these rows.
 
         Returns:
-            ``hidden`` for :meth:`post`, queries [rows, heads, key width], and keys with values. If both are equally
-            wide, the last tensor is [rows, 2, heads, width], else [rows, heads, key width + value width].
+            ``hidden`` for :meth:`post`; queries [rows, heads, key width]; keys with values [rows, 2, heads, width] if
+            they are equally wide, else [rows, heads, key width + value width].
         """
         attention = self.self_attention
         hidden, normed = beside(self.input_layernorm, hidden)

@@ -1,5 +1,4 @@
-"""The fields of Megatron's TransformerConfig for gated delta nets and Mamba-2, from this project's description of a
-model."""
+"""The fields of Megatron's TransformerConfig for gated delta nets and Mamba-2, from a :class:`ModelShape`."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
 def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields; empty for a model without ``hybrid.pattern``, Megatron's string with a symbol for each layer.
+    """Returns the fields; empty without ``shape.hybrid.pattern``, Megatron's string with a symbol for each layer.
 
     Raises:
         SupportError: there is a pattern, and the installed Megatron-Core has no gated delta nets.

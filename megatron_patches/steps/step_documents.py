@@ -17,8 +17,8 @@ from distca.data.batch import Document
 from distca.errors import PlanError
 
 _SAMPLES, _SAMPLE_IDS = 8, 16
-"""The most documents of a step whose token ids count in its checksum, and the most ids of each document. Every rank
-reads these ids from the data, so larger numbers make every step slower."""
+"""The most documents of a step of which :func:`checksum` reads token ids, and the most ids that it reads of each. Every
+rank reads these ids from the data, so larger numbers make every step slower."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class StepDocuments:
             token ids.
         homes: for each micro-batch a [documents] integer array, the data-parallel rank that holds the whole document.
             With None the planner may cut documents over ranks.
-        note: any object of the caller's, which the planned step has as ``step.documents.note``.
-        weights: for each micro-batch a [documents] array of numbers, factors of the documents' tokens in the loss; None
-            is 1 for all documents.
+        note: any object; the planned step has it as ``step.documents.note``.
+        weights: for each micro-batch a [documents] array of finite factors >= 0 of the documents' tokens in the loss;
+            None is 1 for all documents.
     """
 
     micro_batches: Sequence[Sequence[Document]]
@@ -75,8 +75,8 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
     Args:
         documents: from :func:`listed`.
         ranks: number of data-parallel ranks.
-        tokens_per_rank: the most tokens of a micro-batch, divided by ``ranks``. If documents have homes, each rank may
-            hold at most this number of tokens of a micro-batch.
+        tokens_per_rank: a micro-batch has at most ``ranks`` times this many tokens. If it has homes, each rank is the
+            home of at most this many.
 
     Raises:
         PlanError: a document has no tokens; a micro-batch or a rank has too many tokens; or a home is no rank.
@@ -113,7 +113,6 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
 
 
 def _check_row(name: str, document: Any) -> None:
-    """Refuses anything but a one-dimensional sequence; messages call the document ``name``."""
     if not hasattr(document, "__len__") or isinstance(document, Mapping | str | bytes):
         found = f"a {type(document).__name__}"
     elif getattr(document, "ndim", 1) != 1:
@@ -126,13 +125,9 @@ def _check_row(name: str, document: Any) -> None:
 
 
 def checksum(documents: StepDocuments) -> int:
-    """Returns a CRC-32 of all weights and of a sample of token ids. If it differs between ranks, their documents
-    differ.
+    """Returns a CRC-32 of all weights and of some token ids; ranks compare it to find that their documents differ.
 
-    The sample has the middle ids of some documents, which are spread evenly over the step.
-
-    Args:
-        documents: from :func:`listed`.
+    The ids are the middle ones of up to ``_SAMPLES`` documents. ``documents`` are from :func:`listed`.
     """
     value = 0
     for weights in documents.weights or ():
@@ -142,15 +137,15 @@ def checksum(documents: StepDocuments) -> int:
         document = everyone[number]
         first = max(0, (len(document) - _SAMPLE_IDS) // 2)
         ids = np.asarray(document[first : min(first + _SAMPLE_IDS, len(document))])
-        if ids.dtype.kind in "iu":  # the rank that holds the document refuses other types later
+        if ids.dtype.kind in "iu":  # another type is refused later, by the ranks that hold the document
             value = zlib.crc32(ids.astype(np.int64).tobytes(), value)
     return value
 
 
 def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
-    """Checks homes or weights; returns for each micro-batch an array, or None if the caller gave None.
+    """Returns homes or weights as an array for each micro-batch, or None where the caller gave None.
 
-    ``kinds``: the kinds of numpy dtypes that are allowed, such as "iu" for whole numbers.
+    ``kinds`` are the allowed values of ``numpy.dtype.kind``.
     """
     if len(given) != len(micro_batches):
         raise PlanError(f"`{name}` are for {len(given)} micro-batches, and the step has {len(micro_batches)}.")
@@ -161,7 +156,7 @@ def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Seq
         except ValueError:  # lists of unequal lengths
             array = np.empty(0)
         if array is not None and not array.size:
-            array = array.astype(np.int64)  # numpy makes a float array of an empty list, but homes are integers
+            array = array.astype(np.int64)  # numpy makes a float array of an empty list
         if array is not None and (array.shape != (len(documents),) or array.dtype.kind not in kinds):
             each = "rank" if name == "homes" else "number"
             raise PlanError(

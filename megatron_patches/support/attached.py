@@ -1,7 +1,7 @@
 """Notes the state of a model at the end of ``CAD.attach``, and refuses to run the model once the state has changed.
 
-``CAD`` is the object that a training script makes. Its ``attach`` checks a model's configuration and modules, and
-copies some settings. A later change could have no effect, or bring in an unsupported setting.
+``CAD`` is the object that a training script makes. Its ``attach`` checks a model and copies some settings, so a later
+change could have no effect, or be an unsupported setting.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAY_CHANGE = {
     "timers",
     "barrier_with_L1_time",
 }
-"""Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them anew in every step."""
+"""Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them in every step."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""Modules of a disaggregated layer, by path, whose parts are called one by one. Their own ``forward`` never runs. "" is
-the layer itself."""
+"""Paths in a layer, "" for the layer itself, of modules whose ``forward`` never runs if other ranks compute parts of
+the layer's core attention: only the modules' parts are called."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Attached:
     """The state of a model at the end of :meth:`megatron_patches.api.CAD.attach`.
 
     Attributes:
-        pool: the kernel and transport of the CAD that attached the model; every CAD has its own pool.
+        pool: the attention kernel and transport of the CAD that attached the model. No two CADs share a pool.
         fields: values of the model's configuration, by field.
         modules: for each module inside the model its name, the module that holds it, and the module itself.
         disaggregated: whether other ranks compute parts of this rank's core attention.
@@ -52,14 +52,14 @@ class Attached:
 
 
 def note_attached(model: GPTModel, pool: AttentionPool, disaggregated: bool) -> None:
-    """Stores the state of a model in its attribute ``attached``, after all changes of ``CAD.attach``."""
+    """Stores the state of a model in ``model.attached``; to be called after all changes of ``CAD.attach``."""
     named = dict(model.named_modules())
     modules = [(name, named[name.rpartition(".")[0]], module) for name, module in named.items() if name]
     model.attached = Attached(pool, fields_of(model.config), modules, disaggregated)
 
 
 def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
-    """Refuses a model whose configuration differs from the configuration of the CAD.
+    """Checks that a model was built with the same configuration as the CAD.
 
     Raises:
         SupportError: a field differs; the message names the first such field.
@@ -72,9 +72,7 @@ def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
 
 
 def check_as_attached(model: Any, pool: AttentionPool) -> None:
-    """Refuses a model that another CAD attached, or that has changed since it was attached.
-
-    ``pool`` is the kernel and transport of the CAD that is going to run the model.
+    """Checks that the CAD with ``pool`` attached a model, and that the model is unchanged since.
 
     Raises:
         SupportError: another CAD attached the model, the model has changed, or a hook would never run.
@@ -113,14 +111,15 @@ def _is_never_called(name: str) -> bool:
 
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the values of a configuration by field, without fields that may change and without most functions."""
+    """Returns the values of a configuration by field, without fields that may change.
+
+    Functions are left out too, except ``activation_func``."""
     values = {name: getattr(config, name) for name in _names(type(config))}  # type: ignore[arg-type]  # a class is hashable
     return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 @cache
 def _names(kind: type[TransformerConfig]) -> list[str]:
-    """Returns the names for :func:`fields_of`. It is called in every step, and a configuration has hundreds."""
     names = [field.name for field in dataclasses.fields(kind) if field.name not in _MAY_CHANGE]
     return [name for name in names if name == "activation_func" or not name.endswith(("_func", "_method"))]
 

@@ -1,12 +1,10 @@
-"""Says which values of each field of Megatron's configuration are supported.
+"""Says which values of each field of Megatron's TransformerConfig are supported.
 
-- ``_SERVED_BY``: fields of which all values are supported.
-- ``LIMITS``: fields of which some values are supported, with the reason for refusing others.
-- ``experts.py``: fields of mixtures of experts.
+``experts.py`` lists the fields of mixtures of experts, and this file all others. A field that is not listed comes from
+an unknown version of Megatron, and has to have its default.
 
-A field that is not listed comes from an unknown version of Megatron, and has to have its default. In names, "served"
-means supported. Messages call the ranks that compute attention for others *attention servers*. ``CAD`` is
-``distca.CAD``, the object that training scripts make.
+Attention servers are ranks that compute core attention for other ranks. ``CAD`` is ``distca.CAD``, the object that
+training scripts make.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from distca.errors import SupportError
 from megatron_patches.support.experts import EXPERT_FIELDS, check_experts
 from megatron_patches.support.limits import Limit, check_limit
 
-# Fields of which all values are supported. The key names the code that reads them, or says why no code does.
+# Fields without a limit in ``LIMITS``. The key names the code that reads them, or says why no code does.
 _SERVED_BY = {
     "Megatron's own linear layers, embedding and MLP": """
         num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels add_bias_linear
@@ -44,7 +42,6 @@ _SERVED_BY = {
     "Megatron's embedding, initialization and configuration, and DistCA's loss": """
         use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
         mup_attn_scale_power""",
-    # These fields choose an implementation, a precision or a fusion in a part of Megatron that DistCA replaces.
     "no code, since DistCA's part computes the same formula in its own way": """
         attention_backend flash_attention_version attention_softmax_in_fp32 masked_softmax_fusion apply_rope_fusion
         fused_single_qkv_rope persist_layer_norm memory_efficient_layer_norm cross_entropy_loss_fusion
@@ -221,8 +218,7 @@ LIMITS = {
 }
 """Fields of which some values are supported: the reason for refusing others, and the supported values.
 
-The last argument of a ``Limit`` names further fields, which no code reads while the limited field has a supported
-value.
+The last argument of a ``Limit`` names fields that no code reads while the limited field has a supported value.
 """
 
 _CHECKED_TOGETHER = {"recompute_modules"}
@@ -234,14 +230,15 @@ SERVED = {
     *_CHECKED_TOGETHER,
     *EXPERT_FIELDS,
 }
-"""Known fields that are not in ``LIMITS``. Other checks may refuse some of their values."""
+"""Known fields without a limit in ``LIMITS``. Other checks may still refuse some of their values."""
 
 
 def check_config(config: TransformerConfig) -> None:
-    """Refuses a configuration with a value that is not supported, or with an unknown field that is not at its default.
+    """Checks all fields of a configuration.
 
     Raises:
-        SupportError: the configuration is refused; the message names one field that is the reason.
+        SupportError: a value is not supported, or an unknown field is not at its default; the message names one such
+            field.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -263,7 +260,7 @@ def check_config(config: TransformerConfig) -> None:
 
 
 def check_types(config: TransformerConfig) -> None:
-    """Refuses a configuration that names different dtypes for weights, activations and tensors between stages.
+    """Checks that weights, activations and tensors between stages have one dtype.
 
     Raises:
         SupportError: two dtypes differ; the message names their fields.
@@ -281,13 +278,14 @@ def check_types(config: TransformerConfig) -> None:
 
 
 def check_recomputation(config: TransformerConfig, recompute_segments: bool = False) -> None:
-    """Refuses to recompute single modules other than MLPs (dense or with experts), or to recompute MLPs twice.
+    """Checks ``recompute_modules``, the modules that backward recomputes one by one.
 
     Args:
         recompute_segments: whether backward recomputes everything but core attention, as ``CAD(recompute="all")`` does.
 
     Raises:
-        SupportError: the configuration names modules other than MLPs, or names MLPs and ``recompute_segments`` is True.
+        SupportError: the configuration names modules other than MLPs (dense or with experts), or names MLPs and
+            ``recompute_segments`` is True.
     """
     if config.recompute_granularity is None:
         return

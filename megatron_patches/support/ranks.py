@@ -1,7 +1,6 @@
 """Checks Megatron's process groups, and that all ranks were given the same configuration.
 
-Ranks compute parts of each other's attention. With different configurations results would be wrong, or ranks would wait
-for each other forever.
+Ranks compute parts of each other's attention, so with different configurations results would be wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron_patches.support.attached import fields_of
 
 
 def check_groups(config: TransformerConfig) -> None:
-    """Refuses process groups that do not go with the configuration.
+    """Checks sizes and order of Megatron's process groups.
 
     Raises:
         SupportError: there are no groups yet; sizes of groups differ from the configuration; or ranks are not in
@@ -45,8 +44,8 @@ def check_groups(config: TransformerConfig) -> None:
                 f"{name} is {getattr(config, name)} in the configuration, but Megatron's process groups were made with "
                 f"{size}: give the configuration and parallel_state.initialize_model_parallel the same {name}."
             )
-    # The key is the distance of neighbouring ranks in the group, for example 1, 2 and 4 in a 2 x 2 x 2 job. Equal keys
-    # keep the last group. The groups before it then have one rank each, and need no check.
+    # The key is the distance of neighbouring ranks in the group, for example 1, 2 and 4 in a 2 x 2 x 2 job. Of groups
+    # with equal keys, the last one stays. The others have one rank each, and need no check.
     strides = {
         1: parallel_state.get_tensor_model_parallel_group(),
         tp: parallel_state.get_data_parallel_group(),
@@ -61,9 +60,9 @@ def check_groups(config: TransformerConfig) -> None:
 
 
 def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) -> None:
-    """Refuses a configuration or arguments of ``CAD`` that differ between ranks; all ranks call it together.
+    """Compares numbers, strings, booleans and None in ``config`` and ``CAD``'s arguments between ranks.
 
-    Only values that are numbers, strings, booleans or None are compared.
+    All ranks call this function together.
 
     Raises:
         SupportError: a value differs. All ranks raise the same message, which names the first such value.

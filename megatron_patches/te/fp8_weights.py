@@ -1,11 +1,10 @@
 """FP8 weights of Transformer Engine's linear layers: the model holds FP8 numbers and scales, and no bfloat16 copies.
 
 Megatron builds such weights if its configuration sets ``fp8_param``. Megatron's optimizer keeps a float32 *main weight*
-for each. The first main weight is the drawn initial value, not rounded to FP8.
+for each, which begins as the initial value before rounding to FP8.
 
 For backward on Hopper GPUs Transformer Engine makes a transposed copy of a weight's FP8 numbers, and keeps the copy.
-This file drops the copy after use, so the weight takes one byte for each element in place of two. In names, "columns"
-means the transposed copy.
+Dropping the copy after use saves one byte for each element. In names, "columns" means the transposed copy.
 """
 
 from __future__ import annotations
@@ -22,29 +21,27 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 def is_fp8(weight: torch.Tensor) -> bool:
-    """Whether a weight is stored in FP8. Its ``dtype`` says bfloat16 all the same."""
+    """Whether a weight is stored in FP8; ``weight.dtype`` is bfloat16 then too."""
     return bool(fp8_utils.is_float8tensor(weight))
 
 
 def has_fp8_weights(model: torch.nn.Module) -> bool:
-    """Whether some weight of a model is stored in FP8."""
     return any(is_fp8(weight) for weight in model.parameters())
 
 
 def keep_rows_only(weight: Any) -> None:
-    """Drops the transposed copy of a weight's FP8 numbers, and prevents later quantisations from making one."""
+    """Drops the transposed copy of an FP8 weight, and keeps later quantisations from making one."""
     weight._quantizer.set_usage(rowwise=True, columnwise=False)
     forget_columns(weight)
     _cast_parts_by_rows()
-    # Megatron calls this function after every update. Megatron's version makes transposed copies of all weights.
+    # Megatron calls this function after every update, and its own version makes transposed copies of all weights.
     fp8_utils.te_post_all_gather_processing = forget_columns
 
 
 def break_reference_cycle(weight: Any) -> None:
     """Lets Python free a weight as soon as nothing else uses it.
 
-    Two attributes of the weight are its own bound methods, so it refers to itself, and Python frees such a cycle late.
-    The new attributes have a weak reference instead.
+    Two attributes of the weight are its own bound methods, a reference cycle. The new attributes have a weak reference.
     """
     here = weakref.ref(weight)
 
@@ -60,8 +57,8 @@ def break_reference_cycle(weight: Any) -> None:
 def _cast_parts_by_rows() -> None:
     """Makes Transformer Engine cast one-dimensional tensors to FP8 without a transposed copy.
 
-    The distributed optimizer casts this rank's part of a weight as one long row. Transposing a row of a billion
-    elements would take 70 ms.
+    The distributed optimizer casts this rank's part of a weight as one dimension. To transpose a billion elements would
+    take 70 ms.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -83,7 +80,7 @@ def forget_columns(weights: Any) -> None:
 
 
 def set_values(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Sets a weight before the optimizer is built. Megatron's optimizer then makes the main weight from these values.
+    """Sets a weight before the optimizer is built, which makes the main weight from ``values``.
 
     ``values`` have the weight's shape, any dtype and any device.
     """
@@ -111,8 +108,7 @@ def broadcast_weights(model: DistributedDataParallel) -> None:
 
 
 def quantise_main_weights(model: DistributedDataParallel, optimizers: Iterable[Any]) -> None:
-    """Sets all weights from the distributed optimizers' float32 main weights, for example after a checkpoint was
-    loaded."""
+    """Sets all weights from the distributed optimizers' main weights."""
     for optimizer in optimizers:
         optimizer._copy_main_params_to_model_params()
     model.start_param_sync(force_sync=True)

@@ -1,7 +1,7 @@
 """Says whether a supported Transformer Engine is installed, and hides Transformer Engine where torch has no GPU.
 
-Megatron-Core imports Transformer Engine wherever it is installed. Without a GPU that import fails with an error that
-Megatron-Core does not expect. A hook makes the import raise ModuleNotFoundError, as if the package were missing.
+Megatron-Core imports an installed Transformer Engine. Without a GPU the import fails with an error that Megatron-Core
+does not catch. A hook makes the import raise ModuleNotFoundError, as if the package were missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """Returns why Transformer Engine cannot be used, as part of a sentence; None if a supported one is installed."""
+    """Returns why Transformer Engine cannot be used, without a final period; None if a supported one is installed."""
     version = installed_version()
     if version is None:
         return f"Transformer Engine is not installed; versions {SUPPORTED} are supported"
@@ -44,14 +44,12 @@ def why_not_supported() -> str | None:
 def hide_without_gpu() -> None:
     """Makes imports of Transformer Engine raise ModuleNotFoundError while torch has no GPU.
 
-    Call it before Megatron-Core is imported; further calls do nothing."""
+    This must be called before Megatron-Core is imported."""
     if NAME not in sys.modules and not any(isinstance(finder, _NotWithoutGpu) for finder in sys.meta_path):
         sys.meta_path.insert(0, _NotWithoutGpu())
 
 
 class _NotWithoutGpu:
-    """An import hook that refuses to load Transformer Engine while torch has no GPU."""
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

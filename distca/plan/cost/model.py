@@ -1,8 +1,7 @@
 """The interface of cost models, which tell the planner how long core attention takes, and the shape of heads.
 
-A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A kernel computes
-many tasks in one batch. A task's seconds are the time that the task adds to a large batch. ``analytic.py`` computes
-seconds by a formula, and ``table.py`` from measurements.
+A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A task's seconds
+are the time that the task adds to a large batch of tasks in one kernel.
 
 Array legend: N tasks, K directions (forward, backward). Rows may be integers or floats; seconds are float64.
 """
@@ -71,7 +70,7 @@ class AttentionShape:
     def moved_bytes(self, direction: Direction, resend: bool = False, sinks: bool = False) -> tuple[int, int]:
         """Returns the bytes that travel for one query row, and for one key/value row.
 
-        A *home* is a rank that holds rows; a *server* is a rank that computes attention. These tensors travel:
+        A *home* is a rank that holds the tokens' rows; a *server* is a rank that computes attention.
 
         | | home to server | server to home |
         |---|---|---|
@@ -83,7 +82,7 @@ class AttentionShape:
 
         Args:
             direction: the direction to count; "both" is the sum.
-            resend: whether homes send q, k and v again in backward.
+            resend: whether homes send q, k and v again in backward, because servers do not keep them.
             sinks: whether heads have *sinks*: learned scores in the softmax that belong to no key.
         """
         lse = 4 * self.heads if resend or sinks else 0
@@ -99,7 +98,6 @@ class CostModel(ABC):
     """Seconds of tasks on one GPU and kernel.
 
     Attributes:
-        shape: heads of the attention layer.
         block: query rows of one kernel tile.
         linear: seconds of matrix products on this GPU; None if unknown.
     """
@@ -117,9 +115,7 @@ class CostModel(ABC):
         """Returns [N] seconds of the backward kernel for [N] ``q_rows`` and [N] ``kv_rows``; 0 for 0 query rows."""
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """Returns [K, N] a lower bound on the seconds of each task, uncut or cut into smaller tasks.
-
-        By default the bound is the seconds of the uncut task."""
+        """Returns [K, N] a lower bound on the seconds of each task if it may be cut into smaller tasks."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -131,11 +127,11 @@ class CostModel(ABC):
     def on_servers(
         self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray, server: np.ndarray
     ) -> np.ndarray:
-        """Returns [K, N] seconds of task n on server[n]. By default servers do not differ."""
+        """Returns [K, N] seconds of task n on server[n]."""
         return self.per_direction(direction, q_rows, kv_rows)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
-        """Returns [K][N] seconds as lists. For a few tasks, models may compute faster without numpy."""
+        """Returns the [K][N] seconds of :meth:`per_direction` as lists."""
         q, kv = np.array(q_rows, np.float64), np.array(kv_rows, np.float64)
         seconds: list[list[float]] = self.per_direction(direction, q, kv).tolist()
         return seconds

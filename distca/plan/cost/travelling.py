@@ -1,8 +1,9 @@
 """Cost models that add the time in which a task's rows travel, for servers without rows of their own.
 
 A *task* is a range of a document's queries, with all keys that the queries see. A *server* is a rank that computes
-tasks. A *home* is a rank that holds rows of documents. While rows travel, a server that is a home too computes linear
-layers. A server without rows of its own waits. So a part of the travel time counts as work of such a server.
+tasks. A *home* is a rank that holds tokens; *rows* are their q, k and v. While rows travel, a server that is a home too
+computes linear layers, and a server without rows of its own waits. So a part of the travel time counts as attention
+time of a server without rows of its own.
 
 Array legend: R servers, K directions (forward, backward), N tasks.
 """
@@ -18,19 +19,17 @@ from distca.plan.cost.model import CostModel, Direction
 from distca.plan.cost.pool import PoolCost
 
 WAITED_FOR = 0.4
-"""The fraction of the rows' travel time that counts as work of a server without rows of its own. With a larger value
-the server gets fewer tasks. The value was chosen by simulated speeds (benchmarks/results/simulated.md)."""
+"""The fraction of travel time that counts as attention time of a server without rows of its own. With a larger value
+the server gets fewer tasks. The value was chosen by simulation (benchmarks/results/simulated.md)."""
 
 
 @dataclass(frozen=True)
 class TravellingCost(CostModel):
-    """The seconds of the model ``kernel``, plus seconds for each query row and each key/value row of a task.
+    """The seconds of the cost model ``kernel``, plus seconds for each query row and each key/value row of a task.
 
     Attributes:
-        kernel: the model without travel time.
         forward_rows: seconds to add in forward for one query row, and for one key/value row.
         backward_rows: seconds to add in backward for one query row, and for one key/value row.
-        shape, block, linear: fields of ``kernel``.
     """
 
     kernel: CostModel
@@ -75,13 +74,13 @@ def with_travel(
     Args:
         cost: the seconds of the servers' kernels.
         has_rows: [R] bool, whether a server has rows of its own.
-        bytes_per_s: [R] bytes per second that a server can receive while it sends as many.
+        bytes_per_s: [R] bytes per second that a server can receive while it sends equally many.
         resend: whether homes send q, k and v again in backward.
-        sinks: whether heads have *sinks*, learned scores in the softmax. One more number for each query row and head
-            then travels.
+        sinks: whether heads have *sinks*, learned scores in the softmax, for which one more number travels with each
+            query row and head.
     """
     # ways: the bytes of a query row and of a key/value row, in forward and in backward. made: the index of the new
-    # table for each old table and speed.
+    # table for each index of an old table and bytes per second.
     ways = [cost.shape.moved_bytes(direction, resend, sinks) for direction in ("forward", "backward")]
     tables, of_server = list(cost.tables), list(cost.of_server)
     made: dict[tuple[int, float], int] = {}

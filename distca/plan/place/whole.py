@@ -1,16 +1,13 @@
 """Places a micro-batch's documents on ranks so that few documents lie on several ranks.
 
-Models with recurrent layers (linear attention, SSM) want this placement. If a document lies on several ranks, each of
-these layers runs more kernels for the document, and ranks send each other recurrent states. But whole documents spread
-attention less evenly, so ranks send each other more rows of q, k and v. ``distca/plan/step.py`` compares this placement
-with one by attention work.
+``distca/plan/step.py`` considers this placement for models with recurrent layers (linear attention, SSM). For a
+document on several ranks, these layers run more kernels, and ranks send each other the layers' states.
 
-The longest documents are given to ranks whole, the longest first. Each goes to the rank with the least attention work
-among those with room. Documents for which no rank has room, and all shorter ones beyond ``_ONE_BY_ONE``, are laid end
-to end into the room that is left. This cuts some documents, whose pieces are the *rest*. The method is greedy, so it
-may cut more documents than necessary.
+The ``_ONE_BY_ONE`` longest documents are given to ranks whole, the longest first. Each goes to the rank with the least
+attention work among the ranks with room for it. All other documents, and those for which no rank has room, are laid end
+to end into the room that is left. A document over the border of two ranks' room is cut there.
 
-Array legend: D documents, R ranks, N pieces of the rest. Arrays are int64.
+Array legend: D documents, R ranks, N pieces of cut documents. Arrays are int64, ``work`` may be float64.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ import numpy as np
 from distca.plan.place.nano_batches import Stream, laid_end_to_end
 
 _ONE_BY_ONE = 2048
-"""The number of longest documents that are given to ranks one by one. All others are laid end to end. This is faster,
-but may cut a document at the end of each rank's room."""
+"""The most documents that are given to ranks one by one, in a Python loop. A larger number may cut fewer documents, and
+makes planning slower."""
 
 
 def whole_documents(length: np.ndarray, room: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, Stream, np.ndarray]:
@@ -35,7 +32,7 @@ def whole_documents(length: np.ndarray, room: np.ndarray, work: np.ndarray) -> t
         work: [D] attention work of each document, in any unit.
 
     Returns:
-        [D] rank of each document, -1 for cut documents; the pieces of the rest; and the [N] rank of each piece.
+        [D] rank of each document, -1 for cut documents; the pieces of cut documents; and the [N] rank of each piece.
 
     Example: documents of 6, 3 and 3 tokens on two ranks of 6 tokens stay whole. Of documents of 4, 4 and 4 tokens the
     third is cut, and both ranks get 2 tokens of it.

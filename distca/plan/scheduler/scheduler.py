@@ -2,16 +2,16 @@
 
 ``phases.py`` calls :func:`schedule` for each *nano-batch*: a whole micro-batch, or one of its two parts.
 
-- A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row.
+- A *server* is a rank that computes attention. The *home* of a row (a token) is the rank that holds the row.
 - A *task* is a range of query rows of one document on one server. At first every task is at home.
-- A server's *load* is the attention that it has. Its *target* is what it should have (``target_load.py``), and its
-  *limit* is a little more.
+- A server's *load* is its seconds of attention. Its *target* is the load that it should have (``target_load.py``), and
+  its *limit* is a little more.
 
-Work moves from servers above their limit to other servers (``balancer.py``). Limits are tried one after the other,
+``balancer.py`` moves ranges from servers above their limit to other servers. Limits are tried one after the other,
 until a plan keeps to its limit. The scheduler is greedy, like the scheduler in arXiv 2510.18121, section 5.2.
 
-Array legend: K directions (forward, backward, or both), R servers. Most constants were compared with other values:
-``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
+Array legend: R servers, K directions (forward and backward, or one of them). ``benchmarks/planner_constants.py``
+compared most constants with other values; see benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -39,40 +39,36 @@ from distca.plan.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOLERANCE = 0.02
-"""How far the slowest server may be above the mean load, as a part of the mean load. Below 0.01 many more bytes
-travel."""
+"""How far a server's load may be above its target, as a fraction of the mean load. Below 0.01 many more bytes travel
+between ranks."""
 
 _FINEST_TOLERANCE = 0.005
-"""The tolerance of plans for training if there are few servers. A smaller tolerance saved at most 0.2 % of attention's
+"""The least tolerance that :func:`training_tolerance` returns. A smaller tolerance saved at most 0.2 % of attention's
 time."""
 _SERVERS_OF_DEFAULT = 128
-"""The number of servers from which on plans for training have the default tolerance. With fewer servers the tolerance
-is smaller in proportion, down to ``_FINEST_TOLERANCE``."""
+"""The least number of servers for which :func:`training_tolerance` returns ``DEFAULT_TOLERANCE``. With few servers a
+finer plan costs only a few milliseconds of planning and some percent more bytes."""
 
 _AIM = 0.95
-"""The first limit is this part of the tolerance. Ranges that meet on a server are joined later, which may add time.
-With 0.8 instead, the slowest server is 0.24 % faster, and 0.8 % more bytes travel."""
+"""The first limit is this fraction of the tolerance above the target. Adjacent ranges on a server are joined to one
+task later, which may add time. With 0.8 the slowest server is 0.24 % faster, and 0.8 % more bytes travel."""
 _JOININGS = 3
-"""The most rounds with one limit. If a server takes longer since its ranges were joined, the next round begins with the
-joined ranges."""
+"""The most rounds with one limit. If joining made a server slower, the next round begins with the joined ranges."""
 _USUAL_TRIES = 4
 """The number of limits that are tried before cuts may add more time (``_MORE_OVERHEAD``)."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
-"""Numbers that are added to the tolerance, one after the other, until a plan keeps to the limit. A small limit may be
-out of reach: one kernel tile of a long document can take a few percent of the mean load."""
+"""Fractions of the mean load that are added to the tolerance, one after the other, until a plan keeps to the limit. A
+small limit may be out of reach: one kernel tile of a long document can take a few percent of the mean load."""
 _MORE_OVERHEAD = 1.0
-"""The time that a cut may add in the last tries, as a part of the time of the range that moves. So short ranges may
-move, although their cuts add much time."""
+"""The time that a cut may add in later tries, as a fraction of the time of the range that moves."""
 _LEAST_SLACK = 0.0003
-"""How far a limit must be above the least possible one (:func:`_least_imbalance`) to be tried, as a part of the mean
-load. Closer limits take very many moves. The last limit is tried in any case."""
+"""How far a limit must be above :func:`_least_imbalance` to be tried, as a fraction of the mean load. Closer limits
+take very many moves. The last limit is tried in any case."""
 
 
 def training_tolerance(servers: int) -> float:
     """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing in proportion to 0.02 for 128 or
-    more.
-
-    With few servers a finer plan costs only a few milliseconds of planning and some percent more bytes."""
+    more."""
     return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 
 
@@ -90,23 +86,21 @@ def schedule(
     """Plans one nano-batch.
 
     Args:
-        layout: the rows of each rank.
-        cost: seconds per task.
-        tolerance: how far a server may be above its target, as a part of the mean load. A plan may exceed it, for
+        tolerance: how far a server may be above its target, as a fraction of the mean load. A plan may exceed it, for
             example if every range that could move is too short to pay.
         direction: the direction that is balanced; "both" finds one set of tasks for forward and backward.
-        resend: whether homes send rows again for backward, which changes the price of a moved row.
+        resend: whether homes send q, k and v again for backward; more bytes then travel for a moved row.
         links: which ranks share a node, and prices of bytes between ranks; None prices all pairs alike.
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
             server with less other work gets more attention. None if all servers have equally much.
-        growth: for each direction, the work of the previous plan after its cuts, divided by the work before its cuts.
-            It is used, and updated for the next plan, if servers are not equally fast. None for the first plan.
+        growth: used if servers are not equally fast. It has, for each direction, the factor by which cuts raised the
+            seconds of all tasks in the previous plan, and is updated in place. None for the first plan.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
 
     Raises:
-        PlanError: the tolerance is negative, or ``other_seconds`` cannot be used.
+        PlanError: the tolerance is negative, or ``other_seconds`` has a wrong shape or value.
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
@@ -132,15 +126,10 @@ class _Search:
     """Tries limits, each for a whole plan, until a plan keeps to its limit.
 
     Attributes:
-        home: the plan that computes everything at home.
-        work: gives the seconds of a range on every server.
-        target: how much work each server should get.
         moved_bytes: bytes that travel for a query row, and for a key/value row, that leaves its home.
-        links: which ranks share a node, and prices of bytes.
-        best: tasks of the best plan so far.
         lowest: the slowest server's seconds in ``best``, divided by the mean load.
         before: [K] seconds of the slowest server in ``home``.
-        grown: [K] mean load after the newest try, with the work that cuts added.
+        grown: [K] mean load after the newest try, which cuts have raised.
     """
 
     home: Plan
@@ -157,12 +146,9 @@ class _Search:
         self.best = self.home.tasks
 
     def run(self, tolerance: float, least: float) -> bool:
-        """Tries limits, the first a little below ``tolerance``. Returns False if a finer tolerance may give a better
-        plan.
+        """Tries a few rising limits, and then all limits with costlier cuts; ``least`` is :func:`_least_imbalance`.
 
-        First a few rising limits are tried, then all limits with costlier cuts. Limits below ``least``
-        (:func:`_least_imbalance`) are left out, except the last one. While the best plan exceeds the tolerance, limits
-        that this plan already keeps are left out too."""
+        Returns False if a finer tolerance may give a better plan."""
         more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
@@ -170,10 +156,10 @@ class _Search:
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # Each of the first tries ends early if a server is stuck above the next try's limit.
+            # One of the first tries ends early if no range can leave a server that is above the next try's limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
-            # Cuts add work, so limits rise during a try. Servers that were full then have too little room for a range.
-            # So the last tries expect this growth from the start.
+            # Cuts raise the mean load and so the limits, each time by too little for another range to move. The last
+            # tries begin with the raised mean load.
             expected = self.grown if tried > len(usual) else None
             overhead = MOST_OVERHEAD if tried < len(usual) else _MORE_OVERHEAD
             over = self._at_limit(aim, tolerance, at_most, overhead, expected)
@@ -187,12 +173,15 @@ class _Search:
     def _at_limit(
         self, aim: float, tolerance: float, at_most: float, overhead: float, expected: np.ndarray | None
     ) -> float:
-        """Balances to one limit; returns how far the slowest server then is above the mean load.
+        """Balances to one limit; returns how far a server then is above its target at most.
 
-        The limit is ``aim`` above the target. A good plan keeps to ``tolerance`` above the target. The try ends if a
-        server is stuck at more than ``at_most`` above the target. All three are parts of the mean load. A cut may add
-        the part ``overhead`` of the time of the range that moves. The limit is computed from at least the mean load
-        ``expected`` [K]; None for the present one."""
+        Args:
+            aim: how far the limit is above the target. This and the next two are fractions of the mean load.
+            tolerance: the caller's tolerance.
+            at_most: the try ends if no range can leave a server that is further above its target.
+            overhead: the time that a cut may add, as a fraction of the time of the range that moves.
+            expected: [K] least mean load to compute the limit from; None for the present mean load.
+        """
         start, over = self.home, np.inf
         for _ in range(_JOININGS):
             state = SchedulerState(start, self.work, self.target, tolerance=aim, links=self.links, expected=expected)
@@ -205,8 +194,7 @@ class _Search:
             tasks = state.joined()
             self.grown = state.mean
             slowest = state.figure(unit)
-            # Forward and backward run one after the other. So the times of their slowest servers must not add up to
-            # more than with everything at home.
+            # Forward and backward run one after the other, so the sum of their slowest servers' times must not grow.
             if slowest < self.lowest and state.slowest.sum() <= self.before.sum():
                 self.best, self.lowest = tasks, slowest
             over = state.over
@@ -217,10 +205,9 @@ class _Search:
 
 
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
-    """Returns an estimate of the least imbalance that a plan for both directions can have; 0 for one direction.
+    """Returns an estimate of how far the slowest server must be above the mean load, as a fraction of it.
 
-    A server with exactly the mean load in one direction may have more in the other. Imbalance is how far the slowest
-    server is above the mean load, as a part of it."""
+    The estimate is 0 for one direction. For both, a server with the mean load in one may have more in the other."""
     seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
     if not seconds:
         return 0.0

@@ -1,27 +1,26 @@
 """Computes how much attention each server should get, so that all servers end at the same time.
 
-A *server* is a rank that computes attention. ``scheduler.py`` makes a :class:`TargetLoad` and moves attention until no
-server is far above its target. A server gets less attention if it is slower, or if it has other work at the same time.
-Example of other work: in a pipeline, some stages compute linear layers between the attention of two layers.
+A *server* is a rank that computes attention. ``scheduler.py`` moves attention until no server is far above its target.
+A server gets less attention if it is slower, or if it has other work at the same time, such as linear layers.
 
 Let server r take f_r times as long for attention as a server of mean speed. All servers end at the same time T if
 server r gets
 
     target_r = max(T − other_seconds_r, 0) / f_r      where the targets add up to all attention.
 
-Attention is counted in seconds of a server of mean speed: the harmonic mean of f is 1. Example: two servers of equal
-speed have 6 seconds of attention in all, and the first has 2 seconds of other work. Both end at T = 4, with 2 and 4
-seconds of attention.
+Attention is counted in seconds of a server of mean speed, for which f is 1 (the harmonic mean of all f_r is 1).
+Example: two servers of equal speed have 6 seconds of attention together, and the first has 2 seconds of other work.
+Both end at T = 4, with 2 and 4 seconds of attention.
 
 **Two directions.** A plan may hold for forward and for backward. Then server r computes the same fraction φ_r of the
 attention in both. With attention A_k in direction k and the end T_k of its slowest server,
 
     other_kr + f_kr · A_k · φ_r ≤ T_k      with Σ φ_r = 1.
 
-The plan should have the least T_forward + T_backward. In given times, server r can do the fraction min_k max(T_k −
-other_kr, 0) / (f_kr A_k). The times suffice if these fractions add up to at least 1. First both directions get the
-times that they need by themselves. If these do not suffice, a golden-section search over T_forward finds the least sum.
-This works because the least T_backward is a convex function of T_forward.
+The plan should have the least T_forward + T_backward. In times T_k, server r can do the fraction min_k max(T_k −
+other_kr, 0) / (f_kr A_k). The times suffice if these fractions add up to at least 1. First each T_k is the time that
+direction k alone needs. If these times do not suffice, a golden-section search over T_forward finds the least sum.
+The search is right because the least T_backward is a convex function of T_forward.
 
 Array legend: K directions, R servers.
 """
@@ -47,10 +46,10 @@ class TargetLoad:
 
     Args:
         servers: number of servers, R.
-        other_seconds: seconds of other work on each server, [R], or [K, R] for each direction. None if all servers have
+        other_seconds: [R], or [K, R] for each direction: seconds of other work on each server. None if all servers have
             equally much.
-        slowness: [K, R] seconds that a server takes for a second of work; None if servers are equally fast.
-        mean: [K] attention per server before anything is cut; needed if servers are not equally fast, or for two
+        slowness: [K, R] the factor f of each server; None if servers are equally fast.
+        mean: [K] attention per server before tasks are cut; needed if servers are not equally fast, or for two
             directions.
 
     Raises:
@@ -85,8 +84,8 @@ class TargetLoad:
         )
         slow = np.ones_like(other) if slowness is None else slowness
         times = _least_times(mean * servers, other, slow)
-        # Cuts will add work to the servers that get attention. So each direction ends later: the last array is by how
-        # many seconds, for each second that the mean rises.
+        # Cuts will raise the mean, and the servers that get attention do the added work. The last array: how many
+        # seconds later each direction ends for each second that the mean rises.
         takes_part = np.where(other < times[:, None], 1.0 / slow, 0.0).sum(axis=1)
         self._times = mean, times, servers / np.maximum(takes_part, 1.0 / slow.max(axis=1))
         self._other = other
@@ -109,25 +108,24 @@ class TargetLoad:
         return np.asarray(np.maximum(last[:, None] - self._other, 0.0))
 
     def tolerated(self, mean: np.ndarray) -> np.ndarray:
-        """Returns the [K] seconds that a tolerance is a fraction of: the ``mean`` [K].
+        """Returns the [K] seconds of which a tolerance is a fraction, for [K] ``mean`` attention per server.
 
-        If servers differ in speed, each direction gets the average over directions."""
+        They are ``mean``, but the average over directions if servers differ in speed."""
         return mean if self._slowness is None else np.full_like(mean, mean.mean())
 
     def work_in(self, seconds: np.ndarray) -> np.ndarray:
-        """Returns the work that each server does in ``seconds`` [K, R] or [K, 1].
+        """Returns the attention that each server does in ``seconds`` [K, R] or [K, 1].
 
         The result has the shape of ``seconds``, or [K, R] if servers differ in speed."""
         return seconds if self._slowness is None else np.asarray(seconds / self._slowness)
 
     def seconds_of(self, work: np.ndarray) -> np.ndarray:
-        """Returns [K, R] seconds that each server takes for ``work`` [K, R]."""
+        """Returns [K, R] seconds that each server takes for [K, R] attention ``work``."""
         return work if self._slowness is None else np.asarray(work * self._slowness)
 
 
 def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
-    """Returns ``other_seconds`` as [R] for one direction, or [K, R]. Raises PlanError for a wrong shape, or a number
-    that is negative or not finite."""
+    """Returns ``other_seconds`` as [R] for one direction, or [K, R] for two."""
     shapes = {1: ((servers,), (1, servers)), 2: ((2, servers),)}[directions]
     if seconds.shape not in shapes or not np.isfinite(seconds).all() or (seconds < 0).any():
         each = "" if directions == 1 else " for each direction"
@@ -136,17 +134,13 @@ def _checked(seconds: np.ndarray, servers: int, directions: int) -> np.ndarray:
 
 
 def _least_times(total: np.ndarray, other: np.ndarray, slowness: np.ndarray) -> np.ndarray:
-    """Returns [K] times, one for each direction, in which servers can do all attention. Their sum is the least
-    possible.
-
-    Each server does the same fraction of the attention in all directions. ``total`` [K] is the attention of all servers
-    together."""
-    # A direction takes at least its longest other work, and the time that its attention needs by itself. If these times
-    # do not suffice, a longer forward time is searched. At its upper bound, "high", backward takes its least time.
+    """Returns the [K] times T_k with the least sum, for ``total`` [K], the attention of all servers together."""
+    # T_k is at least the longest other work in direction k, and at least the time that direction k alone needs. The
+    # search for T_forward ends at "high", for which T_backward is the least possible.
     some = np.flatnonzero(total > 0)
     least = other.max(axis=1)
-    # For each direction with attention: when each server begins, and the fraction of all attention that it does per
-    # second.
+    # For each direction with attention: when each server begins attention, and the fraction of all attention that the
+    # server does per second.
     begin, speed = other[some], 1.0 / (slowness[some] * total[some, None])
     alone = np.array([_time_for(*each) for each in zip(begin, speed, strict=True)])
     least[some] = np.maximum(least[some], alone)
@@ -182,8 +176,7 @@ def _share(times: np.ndarray, begin: np.ndarray, speed: np.ndarray) -> np.ndarra
 def _time_for(begin: np.ndarray, speed: np.ndarray, most: np.ndarray | None = None) -> float:
     """Returns the earliest time at which servers have done all attention together, or each has done its ``most``.
 
-    Server r begins at begin[r], does the fraction speed[r] of all attention per second, and stops at the fraction
-    most[r]."""
+    Server r begins at begin[r], does the fraction speed[r] of all attention per second, and stops after most[r]."""
     # The fraction done grows linearly between "edges": times at which a server begins, or has done its most.
     edges, change = begin, speed
     if most is not None:

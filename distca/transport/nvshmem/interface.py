@@ -1,12 +1,12 @@
 """The interface between the NVSHMEM transport (transport.py) and its *fabric*: the memory and signals of all ranks.
 
 - peers: the other ranks. They write rows into this rank's receive buffer.
-- exchange: one movement of rows between all ranks. An exchange has the same number on every rank.
+- exchange: one movement of tensor rows between all ranks. All ranks number exchanges 1, 2, 3 and so on.
 - arrived: the rows lie in the receiver's buffer. Then the sender signals the exchange's number to the receiver.
 - consumed: the receiver has copied the rows out of its buffer. Then the receiver signals the number to the senders.
 - token: a value that :meth:`Fabric.join` waits for.
 
-``NvshmemFabric`` (symmetric_memory.py) implements the interface on GPUs; a test double implements it on CPUs.
+``NvshmemFabric`` (symmetric_memory.py) implements the interface on GPUs, and a test double on CPUs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Put:
 
     Attributes:
         source: contiguous tensor.
-        ranges: [N, 3] int64 on the host. Each line is a range of rows: first source row, first row at the
-            peer, number of rows. At the peer, the ranges follow each other without gaps.
+        ranges: [N, 3] int64 on the host: for each range of rows the first source row, the first row at the peer, and
+            the number of rows. At the peer, the ranges follow each other without gaps.
         rows: int64 on the device, the source rows of all ranges in order.
-        begin: byte of the peer's receive buffer where row 0 at the peer lies.
+        begin: byte of the peer's receive buffer that row 0 at the peer has.
     """
 
     source: torch.Tensor
@@ -41,12 +41,10 @@ class Put:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all ranges."""
         return len(self.rows) * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return row_bytes(self.source)
 
 
@@ -68,11 +66,11 @@ class Fabric(Protocol):
 
         Args:
             number: number of the exchange.
-            reuses: writes to a peer wait until the peer has consumed this earlier exchange; 0 for no wait.
+            reuses: writes to a peer wait until the peer has consumed all exchanges up to this number; 0 for no wait.
             puts: the rows to write, by peer.
 
         Returns:
-            A token. After its :meth:`join`, callers may write to the sources.
+            A token. After :meth:`join` with this token, callers may write to the sources.
         """
         ...
 
@@ -81,8 +79,8 @@ class Fabric(Protocol):
 
         Args:
             parts: the tensors of an exchange.
-            behind: the exchange's token from :meth:`put`; copies may wait until its writes end. None if no rows were
-                put.
+            behind: the exchange's token from :meth:`put`; copies may wait until the exchange's writes end. None if no
+                rows were put.
 
         Returns:
             A token for the end of the copies; None if the current stream copies.
@@ -90,25 +88,22 @@ class Fabric(Protocol):
         ...
 
     def join(self, token: Any) -> None:
-        """Makes the current stream wait for the token of :meth:`put`, :meth:`keep` or :meth:`beside`."""
+        """Makes the current stream wait for a token of :meth:`put`, :meth:`keep` or :meth:`beside`."""
         ...
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
-        """Makes the current stream wait until the rows of exchange ``number`` from ``peers`` have arrived."""
+        """Makes the current stream wait until the rows from ``peers`` have arrived."""
         ...
 
     def beside(self, work: Callable[[], None]) -> Any:
-        """Calls ``work`` with a side stream as the current stream, which first waits for the caller's stream.
-
-        Returns a token for the end of the work that ``work`` queued."""
+        """Calls ``work`` on a side stream, which first waits for the caller's stream; returns a token for the end."""
         ...
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Calls ``work``, which queues torch operations on the current stream. A test double may call it later."""
+        """Calls ``work``, which queues torch operations on the current stream; a test double may delay the call."""
         ...
 
     def consumed(self, number: int) -> None:
-        """Signals to all peers that this rank has consumed all exchanges up to ``number``.
-
-        The signal is sent after the current stream's earlier work."""
+        """Signals to all peers, after the current stream's earlier work, that exchanges up to ``number`` are consumed
+        here."""
         ...

@@ -1,18 +1,18 @@
 """The places of exchanges in the receive buffers of the NVSHMEM transport.
 
-- exchange: one movement of rows between all ranks. Senders write rows into the receivers' buffers.
+- exchange: one movement of tensor rows between all ranks. Senders write rows into the receivers' buffers.
 - number: exchanges are numbered 1, 2, 3 and so on.
-- place: the bytes of the receive buffer for one exchange. All ranks compute the same place.
+- place: the bytes of the receive buffer for one exchange, the same on all ranks.
 - part: the rows of one tensor in an exchange.
 - consumed: a receiver has copied the rows of an exchange out of its buffer.
 
-Places follow each other in the buffer and begin again at byte 0. Senders wait until the receiver has consumed earlier
-exchanges in the same bytes. Example: a buffer of 1 MiB and exchanges of 384 KiB. Exchange 1 begins at byte 0,
-exchange 2 at 384 KiB, and exchange 3 at byte 0 again. Senders of exchange 3 wait until exchange 1 is consumed.
+Places follow each other in the buffer and begin again at byte 0. Example: a buffer of 1 MiB and exchanges of 384 KiB.
+Exchange 1 begins at byte 0, exchange 2 at 384 KiB, and exchange 3 at byte 0 again. Senders of exchange 3 wait until
+the receivers have consumed exchange 1.
 
-A rank may launch an exchange before it has consumed the previous one. If the places of the two overlapped, the new rows
-could not be written before the previous ones are consumed. A rank that waits for the new rows first would wait forever.
-So such an exchange gets no place, and ``transport.py`` uses another transport or raises an error.
+A rank may launch an exchange before it has consumed the previous one. If their places overlapped, the new rows could
+not arrive before the previous ones are consumed. A rank that waits for the new rows first would wait forever. So such
+an exchange gets no place, and ``transport.py`` uses another transport or raises an error.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class RingPlace:
     """The place of one exchange.
 
     Attributes:
-        number: number of the exchange. With two hops, receivers send rows on to further ranks. Each hop takes a number,
-            and ``number`` is that of the second.
+        number: number of the exchange. An exchange with two hops (receivers send rows on to further ranks) takes two
+            numbers, and this is the second.
         begin: first byte in the receive buffer, a multiple of 256.
         offsets: first byte of each part, counted from ``begin``; multiples of 256.
-        reuses: receivers must have consumed all exchanges up to this number before rows are written; 0 for no wait.
+        reuses: senders wait until receivers have consumed all exchanges up to this number; 0 for no wait.
     """
 
     number: int
@@ -50,7 +50,7 @@ class ReceiveRing:
 
     Args:
         capacity: bytes of the receive buffer.
-        setting: name of the setting for the buffer's size, for error messages.
+        setting: name of the option that sets ``capacity``, for error messages.
     """
 
     def __init__(self, capacity: int, setting: str) -> None:
@@ -77,7 +77,7 @@ class ReceiveRing:
         if not self._is_free(size, reuses):
             raise TransportError(self._too_small(size))
         self._check_consumed()
-        self._number += hops  # each hop has a number
+        self._number += hops
         self._reused = reuses
         while self._in_use and self._in_use[0][0] <= reuses:
             self._in_use.popleft()
@@ -108,27 +108,24 @@ class ReceiveRing:
         """Returns ``begin`` and ``reuses`` (:class:`RingPlace`) of a place of ``size`` bytes after the newest."""
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._in_use if a < begin + size and begin < b)
-        # Exchanges up to self._reused are no longer in self._in_use, but a sender waited for the receivers of its own
-        # rows only. The next exchange may have other receivers, which have yet to be waited for. So ``reuses`` is at
-        # least self._reused.
+        # A sender waits for the receivers of its own rows only. The next exchange may have other receivers, which may
+        # not have consumed the exchanges up to self._reused. So ``reuses`` is at least self._reused.
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:
-        """Whether a place lies inside the buffer and does not overlap the newest exchange's place.
-
-        ``size`` and ``reuses`` are those of :meth:`_next_place`."""
+        """Whether a place from :meth:`_next_place` is inside the buffer and clear of the newest exchange's place."""
         return size <= self.capacity and (reuses < self._number or not self._number)
 
     def consumed(self, number: int) -> int:
         """Notes that this rank has consumed exchange ``number``.
 
-        Returns a number n. This rank has consumed all exchanges up to n, but not exchange n + 1 if there is one."""
+        Returns the largest n for which this rank has consumed all exchanges up to n."""
         self._not_consumed.remove(number)
         return min(self._not_consumed, default=self._number + 1) - 1
 
     def _too_small(self, size: int) -> str:
         # ``before`` is the size of the newest exchange's place. With before + 2 * size bytes, the exchange fits in
-        # front of this place or behind it. The message asks for more, for later exchanges.
+        # front of this place or behind it. The message asks for more, because later exchanges may be larger.
         before = sum(end - begin for number, begin, end in self._in_use if number == self._number)
         needed = before + 3 * max(size, before)
         beside = f" beside the exchange before it, of {before / _GIB:.3g} GiB" if before else ""
@@ -140,7 +137,6 @@ class ReceiveRing:
 
 
 def _offsets(sizes: tuple[int, ...]) -> tuple[list[int], int]:
-    """Returns the offset of each part in the exchange's place, and the bytes of the whole place."""
     offsets, size = [], 0
     for part in sizes:
         offsets.append(size)

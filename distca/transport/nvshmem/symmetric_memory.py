@@ -3,7 +3,7 @@
 - block: the NVSHMEM memory of one rank. All ranks' blocks have the same layout.
 - intra-node peers: the other ranks of the node. Copy engines or a kernel write to their blocks (intranode.py).
 - inter-node peers: ranks on other nodes. NVSHMEM's own calls write to their blocks (internode.py).
-- exchange: one movement of rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
+- exchange: one movement of tensor rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
 - slot: a 64-bit word in a block. To signal, a rank writes an exchange's number to a slot of a peer.
 
 A block has, in this order:
@@ -41,7 +41,7 @@ _PAGE = 4096
 
 
 class NvshmemFabric:
-    """Implements the interface ``Fabric`` (interface.py), which explains the methods.
+    """Implements ``Fabric`` (interface.py), which explains the methods and attributes.
 
     All ranks must make the object at the same time, at most once per process.
 
@@ -49,12 +49,6 @@ class NvshmemFabric:
         group: process group of all ranks that exchange rows.
         capacity: bytes of each receive buffer.
         internode: ranks of this node to treat as inter-node peers, for tests.
-
-    Attributes:
-        rank: this rank's number in the group.
-        ranks: number of ranks in the group.
-        receive_buffer: [capacity] uint8, this rank's receive buffer.
-        intranode: writes to intra-node peers.
 
     Raises:
         TransportError: NVSHMEM does not start, or the block of a rank on this node cannot be mapped.
@@ -133,7 +127,7 @@ class NvshmemFabric:
             self._internode_peers.consumed(number, sorted(self._internode))
 
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
-        """Tells the watching thread of a wait; ``what`` comes before "exchange" and the number in warnings."""
+        # ``what`` is a part of warnings, and tells :meth:`_missing` which signals to look at.
         self._waits.note(Wait(cuda_ops.mark(torch.cuda.current_stream()), tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
@@ -148,7 +142,7 @@ class NvshmemFabric:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The layout of a block: offsets in bytes of the receive buffer and the staging memory, and sizes in bytes."""
+    """The layout of a block: offsets and sizes in bytes."""
 
     ranks: int
     receive_buffer: int
@@ -163,11 +157,9 @@ class _Layout:
         return _Layout(ranks, receive_buffer, staging, staging_bytes, staging + staging_bytes)
 
     def arrived(self, rank: int) -> int:
-        """Returns the offset in bytes of the slot to which ``rank`` signals "arrived"."""
         return 8 * rank
 
     def consumed(self, rank: int) -> int:
-        """Returns the offset in bytes of the slot to which ``rank`` signals "consumed"."""
         return 8 * (self.ranks + rank)
 
     def addresses(self, bases: Sequence[int], rank: int) -> Addresses:
@@ -181,7 +173,7 @@ class _Layout:
     def internode_addresses(self, base: int, rank: int) -> InternodeAddresses:
         """Returns the addresses for writes to inter-node peers; this rank's block begins at ``base``.
 
-        To name a place in a peer's block, NVSHMEM takes the address of the same place in this rank's block."""
+        NVSHMEM takes the address in this rank's block for the same place in a peer's block."""
         return InternodeAddresses(
             receive_buffer=base + self.receive_buffer,
             staging=base + self.staging,
@@ -209,11 +201,7 @@ def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor
 
 
 def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist.ProcessGroup) -> list[int]:
-    """Returns the address of each rank's block in this process; 0 for blocks on other nodes.
-
-    Raises:
-        TransportError: a block on this node cannot be mapped.
-    """
+    """Returns the address of each rank's block in this process; 0 for blocks on other nodes."""
     from nvshmem import bindings
 
     rank, names = dist.get_rank(group), dist.get_process_group_ranks(group)
@@ -229,19 +217,14 @@ def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist
 
 
 def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> None:
-    """Starts NVSHMEM over the ranks of ``group``, with ``heap_bytes`` for a block.
-
-    Raises:
-        TransportError: NVSHMEM does not start, or NVSHMEM_REMOTE_TRANSPORT forbids several nodes.
-    """
     if not one_node and os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none":
         raise TransportError(
             "NVSHMEM_REMOTE_TRANSPORT is 'none', but the server pool spans several nodes. Unset it, or set "
             "`transport` to nccl."
         )
-    # NVSHMEM reads these variables when it starts. 16 MiB beside the block are for NVSHMEM's own data.
+    # 16 MiB beside the block are for NVSHMEM's own data.
     os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes + (16 << 20))
-    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # no multicast memory, which is not used here
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast memory is not used here
     if one_node:
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
     import nvshmem.core
