@@ -1,12 +1,11 @@
-"""The effects of a plan: seconds of each server, rows that travel and memory for them, and a lower bound on seconds.
+"""Figures of a plan, which says where attention is computed: seconds of each rank, rows that travel, and memory.
 
 - A *nano-batch* is a whole micro-batch, or one of its two parts. Each nano-batch has a plan.
 - A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers.
-- A *server* is a rank that computes attention.
-- A *task* is a range of query rows of one document on one server.
+- A *server* is a rank that computes attention. A *task* is a range of query rows of one document on one server.
 - A *gateway* is a server that receives key/value rows from another node, and sends them on to servers of its own node.
 
-Array legend: R ranks, P pairs of ranks, K kinds of attention layers, N ranges of rows. Rows are int64, seconds float64.
+R ranks, P pairs of ranks, K kinds of attention layers, N ranges of rows. Rows are int64, seconds float64.
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ from distca.plan.plan import Plan
 from distca.plan.sorting import order_by
 
 _LEAST_GB = 0.25
-"""The least memory for received rows, in GiB. If a rank has few tokens, memory in proportion to tokens can be too
-little."""
+"""The least memory for received rows, in GiB. With few tokens per rank, a server may receive more rows per token."""
 
 
 @dataclass(frozen=True)
 class PairRows:
-    """The rows that travel from one rank to another, for each sorted pair of ranks with at least one row.
+    """The rows that travel, for each pair of ranks with at least one row, sorted by ``home`` and then ``server``.
 
     Attributes:
-        ranks: R.
-        home: [P] sender: a home, or a gateway.
-        server: [P] receiver.
+        ranks: number of ranks, R.
+        home: [P] rank that sends: a home or a gateway.
+        server: [P] rank that receives.
         rows: [P] number of rows.
     """
 
@@ -59,7 +57,7 @@ class PairRows:
         return np.bincount(self.server, self.rows, self.ranks).astype(np.int64)
 
     def between(self, group: np.ndarray) -> PairRows:
-        """Returns the pairs of ranks in different groups; ``group`` [R] is the group of every rank."""
+        """Returns the pairs of ranks in different groups; ``group`` [R] is each rank's group, such as its node."""
         far = group[self.home] != group[self.server]
         return PairRows(self.ranks, self.home[far], self.server[far], self.rows[far])
 
@@ -84,11 +82,10 @@ class Traffic:
 
     @property
     def kv_rows(self) -> int:
-        """Returns the key/value rows that travel, from homes and from gateways."""
         return self.kv.total + self.relay.total
 
     def between(self, group: np.ndarray) -> Traffic:
-        """Returns the rows between ranks of different groups; ``group`` [R] is the group of every rank."""
+        """Returns the rows between ranks of different groups; ``group`` [R] is each rank's group, such as its node."""
         return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
     def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
@@ -106,15 +103,17 @@ class Traffic:
 
 
 def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """Returns [R] attention seconds of every server in one layer; "both" adds forward and backward.
+    """Returns [R] seconds in which each server computes its tasks once; "both" adds forward and backward.
 
-    ``cost`` is one cost model, or a sequence with a cost model for each kind of layer."""
+    ``cost`` is one cost model for all tasks, or a sequence with a cost model for each kind of layer."""
     costs = cost if isinstance(cost, Sequence) else (cost,)
     return np.asarray(seconds_by_kind(plan, costs, direction).sum(axis=0))
 
 
 def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """Returns [K, R] attention seconds of every server, for each kind of layer; with one cost, [1, R] for all tasks."""
+    """Returns [K, R] seconds in which each server computes its tasks in layers of each kind.
+
+    ``costs`` has K cost models. A single cost model is for the tasks of all kinds; the result is then [1, R]."""
     tasks, ranks = plan.tasks, plan.layout.ranks
     found = np.zeros((len(costs), ranks))
     for number, cost in enumerate(costs):
@@ -125,12 +124,10 @@ def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction
 
 
 def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two [R] arrays: k,v rows in each server's buffer, and rows that the server copies for its tasks.
+    """Returns two [R] arrays: k,v rows in each server's buffer, and k,v rows that the server copies for its tasks.
 
-    A server copies rows if its tasks share rows, or need rows from the previous nano-batch; else the server copies 0
-    rows."""
-    # "kept" is the rows in the buffer. A kernel reads a region of k,v rows for each task. If the regions of all tasks
-    # have more rows than the buffer, the regions are copies.
+    A server copies 0 rows unless its tasks share rows, or need rows from the previous nano-batch."""
+    # A kernel reads a *region* of k,v rows for each task. Regions with more rows in all than the buffer are copies.
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
     kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
     regions = np.bincount(tasks.server, plan.region_rows, ranks).astype(np.int64)
@@ -144,14 +141,9 @@ def imbalance(seconds: np.ndarray) -> float:
 
 
 def traffic(plan: Plan, links: Links | None = None) -> Traffic:
-    """Returns the rows that travel for ``plan``.
+    """Returns the rows that travel for ``plan``. A k,v row travels to a server once, however many tasks read it.
 
-    A k,v row travels to a server once, even if several tasks of the server read it.
-
-    Args:
-        plan: over R ranks.
-        links: which ranks share a node, so that gateways can be chosen; None if all ranks share one.
-    """
+    ``links`` says which ranks share a node, so that gateways can be chosen; None if all ranks share one."""
     ranks, reads = plan.layout.ranks, plan.q_reads
     q = pair_rows(reads.home, reads.server, reads.rows, ranks)
     reads = plan.kv_reads
@@ -163,7 +155,6 @@ def traffic(plan: Plan, links: Links | None = None) -> Traffic:
 
 def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -> PairRows:
     """Adds up [N] ``rows`` for each pair of ``home`` and ``server``; rows that stay on their rank are left out."""
-    # To sort pairs, each pair becomes one number.
     away = np.flatnonzero(home != server)
     pair, rows = (home * ranks + server)[away], rows[away]
     order = order_by(pair)
@@ -177,17 +168,11 @@ def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
     """Returns a lower bound on the seconds of the slowest server, for any plan.
 
-    The result is the larger of two bounds. One is the time of all work, divided in proportion to the servers' speeds.
-    The other is the time of the costliest query row with the fastest cost table. "both" adds the bounds of forward and
-    backward.
-
-    Args:
-        layout: the nano-batch.
-        cost: seconds per task.
-        direction: forward, backward or both.
+    The result is the larger of two bounds: the seconds if all servers end at the same time, and the seconds in which
+    the fastest server computes the costliest query row. "both" adds the bounds of forward and backward.
     """
-    # work and row [tables, directions]: with each cost table, the seconds of all documents on one server, and of the
-    # costliest row. speed [directions]: the fraction of all documents that all servers together compute in a second.
+    # work [tables, directions]: seconds in which one server with this cost table computes all documents. row: the same
+    # for the costliest row. speed [directions]: the fraction of all documents that R servers compute in a second.
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * layout.ranks)
@@ -200,14 +185,14 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:
     """Returns the GiB of memory for the rows that a rank receives.
 
-    The memory holds 4.5 rows of q, k and v per token of the rank, or 5 rows with ``resend``. This is enough for plans
-    without pipeline stages, as tested on the documents of tests/plan/test_receive_buffer.py.
+    The memory holds 4.5 rows of q, k and v per token of the rank, or 5 rows with ``resend``. Exchanges that need more
+    fail. Without pipeline stages, the documents of tests/plan/test_receive_buffer.py fit.
 
     Args:
         shape: heads of one rank.
         tokens: tokens of a micro-batch per rank.
         resend: whether backward sends q, k, v and o again, with dO.
-        sinks: whether heads have learned scores in the softmax. The log-sum-exp of each row then travels with o and dO.
+        sinks: whether heads have learned scores in the softmax. With sinks, each row's log-sum-exp travels too.
     """
     rows = (5.0 if resend else 4.5) * tokens
     lse = 4 * shape.heads if sinks and not resend else 0

@@ -5,11 +5,11 @@ computes one row after the other:
 
     S ← e^g · S;   u = β · (v − Sᵀk) with the delta rule, β · v without it;   S ← S + k uᵀ;   o = scale · Sᵀq
 
-q, k and v come from a short causal convolution over rows. Each row has a g and a β for each head, or a g for each
-channel of k of each head.
+q, k and v come from a short causal convolution over rows. Each row has a β for each head. Each row has a g for each
+head, or for each channel of k in each head.
 
-Long documents are cut into *pieces*, which ranks compute at the same time. With the state S before a piece, the state
-behind the piece is T·S + B. T is the piece's *transition*.
+Long documents are cut into *pieces*, which ranks compute at the same time. A piece turns a state S into T·S + B. T (the
+piece's *transition*) and B depend on the piece's rows only.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Recurrence:
         heads: heads of v and of the state.
         key_dim: K, channels of a head of q or k.
         value_dim: V, channels of a head of v.
-        scale: factor on the outputs.
+        scale: the factor in the formula.
         delta: whether the formula has the delta rule.
-        normalise: whether heads of q and k are divided by their norm.
-        decay_by_channel: True if each channel of k in a head has a g; False if each head has one g.
+        normalise: whether heads of q and k are divided by their L2 norm.
+        decay_by_channel: whether each channel of k in each head has a g of its own.
         kernel: rows that the convolution reads for one row: the row itself and ``kernel`` - 1 earlier rows.
         columns: the order of q, k and v among the convolution's channels.
     """
@@ -79,14 +79,13 @@ class Recurrence:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Returns the number of channels of each of :attr:`columns`."""
+        """Returns the number of channels of q, k and v, in the order of :attr:`columns`."""
         of_keys, of_values = self.key_heads * self.key_dim, self.heads * self.value_dim
         first, second, third = (of_values if name == "v" else of_keys for name in self.columns)
         return first, second, third
 
     @property
     def channels(self) -> int:
-        """Returns the number of channels of the convolution."""
         return sum(self.widths)
 
     @property
@@ -96,27 +95,23 @@ class Recurrence:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Returns the shape of the states of all heads."""
         return self.heads, self.key_dim, self.value_dim
 
     @property
     def transition_shape(self) -> tuple[int, int, int]:
         """Returns the shape of the transitions of all heads.
 
-        With the delta rule a transition is a matrix. Without the delta rule a transition is, for each head,
-        one factor for each channel of k, or a single factor."""
+        With the delta rule, a head's transition is a matrix. Without it, a transition has as many factors as g."""
         if self.delta:
             return self.heads, self.key_dim, self.key_dim
         return self.heads, self.key_dim if self.decay_by_channel else 1, 1
 
     @property
     def state_bytes(self) -> int:
-        """Returns the bytes of the states of all heads in float32."""
         return _STATE_NUMBER_BYTES * math.prod(self.state_shape)
 
     @property
     def transition_bytes(self) -> int:
-        """Returns the bytes of the transitions of all heads in float32."""
         return _STATE_NUMBER_BYTES * math.prod(self.transition_shape)
 
     @property

@@ -1,22 +1,20 @@
 """Routes: one rank's part of a plan, with the rows that it sends and receives, and the k,v rows of each of its tasks.
 
-- The *home* of a row is the rank that holds the row.
-- A *server* is a rank that computes attention.
+- The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention.
 - A *task* is a range of query rows of one document on one server.
 - A *region* is the range of k,v rows that a kernel reads for one task.
 - A *context* is the union of overlapping regions on one server (``plan.py``).
 
-The rows of a context travel to the server's buffer once. If tasks share rows, the server copies these rows to the
-regions. Example: a server has the tasks [2, 4) and [6, 7) of a document. Its buffer gets the k,v rows [0, 7). The
-regions are copies of the rows [0, 4) and [0, 7).
+Example: a server has the tasks [2, 4) and [6, 7) of a document. The server's buffer gets the context's k,v rows [0, 7)
+once. The regions are copies of the rows [0, 4) and [0, 7).
 
-In layers without a window, k,v rows travel once to each node, to a server called the *gateway*. A second exchange, the
-*relay*, brings the rows to other servers of the node (``network.py``).
+k,v rows for another node may travel to one server there, the *gateway*. A second exchange, the *relay*, brings the rows
+to other servers of the node (``network.py``).
 
-A micro-batch is computed in one or two parts, the *nano-batches*. Each nano-batch has a plan. In the second nano-batch
-a server may also read k,v rows in the buffer that it filled in the first.
+A micro-batch is computed in one or two parts, the *nano-batches*. Each has a plan. In the second nano-batch a server
+may also read k,v rows that its buffer holds from the first.
 
-Array legend: T tasks, L contexts, R ranks.
+T tasks, L contexts, R ranks.
 """
 
 from __future__ import annotations
@@ -43,11 +41,11 @@ class Route:
         ranks: number of ranks in the plan.
         q: exchange of query rows; attention's outputs return by the reverse exchange.
         kv: exchange of key and value rows from homes.
-        relay: exchange of key and value rows from gateways, whose server buffers are the source tensors. It runs after
-            ``kv``; for gradients it runs before ``kv``. None if no rank of the plan is a gateway.
+        relay: exchange of key and value rows from gateways' server buffers. It runs after ``kv``; for gradients it runs
+            before ``kv``. None if no rank of the plan is a gateway.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' k,v regions.
-        kind: [T] int64 index of every task's kind of layer.
+        kind: [T] int64 index of every task's kind of layer in the plan's ``windows``.
     """
 
     rank: int
@@ -73,10 +71,7 @@ class Route:
 def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
     """Returns the part of ``plan`` that concerns ``rank``.
 
-    Args:
-        plan: the plan of all ranks.
-        rank: the rank.
-        links: which ranks share a node, so that gateways can be chosen; None if all ranks share one.
+    ``links`` says which ranks share a node, so that gateways can be chosen; None if all ranks share one.
 
     Raises:
         PlanError: the plan was made for fewer ranks.
@@ -85,20 +80,20 @@ def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
 
 
 class Routes(Sequence[Route]):
-    """The routes of all ranks of a plan; each is made when it is asked for.
+    """The routes of all ranks of a plan, each made on access.
 
     Args:
-        plan: the plan of all ranks.
-        links: which ranks share a node, so that gateways can be chosen; None if all ranks share one.
-        only: the rank whose route will be asked for, which saves time; None for any rank.
+        plan: the plan.
+        links: as for :func:`route`.
+        only: the only rank whose route will be asked for; None for any rank.
     """
 
     def __init__(self, plan: Plan, links: Links | None = None, only: int | None = None) -> None:
         tasks, layout = plan.tasks, plan.layout
         self._ranks = layout.ranks
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
-        # q_offset [T] and kv_offset [L]: first row of each task or context in its server's buffer. Server r has the
-        # tasks or contexts from bounds[r] up to bounds[r + 1].
+        # q_offset [T] and kv_offset [L]: first row of each task and of each context in its server's buffer. Server r
+        # has the tasks [_bounds[r], _bounds[r + 1]), and the contexts between the same elements of last_bounds.
         q_rows = tasks.stop - tasks.start
         self._q_ends, self._kv_ends = np.cumsum(q_rows), np.cumsum(plan.region_rows)
         self._kind = plan.kind_of_task
@@ -126,11 +121,7 @@ class Routes(Sequence[Route]):
     @overload
     def __getitem__(self, rank: slice) -> list[Route]: ...
     def __getitem__(self, rank: int | slice) -> Route | list[Route]:
-        """Returns the route of a rank, or the routes of a slice of ranks.
-
-        Raises:
-            PlanError: the plan was made for fewer ranks.
-        """
+        """Raises PlanError if the plan has no such rank."""
         if isinstance(rank, slice):
             return [self[each] for each in range(*rank.indices(self._ranks))]
         if not 0 <= rank < self._ranks:
@@ -158,9 +149,7 @@ class Routes(Sequence[Route]):
 
 
 def _borders(ends: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Returns int32 borders of the tasks from ``low`` up to ``high``, where task ``low`` begins at 0.
-
-    Example: ends 2, 5, 9 with low 1 and high 3 give 0, 3, 7."""
+    """Returns int32 borders of the tasks [low, high). Example: ends 2, 5, 9 with low 1 and high 3 give 0, 3, 7."""
     before = ends[low - 1] if low else 0
     return np.concatenate(([0], ends[low:high] - before)).astype(np.int32)
 
@@ -174,16 +163,15 @@ def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -
 
 
 def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
-    """Returns copies to the regions of all tasks: from a server's buffer, and from its buffer of the previous
-    nano-batch.
+    """Returns the copies that fill regions: from servers' buffers, and from their buffers of the previous nano-batch.
 
-    A server copies nothing if its buffer already consists of the regions: if its tasks share no rows, and need no rows
-    from the previous nano-batch. ``peer`` is the server of each copy. ``kv_offset`` and ``bounds`` are those of
-    :class:`Routes`."""
-    # A region consists of "kept" rows from the previous nano-batch, and then of rows from the server's buffer. A task's
-    # copy is joined to the previous task's copy if the task is the only one of its context and has no kept rows.
+    A server copies nothing if its tasks share no rows, and need no rows from the previous nano-batch: its buffer then
+    consists of the regions. ``peer`` is the server of each copy. :class:`Routes` explains the other arguments."""
+    # A region consists of "kept" rows from the previous nano-batch, and then of rows from the server's buffer. Two
+    # copies become one if their rows follow each other in the buffer and in the regions. "is_last" says whether a task
+    # is the last one of its context.
     tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task
-    is_last = np.append(context[1:] != context[:-1], True)[: len(tasks)]  # in the task's context
+    is_last = np.append(context[1:] != context[:-1], True)[: len(tasks)]
     kept = contexts.begin - contexts.first
     copies = np.bincount(tasks.server[~is_last | (kept[context] > 0)], minlength=len(bounds)) > 0
     chosen = np.flatnonzero(copies[tasks.server])

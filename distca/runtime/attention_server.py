@@ -3,12 +3,11 @@
 - homes: the ranks that train.
 - pool: homes and servers together.
 - store: the torch.distributed store through which homes and servers exchange messages.
-- terms: the facts about the homes' model that a server needs.
-- generation: the pool between two changes. At a change, servers join or leave, and process groups are made anew.
+- generation: the pool while its members stay the same. For each generation, process groups are made anew.
 
 For each step, homes write the lengths of the documents to the store. From the lengths, homes and servers make the same
-plan of which q, k and v rows travel. A server has 0 tokens of its own. It still runs every layer with 0 rows, so that
-its exchanges of rows come in the same order as on homes.
+plan, which says where the attention of each row is computed. A server has 0 tokens of its own. It still runs every
+layer with 0 rows, so that its exchanges of rows come in the same order as on homes.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ from distca.transport.collective import nccl_goes_first
 logger = logging.getLogger(__name__)
 
 _PLANNED_AHEAD = 3
-"""The most plans that a server holds: for this step, the next step, and a step of another loop, such as validation. A
-fourth plan replaces the oldest. If a replaced plan is needed, the server plans again."""
+"""The most plans that a server holds: for this training step, the next one, and a validation step. A fourth plan
+replaces the oldest. A step whose plan was replaced is planned again."""
 _REMEMBERED = 16
-"""The number of latest steps whose :class:`Served` stays in the store. Older reports are deleted."""
+"""The number of latest steps whose reports (:class:`Served`) stay in the store. Older reports are deleted."""
 FORMING = timedelta(seconds=20)
-"""The longest time for the processes of a generation to connect. After it, homes start another generation. The first
-generation has TIMEOUT instead."""
+"""The longest time for the processes of a generation to connect; later, homes start another generation. The first
+generation has TIMEOUT in place of this."""
 HOMES_QUIET = timedelta(days=7)
-"""The longest time without a message from homes. After it, the server raises LaunchError."""
+"""The longest time without a message from homes; later, the server raises LaunchError."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class PoolTerms:
         options: the planner's options.
         spec: core attention on a home: heads, dtype, device, and kinds (such as window and scale) of the layers.
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send these rows again.
-        layers: the numbers of a stage's layers with attention, which the timeline shows; empty if all layers
+        layers: the numbers of a pipeline stage's layers with attention, which the timeline shows; empty if all layers
             have attention.
     """
 
@@ -83,7 +82,7 @@ class Comer:
         number: the server's number, which a restarted server keeps.
         machine: host name.
         device: "cuda" or "cpu".
-        gpu: name of the server's GPU model, or "cpu"; homes plan with the seconds that were measured on this model.
+        gpu: name of the server's GPU model, or "cpu".
         process: identity of the process; new after a restart.
         kernel: name of the attention kernel that the server has chosen; empty before.
         gpu_id: identity of the GPU; servers on the same GPU have the same ``gpu_id``. Empty without a GPU.
@@ -100,13 +99,13 @@ class Comer:
 
 @dataclass(frozen=True)
 class KernelTerms:
-    """The facts from which a server chooses its kernel. Homes must know the kernel before they plan.
+    """The facts from which a server chooses its kernel.
 
     Attributes:
         servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.
         spec: core attention on a home, as in :class:`PoolTerms`.
         kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest correct kernel.
-        measures: whether homes tell each server of the first generation if it has to measure a cost table.
+        measures: whether each of ``servers`` then waits for a message that says if it has to measure a cost table.
     """
 
     servers: tuple[Comer, ...]
@@ -134,8 +133,9 @@ class Generation:
 
     Attributes:
         number: number of the generation, from 0.
-        servers: the servers, in the order of their ranks in the pool. Homes have the lower ranks. With tensor-parallel
-            size ``tp``, each ``tp`` consecutive servers have the same rank, in ``tp`` different process groups.
+        servers: the servers, in the order of their ranks in the pool, which follow the homes' ranks. With
+            tensor-parallel size ``tp``, the servers i · ``tp`` to i · ``tp`` + ``tp`` - 1 have the same rank, each in
+            its own process group.
         terms: facts about the homes' model.
         told: number of the generation's first message in the store.
     """
@@ -155,13 +155,14 @@ def serve(
 ) -> int:
     """Serves core attention until homes end the pool or leave this server out; returns the number of served steps.
 
-    A server computes on the current GPU and uses NCCL, or without GPUs on the CPU and uses gloo. It may start while
-    homes train; homes then add it before a later step. It may take the number of a server that has died.
+    A server computes on the current GPU, or without GPUs on the CPU. It may start while homes train; homes then add it
+    before a later step.
 
     Args:
         store: the homes' store, a TCPStore at MASTER_ADDR and MASTER_PORT of the homes.
-        number: this server's number, from 0. Servers have different numbers.
-        pool: number of the pool, from 0. Each ``distca.CAD`` of the training script that uses servers has a pool.
+        number: this server's number, from 0. Servers have different numbers, but a new server may have that of one that
+            has died.
+        pool: number of the pool, from 0. The training script's first ``distca.CAD`` with servers has pool 0.
         patience: the longest wait until homes come.
         measure: measures a cost table if homes have none for this GPU and kernel; None measures none.
 
@@ -169,8 +170,8 @@ def serve(
         LaunchError: no homes come in time, or homes are silent for ``HOMES_QUIET``.
         SupportError: homes compute on GPUs and this process on a CPU, or the reverse.
         KernelError: the kernel that homes name cannot run in this process, or computes wrong results.
-        RefusedServerError: the server came while homes train, and cannot join. Its number or its GPU is taken, its kind
-            of device differs from the homes', or its kernel fails.
+        RefusedServerError: the server came while homes train, and cannot join. Its number or its GPU is taken, homes
+            compute on another type of device, or its kernel fails.
     """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -230,23 +231,17 @@ def gpu_id(device: torch.device) -> str:
 
 
 def group_name(generation: int, part: int) -> str:
-    """Returns the name of a generation's process group for tensor-parallel rank ``part``."""
     return f"{generation}/part/{part}"
 
 
 def _host(store: dist.Store) -> str:
-    """Returns the host of the store, from which :func:`bind_gloo` finds gloo's network interface."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else LOOPBACK
 
 
 def check_device(homes: str, own: str, number: int) -> None:
-    """Checks that homes and this server both compute on GPUs, or both on CPUs: process groups need equal devices.
-
-    Raises:
-        SupportError: homes compute on GPUs and this server on a CPU, or the reverse.
-    """
+    """Raises SupportError if homes compute on GPUs and this server on a CPU, or the reverse."""
     if homes != own:
         raise SupportError(
             f"Server {number} has device {own}, and the homes compute on {homes}: start all of them on GPUs, "
@@ -278,7 +273,7 @@ class _Server:
         return self._me.number
 
     def _join(self, generation: Generation) -> None:
-        """Joins a generation. If a process does not connect, the method returns, and homes announce another generation.
+        """Joins a generation, unless a process does not connect; homes then announce another generation.
 
         Raises:
             RuntimeError: a process of the first generation does not connect.
@@ -310,7 +305,7 @@ class _Server:
         self._transport.give_up()
 
     def _rejoin(self, number: int) -> bool:
-        """Leaves the generation and joins generation ``number``; returns False if homes left this server out."""
+        """Leaves the generation and joins the generation ``number``; returns False if homes leave this server out."""
         self._leave()
         self._planned.clear()
         self._store.put(f"here/{number}/{self._number}", self._me)
@@ -355,14 +350,13 @@ class _Server:
                 if not self._transport.broken and self._has_served(*found.result(), forward_only, zero):
                     self._tell_served(step)
                     served += 1
-                else:  # None tells homes that the step failed here. Homes then start another generation.
+                else:  # None tells homes to start another generation.
                     self._store.put(f"served/{step}/{self._number}", None)
 
     def _has_served(self, plan: StepPlan, routes: StepRoutes, forward_only: bool, zero: float | None) -> bool:
-        """Serves a step; returns False if another rank of the pool is gone.
+        """Serves a step; returns False if another process of the pool is gone.
 
-        ``zero`` is when homes began to record a timeline, in seconds since 1970; None if homes record none. This server
-        records the step if homes do.
+        ``zero`` is when homes began to record a timeline, in seconds since 1970; None if homes record none.
 
         Raises:
             RuntimeError: this server itself failed.
@@ -401,7 +395,6 @@ class _Server:
         self._store.put(f"timeline/{question}/{self._number}", spans)
 
     def _plan(self, step: int, lengths: tuple[Any, ...]) -> tuple[StepPlan, StepRoutes]:
-        """Plans a step, and writes the plan's fingerprint or an error to the store for homes."""
         try:
             plan = StepInputs(lengths[0], self._terms.options, *lengths[1:]).plan()
             with uploading(self._device) as upload:
@@ -443,8 +436,8 @@ class _TracedLayer:
 
     Args:
         empty: heads, head widths, dtype and device of the layer's rows.
-        has_sink: whether the layer has sinks, learned scores that take a share of each softmax. Then the server also
-            sends lse, the log-sum-exp of scores, since homes apply sinks.
+        has_sink: whether the layer has sinks, which are learned scores in the softmax. The server then sends the
+            log-sum-exp of scores too, since homes apply sinks.
     """
 
     def __init__(self, empty: EmptyLayer, has_sink: bool) -> None:
@@ -458,7 +451,6 @@ class _TracedLayer:
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """The elements of a row's q, k and v."""
         each = self._empty
         return each.heads * each.head_dim, each.kv_heads * each.head_dim, each.kv_heads * each.value_width
 
@@ -472,8 +464,7 @@ class _TracedLayer:
         return hidden, q.reshape(0, each.heads, each.head_dim), kv
 
     def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        # With o (the output of attention) in the result, autograd's backward passes through the attention of this
-        # layer.
+        # The result must depend on attention's output o, or backward would skip this layer's exchanges.
         (hidden,) = residual
         o = o_NHD.reshape(0, self._empty.heads * self._empty.value_width)
         return torch.cat((o, hidden[:, o.shape[1] :]), dim=1)

@@ -1,8 +1,7 @@
 """The times of one rank's compute and transfers, for timelines in Perfetto and the step log.
 
-- span: a name with a start and an end.
-- track: a row of the timeline.
-- nano-batch: one of the two parts of a micro-batch, ping and pong. Each has its own tracks.
+A *span* is a name with a start and an end. A *track* is a row of the timeline. A *nano-batch* is one of the two parts
+of a micro-batch, *ping* and *pong*.
 """
 
 from __future__ import annotations
@@ -32,20 +31,19 @@ class _Span:
 
 
 class Timeline:
-    """The spans of one rank. "direction" is "forward" or "backward"; "nano" is 0 for ping, 1 for pong.
+    """The spans of one rank. Methods take ``direction``, "forward" or "backward", and ``nano``, 0 for ping, 1 for pong.
 
     Args:
         device: the device whose work is timed.
-        layers: the layer numbers to show; a call with layer n shows layers[n]. Empty shows n itself. Processes that
-            only compute attention need this, as they count only layers with attention.
+        layers: a span of layer n shows the number layers[n], or n if ``layers`` is empty. Example: a process that
+            computes attention of the layers 1 and 3 counts them as 0 and 1, and gives (1, 3).
 
     Attributes:
         clock: this rank's clock; on GPUs it takes times of the current stream.
         recording: whether spans are recorded.
         zero: time 0 of recorded spans, in seconds since 1970.
-        times_waits: whether :meth:`waiting` measures; callers set it.
-        order: the recorded actions in the order in which the host queued them. An entry has action, layer, nano-batch
-            and direction: "launch q,k,v 3 ping forward".
+        times_waits: whether :meth:`waiting` measures.
+        order: the recorded actions in the order in which the host queued them, such as "launch q,k,v 3 ping forward".
     """
 
     def __init__(self, device: torch.device | str, layers: Sequence[int] = ()) -> None:
@@ -72,7 +70,7 @@ class Timeline:
 
     @contextmanager
     def compute(self, name: str, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Records the work queued inside the block as a span; ``kinds`` is added to the span's name."""
+        """Records the work queued inside the block as a span; the text ``kinds`` is added to the span's name."""
         if not self.recording:
             yield
             return
@@ -86,9 +84,7 @@ class Timeline:
 
     @contextmanager
     def serve(self, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Measures the attention that is queued inside the block, even while spans are not recorded.
-
-        :meth:`take_serves` returns the seconds."""
+        """Measures the attention that is queued inside the block for :meth:`take_serves`, even without recording."""
         with self.compute("serve", layer, nano, direction, kinds):
             start = self.clock.work()
             yield
@@ -109,7 +105,7 @@ class Timeline:
         """Begins a span of compute, which ends at the next :meth:`compute`, :meth:`launched`, :meth:`joined` or
         :meth:`close`.
 
-        With ``past_launches``, a new span of this name begins after :meth:`launched`."""
+        With ``past_launches``, :meth:`launched` ends this span and begins a new span of the same name."""
         if self.recording:
             self.close()
             self.order.append(_entry(name, layer, nano, direction))
@@ -118,7 +114,6 @@ class Timeline:
             self._reopen = (name, layer, nano, direction) if past_launches else None
 
     def close(self) -> None:
-        """Ends the span that :meth:`open` began, if there is one."""
         if self._open is not None:
             self._open.end = self.clock.now()
             self._open = self._reopen = None
@@ -163,7 +158,7 @@ class Timeline:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Measures the block, a wait for a transfer; :meth:`take_waits` returns the seconds."""
+        """Measures the block, a wait for a transfer, for :meth:`take_waits`."""
         if not self.times_waits:
             yield
             return
@@ -172,7 +167,7 @@ class Timeline:
         self._waits.setdefault(what, []).append((start, self.clock.now()))
 
     def take_waits(self) -> dict[str, float]:
-        """Returns the seconds of :meth:`waiting` since the last call, by ``what``; blocks until the last wait ends."""
+        """Returns the seconds of :meth:`waiting` since the last call, by ``what``; blocks until these waits end."""
         waits, self._waits = self._waits, {}
         return {what: sum(self.clock.seconds(*each) for each in spans) for what, spans in waits.items()}
 
@@ -188,7 +183,6 @@ class Timeline:
         return seconds
 
     def serve_seconds(self) -> dict[str, float]:
-        """Returns :meth:`take_serves`, summed for each direction."""
         return {direction: sum(seconds) for direction, seconds in self.take_serves().items()}
 
     def take(self, rank: int) -> list[dict[str, Any]]:

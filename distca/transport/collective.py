@@ -1,8 +1,7 @@
 """Transport over torch.distributed (NCCL on GPUs, gloo on CPUs).
 
-An *exchange* moves rows of several tensors, its *parts*, between all ranks: one all-to-all for each part. Rows for
-another node may take two *hops*: to one rank of that node, and from there to other ranks of the node. The second hop is
-a second all-to-all.
+An *exchange* moves rows of several tensors, its *parts*, between all ranks. A part is one all-to-all, or two if it has
+two *hops*: rows for another node then travel to one rank of that node, and from there to other ranks of the node.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class CollectiveTransport:
     """Moves rows by all-to-all over ``group``, the process group of all ranks that exchange rows."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # A group may have gloo for CPUs and NCCL for GPUs. Rows are then on GPUs.
+        # A group may have both gloo for CPU tensors and NCCL for GPU tensors. On such a group, rows are on GPUs.
         self.name = "nccl" if "nccl" in str(dist.get_backend(group)) else str(dist.get_backend(group))
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
@@ -35,16 +34,13 @@ class CollectiveTransport:
     def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
         """Starts the all-to-alls, and copies rows that stay on this rank.
 
-        On GPUs the second hop is queued at once, on a side stream. On CPUs it starts when the caller waits for this
-        exchange or launches the next one.
-
         Raises:
             TransportError: the moves were planned for another number of ranks; nothing was sent.
         """
         check_ranks(parts, self.ranks)
         if self._newest is not None:
-            # All ranks must start collectives in the same order, but they wait for exchanges at different times. So the
-            # second hop of the previous exchange starts here, unless it started before.
+            # All ranks must start collectives in the same order, so the previous exchange's second hop must start
+            # before this exchange.
             self._newest.hand_on()
             self._newest = None
         hops = Hops.of(parts)
@@ -57,7 +53,7 @@ class CollectiveTransport:
                 handle.hand_on()
         elif hops.second:
             self._newest = handle
-        # Transfers run while these rows are copied.
+        # The rows that stay here are copied while other rows travel.
         for part in parts:
             part.moves.copy_kept(part.source, part.destination)
         return handle
@@ -70,7 +66,6 @@ class CollectiveTransport:
 
     @contextmanager
     def _on_second_hop_stream(self) -> Iterator[None]:
-        """Makes a side stream the current stream, after the earlier work of the caller's stream."""
         if self._second_hop_stream is None:
             self._second_hop_stream = torch.cuda.Stream(priority=-1)
         self._second_hop_stream.wait_stream(torch.cuda.current_stream())
@@ -112,9 +107,8 @@ class CollectiveHandle:
     """The all-to-alls of an exchange; the constructor starts the first hop.
 
     Args:
-        handed_on: first hop of the parts with two hops.
-        others: parts with one hop.
-        second: second hop of the parts with two hops.
+        handed_on, second: the first and the second hops of parts with two hops.
+        others: the parts with one hop.
     """
 
     def __init__(self, handed_on: list[_AllToAll], others: list[_AllToAll], second: list[_AllToAll]) -> None:
@@ -126,17 +120,16 @@ class CollectiveHandle:
 
     @property
     def works(self) -> list[dist.Work]:
-        """The pending collectives, for the timeline."""
         return [each.work for each in self._under_way if each.work is not None]
 
     def tell(self, ended: Callable[[], None]) -> None:
-        """Makes a thread of gloo call ``ended`` each time a collective of this exchange ends."""
+        """Makes a thread call ``ended`` each time a collective of this exchange ends; for gloo."""
         self._ended = ended
         for each in self._under_way:
             each.tell(ended)
 
     def hand_on(self) -> None:
-        """Waits for the first hop and starts the second, if there is one that has not started."""
+        """Waits for the first hop and starts the second, unless it has started or there is none."""
         if not self._second:
             return
         for each in self._handed_on:
@@ -162,8 +155,7 @@ def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
 def nccl_goes_first() -> None:
     """Gives NCCL's kernels a high stream priority; must be called before any process group is made.
 
-    With equal priority, a collective on one rank may wait seconds until attention of a long document ends. On other
-    ranks the collective's kernel has begun and waits for that rank, and takes multiprocessors from attention. If the
-    environment variable TORCH_NCCL_HIGH_PRIORITY is set already, it stays as it is.
+    With equal priority, a collective may wait seconds until attention of a long document ends. A value of the
+    environment variable TORCH_NCCL_HIGH_PRIORITY stays as it is.
     """
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

@@ -1,8 +1,7 @@
 """Lets torch and Megatron read checkpoints without running code in them.
 
 torch's reader uses ``pickle.load`` for the file ``.metadata``, which describes tensors, and ``weights_only=False`` for
-other objects. Both would run any function that a file names. Inside :func:`readable` neither is used. Errors of reading
-files become an :class:`UnreadableError` with a short message.
+other objects. Both would run any function that a file names. Both are replaced inside :func:`readable`.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ T = TypeVar("T")
 
 
 class UnreadableError(Exception):
-    """Raised for a checkpoint that cannot be read. The message gives the reason without the folder's name."""
+    """A checkpoint cannot be read. The message gives the reason without the folder's name."""
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Reads a checkpoint's small files: ``.metadata``, and if present common.pt and metadata.json.
+    """Reads a checkpoint's ``.metadata``, and its common.pt and metadata.json if present.
 
-    The files that ``.metadata`` describes must be there and large enough; their tensors are not read.
+    The files that ``.metadata`` describes must be there and large enough; they are not read.
 
     Raises:
         pickle.UnpicklingError: a file cannot be read, contains more than data, or does not fit ``.metadata``.
@@ -48,7 +47,6 @@ def check_small_files(checkpoint: Path) -> None:
 
 
 def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:
-    """Returns ``read`` of the file at ``path``; every failure becomes an UnpicklingError."""
     try:
         if path.exists() and not path.is_file():  # opening a named pipe would wait for a writer
             raise pickle.UnpicklingError("it is no regular file")
@@ -73,7 +71,7 @@ def readable() -> Iterator[None]:
         with only_data():
             yield
         return
-    # torch's CheckpointException derives from BaseException. It holds every rank's error; the first one is enough.
+    # torch's CheckpointException derives from BaseException, and holds every rank's error.
     except CheckpointException as error:
         cause: BaseException = next(iter(error.failures.values()))[0]
     except (pickle.UnpicklingError, OSError, EOFError, CheckpointingException) as error:
@@ -84,7 +82,6 @@ def readable() -> Iterator[None]:
 
 @contextmanager
 def only_data() -> Iterator[None]:
-    """A context in which the two functions of torch that run code from checkpoints are replaced."""
     restricted = SimpleNamespace(**{name: getattr(pickle, name) for name in ("dump", "dumps")}, load=read_metadata)
     before = filesystem.pickle, DefaultLoadPlanner.load_bytes
     filesystem.pickle, DefaultLoadPlanner.load_bytes = restricted, _load_bytes  # type: ignore[assignment,method-assign]
@@ -103,7 +100,6 @@ def _load_format(file: BinaryIO) -> CheckpointingConfig:
 
 
 def _load_tensors(file: BinaryIO) -> Any:
-    """Reads common.pt, which has values that are equal on all ranks."""
     return torch.load(file, map_location="cpu", weights_only=True)
 
 

@@ -1,7 +1,7 @@
 """Reads the weights of a Megatron checkpoint as tensors of a Hugging Face folder, without building the model.
 
-So the names of all parameters are in tables here and in ``hybrid_names.py``. A *slot* (``hugging_face/slots.py``) says
-which of the folder's tensors make up a parameter. :func:`save_weights` writes a checkpoint of weights alone.
+No model gives the names of parameters, so they are in tables here and in ``hybrid_names.py``. A *slot*
+(``hugging_face/slots.py``) says which of the folder's tensors make up a parameter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megatron_patches.hugging_face.slots import Slot
 from megatron_patches.hugging_face.weights import slot_of
 
 _Parameter = tuple[tuple[str, ...], int | None, Slot]
-"""A parameter of the model: keys in the checkpoint, an index or None, and the parameter's slot.
+"""A parameter of the model: its keys in the checkpoint, an index or None, and its slot.
 
-Tensors of several keys are concatenated along the first dimension. In a tensor that stacks layers or experts along the
-first dimension, the index selects one of them.
+Tensors of several keys are concatenated along the first dimension. If a checkpoint's tensor stacks layers or experts
+along the first dimension, the index is that of the layer or expert.
 """
 
 _LAYER = (
@@ -64,7 +64,7 @@ _LAYER = (
     "mlp.shared_experts.gate_weight",
     "post_mlp_layernorm.weight",
 )
-"""The parameters that a layer may have, in the order of reading; not those of experts and recurrences."""
+"""The parameters that a layer may have, in the order of reading, without those of experts and recurrent layers."""
 
 _SAVED_AS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -78,10 +78,10 @@ _EXPERT_BIASES = tuple(f"mlp.experts.experts.{part}" for part in ("linear_fc1.bi
 
 
 def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
-    """Whether a layer has a parameter of ``_LAYER``. A layer with ``mixture`` has experts in place of an MLP."""
+    """Whether a layer has the parameter ``part``. With ``mixture`` the layer has experts in place of an MLP."""
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
-    # Latent attention makes keys and values from narrow rows. With ``low`` it makes queries from narrow rows too.
+    # Latent attention makes keys and values from narrow rows. If ``low``, queries come from narrow rows too.
     latent, low = model.latent.kv_rank > 0, model.latent.q_rank > 0
     absent = {
         "self_attention.linear_qkv.bias": not model.qkv_bias,
@@ -115,10 +115,7 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
 
 
 def save_weights(gpt: GPTModel, path: Path) -> None:
-    """Writes a checkpoint of a model's weights alone to an existing empty folder; all ranks call it together.
-
-    Megatron's ``dist_checkpointing.load({"model": ...})`` reads the checkpoint on any number of ranks.
-    """
+    """Writes a checkpoint of a model's weights alone to an existing empty folder; all ranks call it together."""
     from megatron.core import parallel_state
 
     writer = FullyParallelSaveStrategyWrapper(TorchWriter(), parallel_state.get_data_parallel_group())
@@ -126,7 +123,7 @@ def save_weights(gpt: GPTModel, path: Path) -> None:
 
 
 class SavedWeights:
-    """The weights of a checkpoint, as tensors of a Hugging Face folder. One parameter at a time is in memory.
+    """The weights of a checkpoint, as tensors of a Hugging Face folder.
 
     Raises:
         UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
@@ -144,6 +141,8 @@ class SavedWeights:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields each tensor of the Hugging Face folder as (name, tensor), in the checkpoint's dtype.
+
+        One parameter at a time is in memory.
 
         Raises:
             ModelError: the checkpoint lacks a parameter of the model.
@@ -178,7 +177,7 @@ class SavedWeights:
         model = self._model
         for layer, kind in enumerate(model.layer_kinds):
             mixture = kind.mlp.experts.count > 0
-            # Without experts, a tensor of the checkpoint stacks a parameter of all layers.
+            # In a model without experts, a checkpoint's tensor stacks all layers.
             stack, number = ("decoder.layers", layer) if not model.experts.count else (f"decoder.layers.{layer}", None)
             for part in _LAYER:
                 if _has(model, part, mixture):
@@ -196,7 +195,7 @@ class SavedWeights:
                 yield (f"{place}.{part}",), expert, slot_of(f"{place}.{name}", layer, model)
 
     def _read(self, key: str, number: int | None) -> torch.Tensor:
-        """Returns the tensor under a key of the checkpoint; with ``number`` only this index of the first dimension."""
+        """Returns the tensor under ``key``, or with ``number`` this index of its first dimension."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise ModelError(f"{self._path} has no {key}, which the checkpoint's model has.")
@@ -222,9 +221,9 @@ class _PartReader(checkpoint.FileSystemReader):
 
 
 class _PartPlanner(checkpoint.DefaultLoadPlanner):
-    """Tells torch's reader to read one part of the tensor under ``key``.
+    """Makes torch's reader read the part of the stored tensor that begins at index ``begin`` of each dimension.
 
-    ``begin`` is the part's first index in each dimension. The tensor to load gives the part's size.
+    The part is as large as the tensor to load.
     """
 
     def __init__(self, key: str, stored: TensorStorageMetadata, begin: Sequence[int]) -> None:
@@ -232,16 +231,14 @@ class _PartPlanner(checkpoint.DefaultLoadPlanner):
         self._key, self._stored, self._begin = key, stored, torch.Size(begin)
 
     def create_local_plan(self) -> LoadPlan:
-        """Returns which stored pieces are read, and their places in the tensor to load."""
         part = ChunkStorageMetadata(self._begin, self.state_dict[self._key].size())
         return LoadPlan(create_read_items_for_chunk_list(self._key, self._stored, [part]))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Returns the view for one piece of the tensor to load."""
         tensor: torch.Tensor = self.state_dict[self._key]
         for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dimension, offset, length)
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
-        """Does nothing, as the piece was read into a view."""
+        """Does nothing, as resolve_tensor returned a view of the tensor to load."""

@@ -1,8 +1,7 @@
 """Converts tensors of a Hugging Face folder to parameters of Megatron, and back.
 
-A *slot* links one parameter to tensors of the folder. Each class here is a slot for one sort of parameter. A rank has a
-*share* of a parameter: its tensor-parallel part, or the weight of one of its experts. ``share`` reads one rank's share
-from the folder. ``tensors`` makes the folder's tensors from the shares of all ranks.
+A *slot* links one parameter to tensors of the folder. A rank has a *share* of a parameter: its tensor-parallel part, or
+the weight of one of its experts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Slot(Protocol):
 
     Attributes:
         names: names of the folder's tensors.
-        by_expert: whether expert-parallel ranks have the shares; if not, tensor-parallel ranks.
+        by_expert: True if expert-parallel ranks have the shares, and False if tensor-parallel ranks have them.
     """
 
     @property
@@ -32,11 +31,11 @@ class Slot(Protocol):
     def by_expert(self) -> bool: ...
 
     def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
-        """Returns the share of rank number ``rank`` of ``ranks``, in the files' dtype."""
+        """Reads the share of rank number ``rank`` of ``ranks`` from the folder, in the files' dtype."""
         ...
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Returns the folder's tensors in the order of ``names``. ``shares`` are those of all ranks, in order."""
+        """Makes the folder's tensors, in the order of ``names``, from the shares of all ranks, in order."""
         ...
 
 
@@ -58,7 +57,7 @@ class Whole:
 class Vocabulary:
     """The embedding or the output layer, with a row for each of ``vocabulary`` token ids.
 
-    All ranks have equally many rows. Rows beyond the last token id are zero.
+    All ranks have equally many rows, so the last ranks' shares may end in rows of zeros.
     """
 
     names: tuple[str, ...]
@@ -80,10 +79,10 @@ class Rows:
     """A parameter whose rows form one or more parts, such as gate and up projection. Each rank has rows of every part.
 
     Example: gate and up projection have 4 rows each. The share of the first of two ranks is rows 0, 1, 4 and 5.
-    ``parts`` is ((4, 4),) if the folder has one tensor with both, and ((4,), (4,)) if it has two tensors.
 
     Attributes:
-        parts: for each tensor in ``names``, the numbers of rows of its parts.
+        parts: number of rows of each part, by tensor in ``names``. In the example, ((4, 4),) is for a folder with one
+            tensor of both parts, and ((4,), (4,)) for a folder with two tensors.
     """
 
     names: tuple[str, ...]
@@ -108,12 +107,10 @@ class Rows:
 class HeadRows:
     """A parameter whose rows form parts, such as queries and keys. Each head has rows of every part.
 
-    In the folder the rows of a head lie together, in Megatron the rows of a part.
-
-    Example: with parts a and b and two heads, the folder's rows are a0 b0 a1 b1 and Megatron's are a0 a1 b0 b1.
+    Example: with parts a and b and heads 0 and 1, the folder's rows are a0 b0 a1 b1 and Megatron's are a0 a1 b0 b1.
 
     Attributes:
-        parts: for each tensor in ``names``, the numbers of rows of its parts. A part's rows are those of all heads.
+        parts: number of rows of each part, over all heads, by tensor in ``names``.
         heads: number of heads on all ranks together.
     """
 
@@ -157,10 +154,10 @@ class Columns:
 
 
 def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: int, rows: slice) -> torch.Tensor:
-    """Reads rows of part number ``part`` (from 0) from the folder.
+    """Reads rows of part number ``part`` (from 0) from the folder; ``rows`` is counted from the part's first row.
 
     ``names`` has the name of each part's tensor, or of a single tensor with all parts in order. ``sizes`` are the
-    parts' numbers of rows. ``rows`` is counted from the part's first row.
+    numbers of rows of all parts.
     """
     if len(names) == len(sizes):
         return files.read(names[part], rows)
@@ -169,7 +166,6 @@ def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: 
 
 
 def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Returns the parts, or with a single name the concatenated parts."""
     return tuple(parts) if len(names) == len(parts) else (torch.cat(list(parts)),)
 
 
@@ -177,8 +173,8 @@ def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.
 class QueryKeyValue:
     """The weight or bias of the QKV projection.
 
-    A *group* is a key/value head with its query heads. A folder has all queries, then all keys, then all values.
-    Megatron has one group after the other, each with its query heads, key and value.
+    A *group* is a key/value head with its query heads. A folder has the rows of all queries, then of all keys, then of
+    all values. Megatron has one group after the other, each with its query heads, key and value.
 
     Attributes:
         queries: number of query heads in a group.
@@ -214,13 +210,12 @@ class QueryKeyValue:
     def _regrouped(self, rows: torch.Tensor, order: tuple[int, int]) -> torch.Tensor:
         """Turns rows [groups, order[0] · order[1] · head_dim, ...] into [groups, order[1] · order[0] · head_dim, ...].
 
-        ``order`` is (query heads, 2) for rows of a folder, and (2, query heads) for Megatron's. The 2 stands for query
-        and gate; without gates it is 1.
+        ``order`` is (query heads, 2) for rows of a folder, and (2, query heads) for Megatron's; without gates, 1 takes
+        the place of 2.
         """
         return rows.unflatten(1, (*order, self.head_dim)).transpose(1, 2).flatten(1, 3)
 
     def _widths(self) -> list[int]:
-        """Returns a group's number of rows in q (with gates), in k and in v."""
         return [heads * self.head_dim for heads in (self.queries * (1 + self.gated), 1, 1)]
 
 
@@ -229,8 +224,8 @@ class InputFirst:
     """An expert's projection that the folder stores as [inputs, outputs], or its bias.
 
     Attributes:
-        in_turn: whether the folder's outputs alternate between gate and up projection. In Megatron all outputs of the
-            gate come first.
+        in_turn: whether the folder's outputs alternate between gate and up projection. In Megatron, all outputs of the
+            gate projection come before those of the up projection.
     """
 
     names: tuple[str, ...]
@@ -250,10 +245,10 @@ class InputFirst:
 
 @dataclass(frozen=True)
 class ExpertOfEachRank:
-    """A parameter that belongs to another expert on each expert-parallel rank, under the same name.
+    """The parameter of an expert, where each rank numbers its experts from 0.
 
-    Example: a layer has experts 0 to 3, on 2 ranks. Each rank numbers its two experts 0 and 1. The rank's expert 1 is
-    expert 1 of the layer on the first rank, and expert 3 on the second.
+    Example: the first rank has the experts 0 and 1, and the second 2 and 3. Number 1 is then expert 1 on the first
+    rank, and expert 3 on the second.
 
     Attributes:
         each: the slot of each expert-parallel rank's parameter.

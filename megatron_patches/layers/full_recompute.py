@@ -1,8 +1,8 @@
-"""Full recomputation: a block keeps only the input of each layer, and backward computes the layer again.
+"""Full recomputation, for ``distca.CAD(disaggregate=False, recompute="all")``.
 
-``distca.CAD(disaggregate=False, recompute="all")`` asks for it. Megatron's ``recompute_granularity="full"`` would save
-the argument ``attention_mask`` with autograd, which keeps tensors only. In this project that argument is an object with
-the micro-batch, so a closure holds it here.
+A block keeps only the input of each layer, and backward computes the layer again. Megatron's
+``recompute_granularity="full"`` would pass ``attention_mask`` to autograd's ``save_for_backward``, which takes only
+tensors. In this project ``attention_mask`` is an object with the micro-batch, so a closure holds it here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def recompute_layers(block: TransformerBlock) -> None:
-    """Changes a block in place, so that backward computes every layer again, core attention included."""
+    """Changes a block in place, so that backward computes every layer again, with core attention."""
     for layer in block.layers:
         layer.forward = partial(_forward, layer, layer.forward)
 
@@ -25,14 +25,14 @@ def recompute_layers(block: TransformerBlock) -> None:
 def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
     """Returns the same values as a tensor that requires a gradient.
 
-    Without such an input autograd skips the backward of a checkpointed function. Behind a frozen embedding the layers'
-    weights would then get no gradients.
+    Without such an input autograd skips the backward of a checkpointed function. With a frozen embedding, the first
+    layer's weights would then get no gradients.
     """
     return hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
 
 
 def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **rest: Any) -> Any:
-    """Runs ``own``, the layer's original forward. Autograd keeps only ``hidden_states``."""
+    """Runs ``own``, the layer's original forward."""
     if not torch.is_grad_enabled():
         return own(hidden_states=hidden_states, **rest)
     hidden_states = differentiable(hidden_states)

@@ -25,12 +25,11 @@ class OwnGatedDeltaNet(GatedDeltaNet):
             super().__init__(*arguments, **named)
 
     def _setup_variant_attrs(self) -> None:
-        """Puts a function that raises an error in place of fla's."""
         super()._setup_variant_attrs()
-        self.gated_delta_rule = _never_called
+        self.gated_delta_rule = _never_called  # in place of fla's function
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Raises SupportError: the layer calls projections and norm instead."""
+        """Raises SupportError."""
         _never_called()
 
 
@@ -42,9 +41,8 @@ def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, n
     """Returns the spec of a layer with a gated delta net, from the spec of a layer with attention.
 
     Args:
-        attention_layer: the block's spec of a layer with attention.
-        column: class of column-parallel linear layers.
-        row: class of row-parallel linear layers.
+        attention_layer: spec of a layer with attention.
+        column, row: classes of column-parallel and of row-parallel linear layers.
         norm: class of the norm of each output head.
     """
     layer = deepcopy(attention_layer)
@@ -53,7 +51,7 @@ def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, n
         module=OwnGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row),
     )
-    # Like Transformer Engine, Megatron's checkpoints name a norm after the linear layer that reads the norm's output.
+    # Megatron's checkpoints name a norm after the linear layer that reads the norm's output.
     names = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
         key: name.replace("linear_qkv", "in_proj") for key, name in names.items()

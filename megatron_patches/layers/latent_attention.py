@@ -1,11 +1,10 @@
 """Megatron's multi-head latent attention, with whole down-projections on every tensor-parallel rank.
 
-A down-projection makes a token's narrow *latent row*. Up-projections make the keys and values of all heads from it. The
-down-projection also makes the part of a key to which RoPE applies, which all heads share.
+A down-projection makes a token's narrow *latent row*, from which up-projections make the keys and values of all heads.
+The down-projection also makes the part of the key that RoPE rotates, which is the same for all heads.
 
-Megatron's local spec splits down-projections over tensor-parallel ranks. Each rank then computes the gradient of the
-shared part from its own heads alone, which is wrong. So here each rank has the whole weight, as in Megatron's spec with
-Transformer Engine.
+Megatron's local spec splits down-projections over tensor-parallel ranks. The gradient of the rotated part then lacks
+the other ranks' heads.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ class ReplicatedLinear(torch.nn.Module):
         self._adds_up = config.gradient_accumulation_fusion
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Returns [..., outputs] for [..., inputs], and None in place of a bias."""
+        """Returns [..., outputs] for ``rows`` [..., inputs], and None in place of a bias."""
         trained = self.weight.requires_grad
         linear = linear_with_grad_accumulation_and_async_allreduce if trained else linear_with_frozen_weight
         return linear(rows, self.weight, None, self._adds_up, allreduce_dgrad=False, sequence_parallel=False), None
 
 
 class WholeRows(IdentityOp):
-    """Takes the place of a norm of latent rows in models without one, and makes the rows contiguous.
+    """Takes the place of the norm of latent rows in models without this norm.
 
-    Latent rows are a slice of a wider tensor, but NCCL gathers only contiguous tensors.
+    Latent rows are a slice of a wider tensor, and become contiguous here, as NCCL gathers only contiguous tensors.
     """
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -59,8 +58,8 @@ class WholeRows(IdentityOp):
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with another constructor.
 
-    Without Transformer Engine, Megatron's constructor can build no norm of key/value latent rows if queries have no
-    latent rows. ``norm_epsilon`` is the epsilon of all norms of latent rows.
+    If queries have no latent rows, Megatron's constructor needs Transformer Engine for the norm of key/value latent
+    rows. ``norm_epsilon`` is the epsilon of all norms of latent rows.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_up_proj = self._of_heads(submodules.linear_kv_up_proj, rank, both)
 
     def _of_heads(self, linear: Any, inputs: int, head_dim: int) -> Any:
-        """Returns a linear layer with ``head_dim`` outputs for each head, split over ranks by heads."""
         config: Any = self.config
         return linear(
             inputs,

@@ -1,7 +1,7 @@
-"""Settings for models whose layers differ from LLaMA's, made from a :class:`distca.models.shape.ModelShape`.
+"""Makes settings for models whose layers differ from LLaMA's, from a :class:`distca.models.shape.ModelShape`.
 
-``variant_fields`` returns the settings that are fields of Megatron's TransformerConfig. ``model_options`` returns all
-others, for ``distca.CAD``, the object that a training script makes.
+``variant_fields`` returns those that are fields of Megatron's TransformerConfig, and ``cad_keywords`` returns arguments
+of ``distca.CAD``, the object that a training script makes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def variant_fields(shape: ModelShape) -> dict[str, Any]:
     """Returns fields of TransformerConfig for ``shape.variant``, the model's differences from LLaMA."""
     variant = shape.variant
     activation, fused = {
-        "silu": (torch.nn.functional.silu, variant.gated),  # Megatron fuses SiLU with a gate, and no other of these
+        "silu": (torch.nn.functional.silu, variant.gated),  # of these, Megatron fuses only SiLU with a gate
         "gelu": (partial(torch.nn.functional.gelu, approximate="tanh"), False),
         "relu2": (squared_relu, False),
     }[variant.activation]
@@ -50,7 +50,7 @@ def model_options(shape: ModelShape) -> ModelOptions:
         norms=variant.norms,
         query_key_norm=variant.query_key_norm,
         norm_after_rotation=variant.norm_after_rotation,
-        # If experts have biases, add_bias_linear is on, which gives this projection a bias.
+        # If experts have biases, add_bias_linear is True, which gives attention's output projection a bias.
         attention_output_bias=variant.attention_output_bias and not shape.experts.biases,
         mlp_bias=variant.mlp_bias,
         # The supported models' LayerNorms have no bias. With RMSNorm only the default, True, is allowed.
@@ -67,7 +67,7 @@ def model_options(shape: ModelShape) -> ModelOptions:
 
 
 def cad_keywords(shape: ModelShape) -> dict[str, Any]:
-    """Returns keywords of ``distca.CAD`` for a model: the model's options and the pattern of a HybridModel's layers."""
+    """Returns keywords of ``distca.CAD`` for a model."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return {
         "model_options": model_options(shape),
@@ -76,9 +76,9 @@ def cad_keywords(shape: ModelShape) -> dict[str, Any]:
 
 
 def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
-    """Returns RoPE of each layer, or None for a layer without RoPE.
+    """Returns RoPE of each layer, with None for layers without RoPE.
 
-    Empty if the model's rotary embedding is right for all layers, or if no layer has RoPE.
+    The result is () if the model's rotary embedding is right for all layers, or if no layer has RoPE.
     """
     variant = shape.variant
     if variant.turns_alike or not shape.hybrid.rotate:

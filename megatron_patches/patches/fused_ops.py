@@ -25,7 +25,7 @@ from megatron_patches.model.expert_fields import sigmoid_gelu
 from megatron_patches.te.quantization import keeps_inputs
 
 _KEPT = "distca_rotation"
-"""Name of an attribute of the tensor with RoPE's angles. The attribute holds the angles' cosines and sines."""
+"""The attribute of the tensor with RoPE's angles that holds the angles' cosines and sines."""
 _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702}
 """The slope of activation functions x · sigmoid(slope · x)."""
 
@@ -33,8 +33,7 @@ _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702
 def fuse_rotation(config: TransformerConfig) -> None:
     """Makes Megatron's layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
 
-    This function does nothing for models with norms of query and key heads, layers without RoPE, or rotated pairs of
-    neighbouring elements.
+    This function does nothing for models with ``qk_layernorm``, ``no_rope_freq`` or ``rotary_interleaved``.
     """
     if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
         return
@@ -51,13 +50,14 @@ def _split_and_rotate(
     Args:
         mixed: [rows, 1, groups, (heads / groups + 2) x head_dim], the output of the QKV projection. A group is a key
             head with its query heads.
-        angles: [rows, 1, 1, head_dim] RoPE's angles. Megatron passes this tensor twice, for queries and for keys.
+        angles: [rows, 1, 1, dims] RoPE's angles of a head's first ``dims`` elements. Megatron passes this tensor twice,
+            for queries and for keys.
         sizes: number of columns of q, k and v in a group.
 
     Returns:
         [rows, 1, heads, head_dim] q, and [rows, 1, groups, head_dim] k and v.
     """
-    # All layers use the same angles, so the first layer's cosines and sines serve all. They are freed with the angles.
+    # All layers share the tensor of angles, so cosines and sines are computed once.
     rotation = getattr(angles, _KEPT, None)
     if rotation is None:
         rotation = Rotation.of(angles, sizes[-1])
@@ -70,10 +70,10 @@ def _split_and_rotate(
 
 
 class SwigluMLP(MLP):
-    """Megatron's MLP with SwiGLU in one pass. Backward computes SwiGLU's output again.
+    """Megatron's MLP with SwiGLU in one pass.
 
     Attributes:
-        keeps_output: whether SwiGLU's output is kept for backward instead.
+        keeps_output: whether SwiGLU's output is kept for backward; if False, backward computes it again.
     """
 
     keeps_output = False
@@ -102,7 +102,7 @@ class SwigluMLP(MLP):
 
 
 class LeanMLP(SwigluMLP):
-    """Megatron's MLP with any other activation than SwiGLU. Backward computes the activation again."""
+    """Megatron's MLP with another activation than SwiGLU. Backward computes the activation again."""
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return recomputed(self._function, x)
@@ -123,8 +123,7 @@ class LeanMLP(SwigluMLP):
 def fuse_swiglu(model: torch.nn.Module) -> None:
     """Turns a built model's MLPs into :class:`SwigluMLP` or, with another activation, into :class:`LeanMLP`.
 
-    Experts stay unchanged, and so do MLPs with another activation that Megatron fuses. Classes change after the model
-    was built, as Megatron warns of unknown classes during the build.
+    Experts stay unchanged, and so do MLPs without SwiGLU if the configuration has ``bias_activation_fusion``.
     """
     for module in model.modules():
         if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):
@@ -137,7 +136,6 @@ def fuse_swiglu(model: torch.nn.Module) -> None:
 
 
 def is_swiglu(config: TransformerConfig) -> bool:
-    """Whether an MLP's activation is SwiGLU, SiLU(gate) · up, without a limit or an offset."""
     return gate_of(config) == SWIGLU
 
 

@@ -1,7 +1,7 @@
 """Computes the norm of gradients, and scales them for clipping, without waiting for the GPU at each weight.
 
-Megatron-Core takes functions for this from Transformer Engine or Apex. Its own functions, for machines without these,
-copy a norm to the host for each weight. Here one operation computes the norms of all weights.
+Without Transformer Engine and Apex, Megatron-Core has functions of its own, which copy each weight's norm to the host.
+Here one operation computes the norms of all weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.optimizer import clip_grads
 
 
 def norm_gradients_together() -> None:
-    """Replaces Megatron's own functions in this process. Functions of Transformer Engine and Apex stay."""
+    """Replaces Megatron's own functions in this process, but not those of Transformer Engine or Apex."""
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _norm
     if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
@@ -23,15 +23,13 @@ def norm_gradients_together() -> None:
 
 
 def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
-    """Returns [1] float32, the norm of all gradients together, and None. ``tensors`` is a list with one list: the
-    gradients."""
+    """Returns [1] float32, the norm of all gradients together, and None. ``tensors`` is [gradients]."""
     (gradients,) = tensors
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)))[None], None
 
 
 def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
-    """Multiplies tensors by a factor. ``tensors`` is a list of tensors to read and a list of tensors to write.
-    The two lists may share memory."""
+    """Multiplies by ``factor``. ``tensors`` is [tensors to read, tensors to write], which may share memory."""
     given, into = tensors
     if all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True)):
         torch._foreach_mul_(list(into), factor)

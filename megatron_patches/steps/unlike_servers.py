@@ -1,8 +1,8 @@
 """Makes cost models for servers with different GPUs or attention kernels.
 
-A *server* computes core attention: a rank, or a process without a model. With tensor parallelism a server is one such
-process for each tensor-parallel rank. A server's GPU model and kernel are its *sort*. A *cost table* has the measured
-seconds of attention tasks on one sort.
+A *server* computes core attention. It consists of as many processes as the tensor-parallel size: ranks that train, or
+processes without a model. A server's GPU model and kernel are its *sort*. A *cost table* has the measured seconds of
+attention on one sort.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerSort(NamedTuple):
-    """The GPU and kernel of a server, for which its cost table is measured.
+    """The GPU and kernel of a server.
 
     Attributes:
         gpu: the name of the GPU model; "cpu" without a GPU.
@@ -38,17 +38,15 @@ def pool_sorts(tp: int, own: ServerSort, others: Sequence[ServerSort]) -> list[S
     """Returns the sort of every server, the same on every rank; all ranks call it together.
 
     Args:
-        tp: number of tensor-parallel ranks, which together are one server. If their sorts differ, the server has the
-            sort of the slowest kernel.
+        tp: tensor-parallel size. If the processes of a server differ in sort, the slowest kernel's sort counts.
         own: the sort of this rank.
-        others: sorts of processes that are not ranks, ``tp`` for each server. These servers come last in the result.
+        others: sorts of the processes without a model. Their servers come last in the result.
     """
     everyone = [*of_ranks(own), *others]
     return [_slowest(everyone[at : at + tp]) for at in range(0, len(everyone), tp)]
 
 
 def _slowest(sorts: Sequence[ServerSort]) -> ServerSort:
-    """Returns the first of the sorts with the slowest kernel."""
     return sorts[0] if len(set(sorts)) == 1 else max(sorts, key=lambda each: BY_SPEED.index(each.kernel))
 
 
@@ -64,8 +62,8 @@ def costs_by_sort(
 
     Args:
         costs: the first server's cost model for each kind of layer, such as layers with a window and layers without.
-        sorts: [servers] each server's sort.
-        find: returns for a sort the cost models of all kinds of layers, or None if it has no table.
+        sorts: sort of each server.
+        find: returns a sort's cost model for each kind of layer; None if there is no table for the sort.
         warns: whether to log a warning if a table is missing.
 
     Raises:
@@ -91,9 +89,9 @@ def speeds_beside_others(speeds: Sequence[float], homes: int, sharing: Sequence[
     """Divides each server's speed by the number of servers on its GPU.
 
     Args:
-        speeds: each server's speed alone on its GPU; empty if all are as fast as their tables say.
+        speeds: each server's speed alone on its GPU, relative to its cost table; empty if all speeds are 1.
         homes: number of servers that are ranks; they come first, and share no GPU.
-        sharing: for each other server, the number of servers on its GPU.
+        sharing: for each server without a model, the number of servers on its GPU.
     """
     if max(sharing, default=1) == 1:
         return tuple(speeds)
@@ -102,7 +100,7 @@ def speeds_beside_others(speeds: Sequence[float], homes: int, sharing: Sequence[
 
 
 def in_words(sorts: Sequence[ServerSort]) -> str:
-    """Returns in words which servers are of which sort: "NVIDIA H200 with flash4: 0, 1, 3; ..."."""
+    """Returns which servers are of which sort, such as "NVIDIA H200 with flash4: 0, 1; NVIDIA A100 with torch: 2"."""
     return "; ".join(
         f"{sort}: {', '.join(str(server) for server, each in enumerate(sorts) if each == sort)}"
         for sort in dict.fromkeys(sorts)
@@ -112,7 +110,7 @@ def in_words(sorts: Sequence[ServerSort]) -> str:
 def linear_factors(cost: CostModel, homes: int) -> tuple[float, ...]:
     """Returns for each of the first ``homes`` servers the time of linear layers, relative to the first server's GPU.
 
-    A factor is 1 if a table has no times of linear layers."""
+    A factor is 1 if the server's table or the first table has no times of linear layers."""
     if not isinstance(cost, PoolCost):
         return (1.0,) * homes
     first, rates = cost.tables[0].linear, [cost.tables[number].linear for number in cost.of_server[:homes]]

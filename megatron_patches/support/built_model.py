@@ -1,10 +1,10 @@
 """Checks a built GPTModel: constructor arguments, configuration, process groups, and classes of modules.
 
-The model's own class may be a subclass of GPTModel. But each module that is checked must be of exactly the expected
-class. A subclass may compute something that this project's layers leave out.
+A module must be of exactly the expected class, because a subclass may compute something that this project's layers
+leave out. The model itself may be of a subclass of GPTModel.
 
 ``hybrid_model.py`` checks a HybridModel with functions of this file. ``CAD`` is the object that a training script
-makes. Its ``attach`` changes a model to run with this project.
+makes, and ``CAD.attach`` changes a model to run with this project.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SERVED_ARGUMENTS_BY = {
     "checks of the configuration, modules and groups": "config transformer_layer_spec pg_collection",
     "megatron's modules": """
         vocab_size max_sequence_length pre_process post_process share_embeddings_and_output_weights""",
-    "no code, since the loss is computed from each rank's part of the logits": "parallel_output",
+    "no code, since the loss is computed from each tensor-parallel rank's part of the logits": "parallel_output",
     "this project's RoPE, which takes frequencies and interpolation from megatron's embedding": """
         rotary_base rotary_percent rope_scaling rope_scaling_factor seq_len_interpolation_factor""",
 }
@@ -63,7 +63,7 @@ ARGUMENTS = {
     "fp16_lm_cross_entropy": Limit("losses are computed in float32", (False,)),
     "scatter_embedding_sequence_parallel": Limit("with sequence_parallel, layers get only this rank's tokens", (True,)),
 }
-"""Arguments of GPTModel of which some values are supported, with the reason for refusing others."""
+"""Arguments of GPTModel of which not all values are supported, with the reason and the supported values."""
 
 
 def check_bare(model: Any, pattern: str = "") -> None:
@@ -101,8 +101,8 @@ def check_model(
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        layer: the class that every layer must have. The default stands for the class that CAD builds for each layer,
-            for example SplitRecurrentLayer for a recurrent layer.
+        layer: the class that every layer must have. With the default, a layer must have the class that ``layer_class``
+            returns for it.
         options: the model's options for which Megatron's configuration has no field.
 
     Raises:
@@ -129,7 +129,7 @@ def check_model(
 def argument_of(model: Any, name: str) -> Any:
     """Returns the value that the argument ``name`` had when ``model`` was built.
 
-    On a stage without embedding, ``scatter_embedding_sequence_parallel`` is not known and counts as True.
+    ``scatter_embedding_sequence_parallel`` counts as True on a pipeline stage without embedding.
     """
     embedding = model.embedding if model.pre_process else None
     if name == "scatter_embedding_sequence_parallel":
@@ -140,11 +140,7 @@ def argument_of(model: Any, name: str) -> Any:
 
 
 def check_model_groups(model: Any) -> None:
-    """Refuses a model that was built with other process groups than those of Megatron's ``parallel_state``.
-
-    Raises:
-        SupportError: a group differs; the message names it.
-    """
+    """Raises SupportError if a model has other process groups than those of Megatron's ``parallel_state``."""
     ours = {
         "tp": parallel_state.get_tensor_model_parallel_group(check_initialized=False),
         "pp": parallel_state.get_pipeline_model_parallel_group(check_initialized=False),
@@ -220,11 +216,8 @@ def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, An
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Refuses norms of queries and keys whose class is not the one for the configuration and the options.
-
-    Raises:
-        SupportError: a norm has another class, is missing with ``qk_layernorm``, or is present without it.
-    """
+    """Raises SupportError if a norm of query or key heads is missing with ``qk_layernorm``, is present without it, or
+    has another class than ``options`` name."""
     norm = norm_class(config, options.norm_bias)
     head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
     for name, wanted in zip(("q_layernorm", "k_layernorm"), head_norms, strict=True):
@@ -238,9 +231,9 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
 
 
 def linears_like(linear: Any) -> tuple[type, type]:
-    """Returns the column-parallel and the row-parallel class for layers beside ``linear``.
+    """Returns the column-parallel and the row-parallel class of a model that has the layer ``linear``.
 
-    They are ``te/linears.py``'s if the class of ``linear`` is from that file, else Megatron's.
+    The classes are those of ``te/linears.py`` if the class of ``linear`` is from that file, else Megatron's.
     """
     if type(linear).__module__ == "megatron_patches.te.linears":
         from megatron_patches.te.linears import ColumnLinear, RowLinear
@@ -250,11 +243,7 @@ def linears_like(linear: Any) -> tuple[type, type]:
 
 
 def expect(path: str, found: Any, wanted: type | Callable[..., Any]) -> None:
-    """Refuses a class or a function that is not the wanted one; ``path`` is its place in the model, for the message.
-
-    Raises:
-        SupportError: ``found`` is not ``wanted``.
-    """
+    """Raises SupportError if ``found`` is not ``wanted``; ``path`` is its place in the model, for the message."""
     if found is not wanted:
         raise SupportError(
             f"{path} is a {found.__module__}.{name_of(found)}, but only {wanted.__module__}.{name_of(wanted)} is "

@@ -19,7 +19,6 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
 
     Raises:
         SupportError: a setting is not supported, or ``latent_norm_epsilon`` is set in a model without latent attention.
-            The message names the first such setting.
     """
     epsilon = given.model_options.latent_norm_epsilon
     if not is_latent(config):
@@ -36,13 +35,13 @@ def check_latent(config: TransformerConfig, given: CadArguments) -> None:
 
 
 def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
-    """Returns the unsupported settings by a phrase for the message; the value is True if the setting is present."""
+    """Returns whether each unsupported setting is present, under the text for the message."""
     heads, tp = config.num_attention_heads, config.tensor_model_parallel_size
     if not hasattr(config, "v_head_dim"):
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}
     key_dim, value_dim = latent_dims(config)
     return {
-        # Latent attention needs 0.19. ``has_gated_delta_net`` is True from 0.19 on.
+        # ``has_gated_delta_net`` is True from 0.19 on.
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
             tp > 1 and not config.sequence_parallel

@@ -1,7 +1,7 @@
 """Refuses weights whose gradients would not be reduced, or that the optimizer would not update.
 
-``CAD.data_parallel`` wraps a model in Megatron's DistributedDataParallel, which adds gradients up in buffers, as
-``main_grad`` of each weight. A weight has a place in a buffer if it required a gradient when the model was wrapped.
+``CAD.data_parallel`` wraps a model in Megatron's DistributedDataParallel, whose buffers hold ``main_grad`` of each
+weight. A weight has a place in a buffer if it required a gradient when the model was wrapped.
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ from distca.errors import SupportError
 from megatron_patches.te.fp8_weights import is_fp8
 
 _FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
-"""Attributes of linear layers, in Megatron and in Transformer Engine. If True, backward's matrix product adds the
-weight's gradient to ``main_grad``."""
+"""Names of an attribute of linear layers, in Megatron and in Transformer Engine. If it is True, backward adds the
+weight's gradient to ``main_grad`` only."""
 
 
 def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
-    """Refuses a dtype of gradients that is neither float32 nor, for bfloat16 weights, bfloat16.
-
-    Raises:
-        SupportError: gradients cannot be added up in this dtype.
-    """
+    """Raises SupportError unless gradients are float32, or gradients and weights are both bfloat16."""
     if gradients != torch.float32 and not gradients == weights == torch.bfloat16:
         raise SupportError(
             f"`gradients` is {gradients} and the weights are {weights}; set `gradients` to torch.float32, or, for "
@@ -36,11 +32,7 @@ def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
 
 
 def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) -> None:
-    """Refuses a model with FP8 weights (``fp8_param``) without Megatron's distributed optimizer.
-
-    Raises:
-        SupportError: ``fp8_param`` is True and ``distributed_optimizer`` is False.
-    """
+    """Raises SupportError if ``fp8_param`` is True and ``distributed_optimizer`` is False."""
     if config.fp8_param and not distributed_optimizer:
         raise SupportError(
             "fp8_param is True, but Megatron keeps float32 copies of FP8 weights in its distributed optimizer only: "
@@ -51,11 +43,7 @@ def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) ->
 def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, device: torch.device) -> None:
     """Refuses weights with another dtype than ``params_dtype``, or on another type of device than ``device``.
 
-    Args:
-        model: the model, before it is wrapped.
-        params_dtype: the configuration's ``params_dtype``. With bfloat16 any dtype passes, as Megatron then casts the
-            weights.
-        device: the device of the CAD that wraps the model.
+    If ``params_dtype`` is bfloat16, any dtype passes, as Megatron casts the weights.
 
     Raises:
         SupportError: a weight is refused; the message names the first.
@@ -75,10 +63,8 @@ def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, devi
 def check_trained_weights(model: DistributedDataParallel) -> None:
     """Refuses a model with weights that were frozen, unfrozen, added, replaced or moved after ``CAD.data_parallel``.
 
-    It also refuses hooks that would read a gradient which backward wrote into ``main_grad`` only.
-
     Raises:
-        SupportError: a weight is refused; the message names the first.
+        SupportError: a weight or a hook on its gradient is refused; the message names the weight.
     """
     reduced = model.param_to_bucket_group
     for name, weight in model.named_parameters():
@@ -108,8 +94,7 @@ def _check_places(model: DistributedDataParallel) -> None:
 
 
 def _check_hooks(model: DistributedDataParallel) -> None:
-    """Refuses hooks on gradients of weights in fused layers (``_FUSED``). Backward writes these gradients to
-    ``main_grad`` only, so a hook would get unwritten memory."""
+    """Refuses hooks on gradients that go to ``main_grad`` only (``_FUSED``); a hook would get unwritten memory."""
     for weight in _fused_weights(unwrap_model(model)):
         if weight.requires_grad and (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)):
             raise SupportError(
@@ -123,7 +108,7 @@ def _fused_weights(model: Any) -> Iterator[torch.nn.Parameter]:
     for module in model.modules():
         if any(getattr(module, name, False) for name in _FUSED):
             weight = getattr(module, "weight", None)
-            if weight is None and model.share_embeddings_and_output_weights:  # the output layer shares its weight
+            if weight is None and model.share_embeddings_and_output_weights:  # the output layer has the embedding's
                 weight = model.shared_embedding_or_output_weight()
             if isinstance(weight, torch.nn.Parameter):
                 yield weight

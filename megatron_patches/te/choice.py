@@ -1,7 +1,7 @@
 """Chooses Megatron's own or Transformer Engine's linear layers for a model, and refuses FP8 that cannot run here.
 
-Only Transformer Engine's layers compute in FP8. A tensor is scaled before it is rounded to FP8. The scale follows from
-the largest value: of the tensor itself ("current"), of earlier steps ("delayed"), or of each block ("blockwise").
+Only Transformer Engine's layers compute in FP8. The setting ``fp8`` names the values from which the scale of an FP8
+tensor is computed: the tensor's own ("current"), those of earlier steps ("delayed"), or each block's ("blockwise").
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ _BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
 
 
 def use_te(linears: Linears, config: TransformerConfig, device: torch.device) -> bool:
-    """Returns True if a model gets Transformer Engine's linear layers, and False if it gets Megatron's own.
+    """Returns True if a model gets Transformer Engine's linear layers, and False if it gets Megatron's own ("local").
 
-    Args:
-        linears: "te" for Transformer Engine's layers, "local" for Megatron's own, "auto" for Transformer Engine's if
-            they can be used.
+    With ``linears`` "auto" a model gets Transformer Engine's if they can be used.
 
     Raises:
-        SupportError: ``linears`` or FP8 asks for Transformer Engine's layers, which cannot be used; or FP8 cannot be
-            computed here.
+        SupportError: ``linears`` is "te" or the model has FP8, but Transformer Engine's layers cannot be used; or FP8
+            is not supported on this GPU or for this configuration.
     """
     fp8 = fp8_of(config)
     if config.num_moe_experts or is_latent(config):
@@ -62,11 +60,7 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
 
 
 def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
-    """Refuses a layer spec with Transformer Engine's linear layers, for a run with Megatron's own linear layers.
-
-    Raises:
-        SupportError: always; the message says why the run has Megatron's own.
-    """
+    """Raises SupportError: a layer spec has Transformer Engine's linear layers, and the run has Megatron's own."""
     reason = why_not_te(device, config.params_dtype) or "`linears` is local, and neither auto nor te"
     if config.num_moe_experts or is_latent(config):
         reason = _OWN
@@ -77,11 +71,7 @@ def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
 
 
 def check_moments(moments: torch.dtype, device: torch.device) -> None:
-    """Refuses moments of Adam in another dtype than float32, unless Transformer Engine's Adam is usable.
-
-    Raises:
-        SupportError: ``moments`` is not float32, and Transformer Engine is not usable here.
-    """
+    """Raises SupportError if Adam's ``moments`` are not float32 and Transformer Engine's Adam cannot be used."""
     if moments == torch.float32:
         return
     if reason := _NO_GPU if device.type != "cuda" else why_not_supported():
@@ -115,7 +105,6 @@ def why_not_fp8(device: torch.device, blockwise: bool) -> str | None:
 
 
 def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
-    """Refuses FP8 that this GPU, this version of CUDA, or the sizes of the model do not allow."""
     fp8 = fp8_of(config)
     if reason := why_not_fp8(device, fp8 == "blockwise"):
         raise SupportError(f"`fp8` is {fp8}, but {reason}: set `fp8` to none.")

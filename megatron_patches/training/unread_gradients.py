@@ -1,9 +1,8 @@
 """Finds optimizers that train nothing because they read ``weight.grad``.
 
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips such
-weights without an error. So a hook runs after every step of every optimizer. It looks for an optimizer that has weights
-of a trained model, all of them without ``grad``. Megatron's own optimizers set ``grad`` or hold copies of weights, so
-they pass.
+weights without an error. So after each step of an optimizer, a hook looks whether it holds weights of a trained model,
+and none of these has a ``grad``. Megatron's own optimizers pass, as they set ``grad`` or hold copies of weights.
 """
 
 from __future__ import annotations
@@ -23,25 +22,24 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""After this number of steps without a changed weight an optimizer that is not from torch gets a warning."""
+"""The number of steps without a changed weight after which an optimizer that is not from torch gets a warning."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 _still: WeakKeyDictionary[Optimizer, WeakKeyDictionary[Any, tuple[int, torch.Tensor]]] = WeakKeyDictionary()
-"""For each watched optimizer and model the number of steps so far without a changed weight, and the sum of each weight.
-From ``STEPS`` on the model is not watched; the number is ``STEPS`` + 1 once a weight has changed."""
+"""For each watched optimizer and model: the number of steps so far without a changed weight, and each weight's sum.
+``STEPS`` or more means that the model is not watched any more."""
 _listening: list[Any] = []
 """The handle of the hook; empty until the first model is trained."""
 
 
 def note_gradients(model: DistributedDataParallel) -> None:
-    """Notes that a model had a backward pass. Optimizers with its weights are checked from now on."""
+    """Notes that a model had a backward pass; from now on, optimizers with the model's weights are checked."""
     if not _listening:
         _listening.append(register_optimizer_step_post_hook(_look_at))
     _trained.add(model)
 
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    """Refuses an optimizer of torch that just trained nothing, and watches optimizers from other libraries."""
     held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     for model in list(_trained):
         weights = [weight for weight in model.param_to_bucket_group if id(weight) in held and not is_fp8(weight)]
@@ -60,7 +58,6 @@ def _look_at(optimizer: Optimizer, *_: Any) -> None:
 def _watch(
     optimizer: Optimizer, still: WeakKeyDictionary[Any, tuple[int, torch.Tensor]], model: Any, weights: list[Any]
 ) -> None:
-    """Warns of an optimizer from another library after ``STEPS`` steps without a changed weight."""
     rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
     steps, before = still.get(model, (-1, torch.empty(0)))
     if steps >= STEPS or not any(rates):  # at a learning rate of 0, as in a warm-up, nothing should change

@@ -1,8 +1,9 @@
-"""Cost models by formula: a fit to measured rates, and a model that counts query-key pairs only.
+"""Formulas for the seconds of attention tasks, for planning without a measured table.
 
-A cost model tells the planner the seconds of attention tasks. A *task* is the query range [kv_rows - q_rows, kv_rows)
-of a document. Each query sees all keys up to its own position, or with a *window* of w keys the last w of these keys. A
-*pair* is a query and a key that the query sees. The planner uses a formula, for example, if no measured table fits.
+A *task* is the query range [kv_rows - q_rows, kv_rows) of a document. Each query sees all keys up to its own position,
+or with a *window* of w keys the last w of these keys. A *pair* is a query and a key that the query sees.
+
+K directions (forward, backward), N tasks.
 """
 
 from __future__ import annotations
@@ -20,26 +21,20 @@ from distca.plan.geometry import causal_pairs, keys_seen, pairs
 from distca.plan.kinds import AttentionKind
 
 _LONG = 32768
-"""A document of this many tokens fills a GPU. A formula is scaled so that this document takes as long as in a measured
-table (:func:`cost_of_kind`)."""
+"""The tokens of the document whose seconds are compared to scale a formula (:func:`cost_of_kind`)."""
 
 _WAYS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class AnalyticCost(CostModel):
-    """Seconds of a task are pairs x a + query rows x b + k,v rows x c.
-
-    b is the overhead of kernel tiles. c is the time of reading k and v, and in backward also of writing dK and dV.
+    """Seconds of a task are a · pairs + b · query rows + c · k,v rows.
 
     Attributes:
-        shape: heads of the attention layer.
-        block: query rows of one kernel tile.
-        forward_terms: a, b and c in forward, in seconds.
-        backward_terms: a, b and c in backward, in seconds.
-        linear: seconds of matrix products on this GPU; None if unknown.
-        window: the number of keys that a query sees; 0 without a limit. A kernel computes whole tiles, so the formula
-            counts ``block`` - 1 more keys.
+        shape, block, linear: as in :class:`CostModel`.
+        forward_terms, backward_terms: a, b and c in forward and in backward, in seconds.
+        window: the number of keys that a query sees; 0 without a limit. The formula counts ``block`` - 1 more keys, as
+            a kernel computes whole tiles.
     """
 
     shape: AttentionShape
@@ -50,7 +45,6 @@ class AnalyticCost(CostModel):
     window: int = 0
 
     def times(self, forward: float, backward: float) -> AnalyticCost:
-        """Returns a copy with seconds in forward multiplied by ``forward``, and in backward by ``backward``."""
         a, b, c = self.forward_terms
         d, e, f = self.backward_terms
         return replace(
@@ -91,27 +85,19 @@ class AnalyticCost(CostModel):
 def analytic_cost(
     heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128, value_dim: int = 0
 ) -> AnalyticCost:
-    """Returns a least-squares fit to flash-attn-4's times on an H200, for GPUs without a measured table.
+    """Returns a formula for flash-attn-4 on an H200, fitted by least squares and scaled to these heads.
 
-    The fit is for 32 query heads and 8 k,v heads of size 128; terms are scaled to other heads. It is within 9 % of ten
-    measured rates in forward, and within 6.5 % in backward (benchmarks/results/planner.md).
-
-    Args:
-        heads: query heads.
-        kv_heads: key/value heads.
-        head_dim: size of a query or key head.
-        value_bytes: bytes of one number.
-        block: query rows of one kernel tile.
-        value_dim: size of a value head; 0 stands for ``head_dim``.
-    """
+    The fit is for 32 query heads and 8 k,v heads of size 128. It is within 9 % of ten measured rates in forward, and
+    within 6.5 % in backward (benchmarks/results/planner.md). ``block`` is the query rows of one kernel tile. The other
+    arguments are those of :class:`AttentionShape`."""
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     values = value_dim or head_dim
-    # The mean width of attention's matrix products. Forward has one product as wide as k and one as wide as v, and
-    # backward has three and two.
+    # The mean width of attention's matrix products. In forward one product is as wide as k and one as wide as v. In
+    # backward three are as wide as k and two as wide as v.
     width, width_backward = heads * (head_dim + values) / 2, heads * (3 * head_dim + 2 * values) / 5
-    # 4096 is the fit's width: 32 heads of size 128.
     share, share_backward = width / 4096, width_backward / 4096
-    # A product has 2 FLOPs per pair and column: 4 in forward and 10 in backward. All other figures are the fit.
+    # A product has 2 FLOPs per pair and column: 4 in forward and 10 in backward. All other figures are the fit, for a
+    # width of 4096.
     return AnalyticCost(
         shape,
         block,
@@ -135,7 +121,7 @@ def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
     """Returns the cost model for a ``kind`` of attention layer, from the ``cost`` of layers without a window.
 
     For a kind with a window the result is a formula. If ``cost`` is a measured table, the formula is scaled: without a
-    window, formula and table give equal seconds for a document of 32,768 tokens."""
+    window, both give equal seconds for a document of 32,768 tokens."""
     if not kind.window:
         return cost
     if isinstance(cost, PoolCost):

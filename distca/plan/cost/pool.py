@@ -1,9 +1,9 @@
-"""Cost models for servers of unlike speed: each server has the cost model (the *table*) of its GPU and kernel.
+"""The cost model of servers of unlike speed. Each server has a cost model, its *table*, for its GPU and kernel.
 
 A *task* is a range of ``q_rows`` queries of a document, with all ``kv_rows`` keys up to the last query. A *server* is a
 rank that computes tasks. The *work* of a task is its seconds on a server of mean speed.
 
-Array legend: K directions (forward, backward), N tasks, R servers, C tables.
+K directions (forward, backward), N tasks, R servers, C tables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distca.plan.cost.scaled import scaled
 
 @dataclass(frozen=True)
 class PoolCost(CostModel):
-    """Seconds of tasks on each server. Methods without a server use the first table.
+    """Seconds of tasks on each server. Methods without an argument ``server`` use the first table.
 
     Attributes:
         tables: cost models.
@@ -57,7 +57,6 @@ class PoolCost(CostModel):
         return int(getattr(self.tables[0], "window", 0))
 
     def changed(self, change: Callable[[CostModel], CostModel]) -> PoolCost:
-        """Returns a copy with each table replaced by ``change(table)``."""
         return PoolCost(tuple(change(table) for table in self.tables), self.of_server)
 
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -85,15 +84,15 @@ class PoolCost(CostModel):
         return np.array(self.of_server, np.int64)
 
     def work(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """Returns the work of tasks. ``q_rows`` and ``kv_rows`` must be all tasks that the servers will compute.
+        """Returns the work of tasks, where ``q_rows`` and ``kv_rows`` are all tasks that the servers will compute.
 
-        A server's *slowness* is the server's seconds for all tasks, over the work of all tasks. The mean of
-        1 / slowness over servers is 1. Example: one server takes 1 second for all tasks, and another takes 3 seconds.
-        Their slowness is 2/3 and 2, and the work of all tasks is 1.5 seconds.
+        A server's *slowness* is the server's seconds for all tasks, over the work of all tasks. Example: one server
+        takes 1 second for all tasks, and another takes 3 seconds. The mean speed is (1 + 1/3) / 2 = 2/3 of all tasks
+        per second. The work of all tasks is 1.5 seconds, and the servers' slowness is 2/3 and 2.
         """
-        # seconds [C, K]: all tasks by each table. ratio [C, K]: seconds over the first table's seconds. speeds [R, K]:
-        # each server's speed, where the first table has speed 1. of_table [C, K]: the slowness of each table. both [C,
-        # 2]: the factors from a table's seconds to work, in forward and in backward. If K is 1, both factors are equal.
+        # seconds [C, K]: each table's seconds for all tasks. ratio [C, K]: seconds over the first table's seconds.
+        # speeds [R, K]: each server's speed, over the speed by the first table. of_table [C, K]: each table's slowness.
+        # both [C, 2]: the factors from a table's seconds to work, in forward and in backward; equal if K is 1.
         seconds = np.stack([table.per_direction(direction, q_rows, kv_rows).sum(axis=1) for table in self.tables])
         ratio = np.divide(seconds, seconds[:1], out=np.ones_like(seconds), where=seconds[:1] > 0)
         speeds = 1.0 / ratio[self._table]
@@ -107,7 +106,7 @@ def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
     """Returns ``cost`` with the seconds of server r divided by speeds[r], in both directions."""
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * len(speeds))
     each = [(number, float(speed)) for number, speed in zip(of_server, speeds, strict=True)]
-    # Methods without a server use the first table, so it stays first, with speed 1.
+    # PoolCost's methods without an argument "server" use the first table, so it stays first, with speed 1.
     unlike = list(dict.fromkeys([(0, 1.0), *each]))
     return PoolCost(
         tuple(scaled(tables[number], 1.0 / speed, 1.0 / speed) for number, speed in unlike),
@@ -133,8 +132,7 @@ class ServerWork:
 
     @staticmethod
     def of(cost: CostModel, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
-        """Returns the work on servers with the seconds of ``cost``. The N tasks must be all tasks that will be
-        computed."""
+        """Returns the work of N tasks by ``cost``. They must be all tasks that the servers will compute."""
         if isinstance(cost, PoolCost):
             return cost.work(direction, q_rows, kv_rows)
         return ServerWork(direction, (cost,))
@@ -151,9 +149,7 @@ class ServerWork:
         return self.costs[self.of_server[server]].per_direction(self.direction, q_rows, kv_rows)
 
     def of_few(self, start: Sequence[float], stop: Sequence[float], servers: int | Sequence[int]) -> list[list[float]]:
-        """Returns [K][N] work of a few query ranges [start, stop), as lists.
-
-        ``servers`` is one server for all ranges, or [N] servers."""
+        """Returns [K][N] work of query ranges [start, stop); ``servers`` is one server for all, or [N] servers."""
         rows = [b - a for a, b in zip(start, stop, strict=True)]
         if self.of_server is None:
             return self.costs[0].of_few(self.direction, rows, stop)

@@ -1,11 +1,11 @@
 """A cost model that interpolates measured seconds of attention tasks; ``distca profile`` measures them.
 
 A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A table has the
-seconds of tasks for some values of ``q_rows`` and ``kv_rows``. It is for one GPU, one kernel and one shape of heads.
-:class:`TableCost` interpolates the table once, onto a finer grid. A task's cell in this grid is found without a search.
+seconds of tasks for some values of ``q_rows`` and ``kv_rows``. A table is for one GPU, one kernel and one shape of
+heads. :class:`TableCost` interpolates the table once, onto a finer grid.
 
-Array legend: Q measured values of ``q_rows``, V measured values of ``kv_rows``, K directions (forward, backward), N
-tasks, C grid cells, L lengths.
+Q measured values of ``q_rows``, V measured values of ``kv_rows``, K directions (forward, backward), N tasks, C grid
+cells, L lengths.
 """
 
 from __future__ import annotations
@@ -24,27 +24,25 @@ from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.geometry import causal_pairs
 
 _STEPS = 8
-"""The number of grid steps between a power of two and the next power. Measured points on grid lines keep their seconds;
-measured points between grid lines are smoothed a little."""
+"""The number of grid steps between a power of two and the next power. Example: there are lines at 8, 9, 10, ..., 16
+rows. Seconds at measured points between lines change a little."""
 _FEW = 8
-"""Up to this many tasks are computed in plain Python, and more tasks in numpy. Eight tasks take 12 µs in Python and 19
-µs in numpy, as measured on a CPU."""
+"""Up to this many tasks are computed in plain Python, and more in numpy. Eight take 12 µs in Python and 19 µs in numpy,
+as measured on a CPU."""
 _LINES_PER_BIT = _STEPS / 2.0**52
-"""Grid lines per unit of the integer that has the bits of a float64. From a power of two to the next power, this
-integer grows by 2^52, and the number of the grid line by ``_STEPS``."""
+"""Grid lines per unit of a float64 that is viewed as int64. From a power of two to the next power, this integer grows
+by 2^52, and the number of the grid line by ``_STEPS``."""
 
 
 @dataclass(frozen=True)
 class LoadFactors:
-    """Factors that correct a table's seconds for batches of unequal tasks. The table is measured on equal tasks.
+    """Factors on a table's seconds. A table is measured on batches of equal tasks; real batches have unequal tasks.
 
-    Between two lengths a factor is linear in log2 of ``kv_rows``. Beyond the first and the last length a factor is
-    constant.
+    A factor is linear in log2 of ``kv_rows`` between two lengths, and constant outside all lengths.
 
     Attributes:
-        kv_rows: [L] lengths in k,v rows, increasing.
-        forward: [L] factors above 0 on forward's seconds.
-        backward: [L] factors above 0 on backward's seconds.
+        kv_rows: [L] lengths in rows, increasing.
+        forward, backward: [L] factors above 0 on the seconds of forward and of backward.
 
     Raises:
         PlanError: ``kv_rows`` do not increase, a factor is not above 0, or the arrays differ in length.
@@ -66,7 +64,7 @@ class LoadFactors:
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> LoadFactors | None:
-        """Returns the factors in the content of a table's file; None if the file has no factors."""
+        """Returns the factors in a table's file; None if there are none."""
         found = content.get("load_factors")
         if found is None:
             return None
@@ -81,8 +79,7 @@ class LoadFactors:
 class TableCost(CostModel):
     """Seconds of tasks, interpolated between measured points.
 
-    A task's seconds are a *factor* times the seconds by the formula of ``analytic.py``. The factor is found in three
-    steps:
+    A task's seconds are a *factor* times the seconds by the formula of ``analytic.py``:
 
     - At a measured point, the factor is measured seconds over the formula's seconds.
     - At a corner of a grid cell, the factor is interpolated between measured points, bilinearly in log2 of ``q_rows``
@@ -93,10 +90,10 @@ class TableCost(CostModel):
         shape: the measured heads.
         q_rows: [Q] query rows, increasing.
         kv_rows: [V] k,v rows, increasing.
-        forward_seconds: [Q, V] seconds that a task adds to a large batch; nan if the point was not measured.
-        backward_seconds: [Q, V] seconds in backward, with nan as in forward.
+        forward_seconds: [Q, V] seconds per task in a large batch of equal tasks; nan if not measured.
+        backward_seconds: [Q, V] the same in backward.
         block: query rows of one kernel tile.
-        load: factors on all seconds; None for no factors.
+        load: factors on interpolated seconds; None for no factors.
         linear: seconds of matrix products on this GPU; None if they were not measured.
         window: the number of keys that a query sees in the measured layers; 0 without a limit.
 
@@ -148,13 +145,12 @@ class TableCost(CostModel):
         if load is not None:
             corners = corners * load.at(self._kv.rows)[:, None]
         self._least_factor = corners.min(axis=(1, 2))
-        # [2, 1] arrays, for q_rows and kv_rows. A float64 stores its exponent e as e + 1023, so "_first_line" is the
-        # first line's number plus _STEPS · 1023.
+        # These arrays are [2, 1], for q_rows and kv_rows. A float64 stores its exponent e as e + 1023, so "_first_line"
+        # is the first line's number plus _STEPS · 1023.
         lines = (self._q, self._kv)
         self._first_line = np.array([[_STEPS * 1023.0 + x.first] for x in lines])
         self._cell_count = np.array([[float(x.cells)] for x in lines])
         self._last_cell = np.array([[x.cells - 1] for x in lines])
-        # The terms of each cell: as arrays for many tasks, and as lists for a few tasks.
         cells = _cells(corners)
         self._cells = {"both": cells, "forward": cells[:, :1], "backward": cells[:, 1:]}
         terms = [self._base.forward_terms, self._base.backward_terms]
@@ -210,7 +206,7 @@ class TableCost(CostModel):
         return seconds
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """Returns [K, N] lower bounds: seconds by the formula, times the smallest factor of any cell."""
+        """Returns [K, N] lower bounds: seconds by the formula, times the smallest factor of all corners."""
         both = self._least_factor
         factor = {"forward": both[:1], "backward": both[1:]}.get(direction, both)
         return self._base.per_direction(direction, q_rows, kv_rows) * factor[:, None]
@@ -220,8 +216,7 @@ class _Lines:
     """The lines of the fine grid along one axis.
 
     Line number _STEPS · e + i, with i from 0 to _STEPS - 1, is at 2^e · (1 + i / _STEPS) rows. Example with 8 steps:
-    line 24 is at 8 rows and line 25 at 9 rows. A float64 stores 2^e · (1 + i / _STEPS) as e and i / _STEPS, so the line
-    follows from the float's bits.
+    line 24 is at 8 rows and line 25 at 9 rows. A float64 stores this number as e and i / _STEPS.
 
     Attributes:
         first: number of the first line.
@@ -233,21 +228,20 @@ class _Lines:
 
     @staticmethod
     def over(axis: np.ndarray) -> _Lines:
-        """Returns the fewest lines that enclose all values of ``axis``, but at least two."""
+        """Returns the fewest lines, but at least two, that enclose all values of ``axis``."""
         low, high = (_number(axis[[0, -1]])).tolist()
         first = int(np.floor(low))
         return _Lines(first, max(int(np.ceil(high)) - first, 1))
 
     @property
     def rows(self) -> np.ndarray:
-        """Returns [cells + 1] float64 rows at which the lines are."""
         line = self.first + np.arange(self.cells + 1)
         return np.exp2(line // _STEPS) * (1 + line % _STEPS / _STEPS)
 
     def place(self, rows: float) -> tuple[int, float]:
         """Returns the index of the cell with ``rows``, and the place of ``rows`` in this cell, from 0 to 1.
 
-        Rows outside the grid are moved to the nearest line."""
+        Rows outside the grid count as those of the nearest line."""
         # frexp gives rows = fraction · 2^exponent, where fraction is at least 1/2. So e is exponent - 1, and i / _STEPS
         # is 2 · fraction - 1.
         fraction, exponent = math.frexp(rows)
@@ -265,7 +259,6 @@ def _check_axis(name: str, axis: np.ndarray) -> None:
 
 def _number(rows: np.ndarray) -> np.ndarray:
     """Returns [N] line numbers of [N] float64 ``rows``. Example with 8 steps: 8.5 rows are at line 24.5."""
-    # A float64 stores its exponent e as e + 1023.
     return rows.view(np.int64) * _LINES_PER_BIT - _STEPS * 1023.0
 
 
@@ -285,8 +278,8 @@ def _interpolated(
 def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the index of the ``axis`` interval that contains log2(``rows``), and the place in the interval, 0 to 1.
 
-    Rows outside the axis are moved to the nearest end. Example: for the axis [1, 2, 3], 6 rows have log2 2.58, index 1
-    and place 0.58."""
+    Rows outside count as the nearest end. Example: for the axis [1, 2, 3], 6 rows have log2 2.58, index 1 and place
+    0.58."""
     at = np.clip(np.log2(rows), axis[0], axis[-1])
     low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, max(len(axis) - 2, 0))
     width = axis[np.minimum(low + 1, len(axis) - 1)] - axis[low]
@@ -297,7 +290,7 @@ def _cells(corners: np.ndarray) -> np.ndarray:
     """Returns [4, K, C] terms of each cell's factor (:meth:`TableCost.per_direction`).
 
     ``corners`` [K, q lines, kv lines] are the factors at the cells' corners."""
-    # The corner "right" is on the cell's next k,v line, and "above" on its next q line.
+    # "right" has more k,v rows than "low", "above" has more query rows, and "corner" has more of both.
     low, right = corners[:, :-1, :-1], corners[:, :-1, 1:]
     above, corner = corners[:, 1:, :-1], corners[:, 1:, 1:]
     return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(corners), -1)

@@ -1,17 +1,14 @@
-"""Cuts documents in two, so that every rank has about the same part of its attention work in ping.
+"""Divides documents between *ping* and *pong*, the two parts of a micro-batch, after they have been dealt to ranks.
 
-*Ping* and *pong* are the two nano-batches of a micro-batch: the transfers of one run during the computation of the
-other. ``home_rows.py`` calls :func:`cut_whole` when documents already have their ranks.
-
-- A document's first rows, its *head*, are computed in ping, and its other rows, the *tail*, in pong.
-- A document on several ranks is in several *shares*, and its cut is given. A document on one rank is one share, and
-  :func:`cut_whole` chooses its cut.
-- *Filler* is the shortest documents. It fills the room that other documents leave in each nano-batch.
-- *Work* is the time of attention. Its unit is the mean work of a rank. The *surplus* of a document is its work minus
+- A document's first rows, its *head*, are computed in ping, and its other rows, its *tail*, in pong.
+- A document on several ranks is in several *shares*. A document on one rank is one share, and :func:`cut_whole` chooses
+  its head.
+- *Filler* is the shortest documents, which take the tokens of ping and of pong that other documents leave free.
+- *Work* is the time of attention, in units of the mean work of a rank. The *surplus* of a document is its work minus
   the work of as many tokens of filler.
 
-Array legend: D documents, R ranks, S shares, N ranges or documents, W documents of one rank. Rows are int64. Constants
-were compared with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
+D documents, R ranks, S shares, N ranges or documents, W documents of one rank. Rows are int64. Constants were compared
+with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
 from __future__ import annotations
@@ -27,21 +24,19 @@ from distca.plan.place.shares import Dealt, Work
 from distca.plan.sorting import order_by
 
 _CLOSE = 0.003
-"""No document is cut if the rank's work in ping differs from the wanted work by at most this part of a rank's mean
-work. A cut costs time, because the keys of the head are read in both nano-batches."""
+"""A rank cuts no document if its work in ping misses the wanted work by at most this much. A cut costs time, as pong
+reads the keys of the head again."""
 
 _HALVINGS = 16
-"""Steps of the bisection for the row up to which a rank's documents are in ping. After 16 steps the error is a 65,536th
-of the rank's longest document."""
+"""The steps of the bisection in :meth:`_Documents.heads`. After 16 steps the error is a 65,536th of the rank's longest
+document."""
 _NEARLY = 0.02
-"""Work in ping counts as reached if it is below the wanted work by at most this part."""
+"""A rank's work in ping may be below the wanted work by this part of the wanted work."""
 
 _LEVELLINGS = 2
-"""The most tries to give all ranks the same part of their work in ping. If too many ranks (``_FEW``) have no room in
-ping for this part, the second try wants a smaller part."""
+"""The most tries to give all ranks the same part of their work in ping. A further try wants a smaller part."""
 _FEW = 0.1
-"""The part of all ranks that may stay below the wanted work in ping without a second try. The scheduler later moves
-other ranks' work to them."""
+"""The part of all ranks that may have too little work in ping without a further try."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """[N] document, start, stop and rank of query ranges [start, stop), all int64."""
@@ -50,21 +45,19 @@ Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def ranges_of_shares(
     document: np.ndarray, rank: np.ndarray, low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> Ranges:
-    """Returns the query ranges of shares in the rows [first, last) of each document, its head or its tail.
+    """Returns the query ranges of shares in the rows [first, last) of each document.
 
-    A share is a range near ``first`` and its mirror image near ``last``. Positions run from 0 at these ends to 1 in the
-    middle. Example: of the rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the share [0.25, 1) is [1, 7).
+    A share is a range in the first half of these rows, and its mirror image in the second half. Positions run from 0 at
+    the outer ends to 1 in the middle. Example: of the rows [0, 8), the share [0, 0.25) is [0, 1) and [7, 8), and the
+    share [0.25, 1) is [1, 7).
 
     Args:
-        document: [S] document of each share.
-        rank: [S] rank of each share.
-        low: [S] position where each share begins.
-        high: [S] position where each share ends.
-        first: [D] first row of each document's head or tail.
-        last: [D] one past the last row of the head or tail.
+        document, rank: [S] document and rank of each share.
+        low, high: [S] positions where each share begins and ends.
+        first, last: [D] first row of each document's head or tail, and one past the last row.
     """
-    # "outer" and "inner" are begin and end of a share, counted in rows from either end. A share that ends at 1 is one
-    # range across the middle.
+    # "outer" and "inner" are begin and end of a share, counted in rows from the outer ends. A share that ends at 1 is
+    # one range across the middle.
     first, last = first[document], last[document]
     half = (last - first) // 2
     outer, inner = (low * half).astype(np.int64), (high * half).astype(np.int64)
@@ -76,29 +69,29 @@ def ranges_of_shares(
 
 
 def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the [S] begins and [S] ends of the shares [low, high) in the nano-batch ``nano``: 0 is ping, 1 is pong.
+    """Returns the [S] begins and [S] ends of the shares [low, high) in the head (``nano`` 0) or in the tail (1).
 
-    In pong a share becomes [1 - high, 1 - low). So a rank with outer rows of the head gets inner rows of the tail."""
+    A rank with outer rows of the head gets inner rows of the tail."""
     return (1 - high, 1 - low) if nano else (low, high)
 
 
 def cut_whole(
     length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], cut: np.ndarray, whole: np.ndarray, work: Work
 ) -> None:
-    """Writes into ``cut`` how many rows of each document that lies on one rank are in ping.
+    """Writes into ``cut`` how many rows of each document that is on one rank are in ping.
 
-    Each rank gets about the same part of its work in ping, and neither nano-batch gets more tokens than its budget.
+    Each rank gets about the same part of its work in ping, as far as budgets allow.
 
     Args:
         length: [D] tokens.
         dealt: the documents on ranks.
-        budgets: of ping and of pong, [R] tokens each.
-        cut: [D] rows of each document in ping; given for documents on several ranks, and written here for the others.
+        budgets: [R] tokens of each rank in ping, and [R] in pong.
+        cut: [D] rows of each document in ping; set already for documents on several ranks.
         whole: [S] bool, the shares that are whole documents.
-        work: gives the work of query ranges.
+        work: returns the work of query ranges.
     """
-    # For each nano-batch: "room" is the [R] tokens that documents on several ranks leave. "more" is the [R] work of
-    # these documents, plus the work of filler in all of the room.
+    # In ping and in pong, documents on several ranks leave "room" [R] tokens. "more" [R] is the work of these documents
+    # and of filler in all of the room.
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
     parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
     room, more = [], []
@@ -119,12 +112,12 @@ def cut_whole(
     square, slope = _growth(own, dealt.work[document], work)
     documents = _Documents(owner, own, square, slope - rate, square / own**2)
     columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
-    # If these documents exceed a rank's budget, the room is 0. ``home_rows.py`` moves the excess later.
+    # If documents on several ranks exceed a rank's budget, the room is 0. ``home_rows.py`` moves the excess later.
     room = [np.maximum(each, 0.0) for each in room]
     spaces, level = [each.tolist() for each in room], dealt.split.ping
     for _ in range(_LEVELLINGS):
-        # "level" is the part of each rank's work that should be in ping. "wanted" is the surplus that a rank's whole
-        # documents should have in ping.
+        # "level" is the part of each rank's work that should be in ping. "wanted" [R] is the surplus that ping should
+        # get from documents on one rank.
         wanted = level * total - more[0]
         found: list[int] = []
         off = np.zeros(ranks)
@@ -137,15 +130,14 @@ def cut_whole(
         head = np.array(found, np.int64)
         again = np.flatnonzero(off[owner] > 0)
         if len(again):
-            # One cut on a rank may not be enough. Then all of the rank's documents are cut, if this brings ping's work
-            # nearer to the wanted work.
+            # These ranks need more than one cut. All of a rank's documents are cut if ping's work is then nearer to the
+            # wanted work.
             heads = documents.take(again).heads(wanted, *room)
             nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
             head[again] = np.where(nearer[owner[again]], heads, head[again])
         cut[document] = head
         reached = (more[0] + documents.surplus_of(head, ranks)) / np.maximum(total, 1e-300)
-        # If more than the part ``_FEW`` of ranks stay below this level, the next try wants a level that the other ranks
-        # reached.
+        # The next try wants a level that all ranks but the part ``_FEW`` reached.
         lowest = float(np.quantile(reached, _FEW))
         if lowest > level * (1 - _NEARLY):
             break
@@ -153,28 +145,24 @@ def cut_whole(
 
 
 def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarray, np.ndarray]:
-    """Returns [N] ``square`` and [N] ``slope``: a head with the part p of a document's rows has the work square · p² +
-    slope · rows · p.
-
-    Both follow from the work of whole documents, ``whole`` [N], and the work of their first halves."""
+    """Returns [N] ``square`` and [N] ``slope``. A head with the part p of a document's rows has the work square · p² +
+    slope · rows · p. ``whole`` [N] is the work of whole documents."""
     half = length // 2
     part = np.maximum(half / length, 1e-9)
-    # whole = square + slope * rows. For the first halves, work = square * part² + slope * rows * part.
+    # whole = square + slope * rows, and the work of the first half = square * part² + slope * rows * part.
     slope = (work(np.zeros_like(half), half) - whole * part**2) / (length * np.maximum(part - part**2, 1e-9))
     slope = np.where(length > 1, slope, 0.0)
     return whole - slope * length, slope
 
 
 class _OnRank(NamedTuple):
-    """The whole documents of one rank, longest first.
+    """The documents that are only on this rank, longest first.
 
     Attributes:
         rows: [W] tokens.
-        surplus: [W] surplus.
-        square: [W] a head of h rows has the surplus square · (h / rows)² + slope · h.
-        slope: [W] see ``square``.
-        ping: tokens that fit into ping.
-        pong: tokens that fit into pong.
+        surplus: [W] surplus of whole documents.
+        square, slope: [W]. A head of h rows has the surplus square · (h / rows)² + slope · h.
+        ping, pong: tokens for which ping and pong have room.
     """
 
     rows: list[int]
@@ -187,9 +175,9 @@ class _OnRank(NamedTuple):
     def cuts(self, wanted: float) -> tuple[list[int], float]:
         """Returns [W] rows of each document in ping, and by how much ping misses the ``wanted`` surplus.
 
-        Each document goes to the nano-batch that lacks more surplus, if there is room. Then at most one document is
-        cut. The second result is 0 if ping is close enough (``_CLOSE``) or one cut suffices, and infinite if a document
-        fits nowhere."""
+        A miss of at most ``_CLOSE`` counts as 0. The miss is infinite if a document fits neither into ping nor into
+        pong."""
+        # A document goes to ping or pong, whichever misses more surplus, if there is room. Then one document is cut.
         missing, of_pong = wanted, sum(self.surplus) - wanted
         room = [self.ping, self.pong]
         cuts: list[int] = []
@@ -208,8 +196,8 @@ class _OnRank(NamedTuple):
                 cuts.append(own)
         if abs(missing) <= _CLOSE:
             return cuts, 0.0
-        # The shortest document with enough surplus is cut. Either ping lacks work and gets a head, or ping gives a tail
-        # to pong.
+        # If ping misses surplus, the head of a document of pong goes to ping, else the tail of a document of ping goes
+        # to pong. The shortest document with enough surplus is cut.
         giver = 1 if missing > 0 else 0
         for at in range(len(cuts) - 1, -1, -1):
             if (cuts[at] == 0) != (giver == 1) or self.surplus[at] < abs(missing):
@@ -223,14 +211,12 @@ class _OnRank(NamedTuple):
 
 
 class _Documents(NamedTuple):
-    """All documents that lie on one rank, sorted by rank, longest first. ``square`` and ``slope`` are as in
-    :class:`_OnRank`.
+    """All documents that are on one rank each, sorted by rank.
 
     Attributes:
-        rank: [N] home rank.
+        rank: [N] rank.
         rows: [N] tokens.
-        square: [N] float64.
-        slope: [N] float64.
+        square, slope: [N] float64. A head of h rows has the surplus square · (h / rows)² + slope · h.
         dense: [N] ``square`` / ``rows``².
     """
 
@@ -244,17 +230,16 @@ class _Documents(NamedTuple):
         return _Documents(*(column[chosen] for column in self))
 
     def surplus_of(self, heads: np.ndarray, ranks: int) -> np.ndarray:
-        """Returns [R] surplus of each rank in ping, if [N] ``heads`` rows of each document are in ping."""
+        """Returns [R] surplus of each rank in ping, if documents have heads of ``heads`` [N] rows."""
         return np.bincount(self.rank, (self.dense * heads + self.slope) * heads, ranks)
 
     def heads(self, wanted: np.ndarray, ping: np.ndarray, pong: np.ndarray) -> np.ndarray:
-        """Returns [N] rows of every document's head, so that ranks have [R] ``wanted`` surplus in ping.
+        """Returns [N] rows of every document's head, so that ranks have ``wanted`` [R] surplus in ping.
 
-        At most ``ping`` and ``pong`` [R] rows fit into the nano-batches. All heads on a rank end at the same row, if
-        this gives ping enough work. Otherwise heads are the same part of each document, which gives more work for the
-        same number of rows."""
-        # Bisection on all ranks at once, for the last row up to which ping has room. A rank stops earlier if ping then
-        # has the wanted work and pong has room for the rest.
+        Ping has room for ``ping`` [R] rows, and pong for ``pong`` [R] rows. A rank's heads end at the same row number.
+        If ping then has too little work, heads are the same part of each document."""
+        # A bisection, on all ranks at once, finds the row number at which a rank's heads end: the last for which ping
+        # has room, or an earlier one if ping then has the wanted surplus and pong has room for the tails.
         at, own = self.rank, self.rows
         ranks, total = len(wanted), np.bincount(at, own, len(wanted))
         low, high = np.zeros(ranks), np.zeros(ranks)
@@ -266,7 +251,7 @@ class _Documents(NamedTuple):
             over = (tokens > ping) | ((found > wanted) & (tokens > total - pong))
             low, high = np.where(over, low, middle), np.where(over, middle, high)
         enough = self.surplus_of(np.minimum(own, low[at]), ranks) >= wanted * (1 - _NEARLY)
-        # A rank whose room is just enough, or that has no documents, has no choice.
+        # A rank without spare room or without documents has no choice.
         enough |= (total - pong >= ping) | (total == 0)
         heads = np.minimum(low[at].astype(np.int64), own)
         for rank in np.flatnonzero(~enough).tolist():
@@ -275,8 +260,8 @@ class _Documents(NamedTuple):
             part = _head_with(float(wanted[rank]), 1.0, float(self.square[here].sum()), slope)
             part = min(max(part, 1 - pong[rank] / total[rank]), ping[rank] / total[rank], 1.0)
             heads[here] = part * own[here]
-        # Heads were rounded down, so pong may have too many rows. The excess "over" goes back to ping, document by
-        # document. "spare" is a document's rows in pong. "before" is the spare rows of earlier documents on the rank.
+        # Heads were rounded down, so pong may have too many rows. The excess "over" goes to ping, document by document.
+        # "spare" is a document's rows in pong. "before" is the spare rows of earlier documents on the rank.
         over = total - np.bincount(at, heads, ranks) - np.floor(pong)
         spare = own - heads
         before = np.cumsum(spare) - spare
@@ -285,8 +270,6 @@ class _Documents(NamedTuple):
 
 
 def _head_with(surplus: float, rows: float, square: float, slope: float) -> float:
-    """Returns the rows h of the head with this ``surplus`` in a document of ``rows`` rows.
-
-    h is the root of square / rows² · h² + slope · h = surplus, between 0 and ``rows``."""
+    """Returns the number h of rows, from 0 to ``rows``, for which square · (h / rows)² + slope · h = surplus."""
     dense = max(square, 1e-12) / rows**2
     return float(min(max((-slope + (slope**2 + 4 * dense * max(surplus, 0.0)) ** 0.5) / (2 * dense), 0.0), rows))

@@ -1,11 +1,10 @@
 """Schedules attention over servers that are not equally fast.
 
-A *server* is a rank that computes attention. If servers differ in speed, ``scheduler.py`` calls
-:func:`schedule_unlike`. Much work then moves from slow to fast servers. Every cut of a range of queries adds work. So
-some servers may stay above a tight limit. Then the limit rises, and more ranges move. Beginning again with a higher
-limit would take longer.
+A *server* is a rank that computes attention. ``scheduler.py`` calls :func:`schedule_unlike`, which moves ranges of
+queries from servers above their limits to other servers. *Work* is time on a server of mean speed. A server's *target*
+is its work if all servers end at the same time. Its *limit* is a little above the target.
 
-Array legend: K directions (forward, backward, or both). Constants except ``_RISES`` were compared with other values:
+K directions (forward, backward, or both). Constants except ``_RISES`` were compared with other values:
 ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
 """
 
@@ -26,15 +25,12 @@ from distca.plan.tasks import Tasks
 _FINEST = 0.01
 """The smallest tolerance that is used. With a smaller tolerance, cuts add more time than they save."""
 _RISES = (1, 1.25, 2.5, 6, 20)
-"""How far limits are above targets, as multiples of the tolerance. They are tried one after the other, until no server
-is above its limit."""
+"""Limits are above targets by these multiples of the tolerance. The next is tried if a server stays above its limit."""
 _MOST_OVERHEAD = 1.0
-"""The most time that a cut may add, as a part of the time of the range that moves. This is much, but all servers wait
-for the slowest."""
+"""The most time that a cut may add, as a part of the time of the range that moves."""
 
 Growth = dict[Direction, np.ndarray]
-"""For each ``direction`` of planning: [K] work of the previous plan after its cuts, divided by the work before its
-cuts."""
+"""For each direction, [K] work of the latest plan over its work without cuts; each cut adds work."""
 
 
 def schedule_unlike(
@@ -50,13 +46,12 @@ def schedule_unlike(
 
     Args:
         home: the plan in which every rank computes its own rows.
-        work: gives the seconds of a range on every server.
-        target: how much work each server should get.
-        tolerance: how far a server may be above its target, as a part of the mean load.
-        moved_bytes: bytes that travel for each query row, and for each key/value row, that leaves its home rank.
+        work: gives the work of ranges.
+        target: gives each server's target.
+        tolerance: how far a server may be above its target, as a part of the mean work of a server.
+        moved_bytes: bytes of a query row, and of a key/value row, that travels.
         links: which ranks share a node, and prices of bytes between ranks.
-        growth: how much cuts are expected to add. Limits include this work from the start, as otherwise servers count
-            as full too early. The values of the new plan replace the given ones.
+        growth: how much work cuts are expected to add; limits include it. The new plan's value replaces the old one.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)
