@@ -1,7 +1,6 @@
-"""A JSON file with the inputs of a step's plan: document lengths and options, but no tokens.
+"""Writes and reads JSON files with the inputs of a step's plan: document lengths and options, but no tokens.
 
-If planning fails in a training, the step's inputs are written to such a file. ``distca plan`` can then plan the step on
-another machine.
+If planning fails during training, the step's inputs are written to such a file, which ``distca plan`` reads.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"
 _FORMAT = 4
-"""The number of the format that is written. Files of other formats are refused."""
+"""The number of the format. Files of other formats are refused."""
 _NOT_WRITTEN = {"scheduler"}
-"""Options that are left out of the file, because they are functions."""
+"""Functions, which a file cannot hold."""
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
-"""Options that are objects or lists; they are written one by one in :func:`write_step`."""
+"""Objects and lists, which :func:`write_step` writes one by one."""
 _FACTORS = ("forward_factor", "backward_factor")
 _PLAIN = [option.name for option in fields(PlanOptions) if option.name not in _OF_THEIR_OWN | _NOT_WRITTEN]
-"""Options that are a number, true, false or None; JSON takes them as they are."""
+"""All other options: numbers, booleans and None."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class StepInputs:
 
     Attributes:
         lengths: for each micro-batch, tokens per document.
-        options: how to plan.
-        homes: for each micro-batch, the rank that holds every document; None lets documents span ranks.
+        options: the options of planning.
+        homes: for each micro-batch, the rank of each document; None lets documents span ranks.
         room: for each micro-batch, the most tokens, if documents may change their micro-batch; else None.
     """
 
@@ -93,7 +92,7 @@ def read_step(path: str | Path) -> StepInputs | None:
     """Returns the step's inputs in a file; None if the file cannot be read, is not JSON or is not a step's file.
 
     Raises:
-        PlanError: the file is a step of another format, or a step whose contents were changed.
+        PlanError: the file is a step's file, but of another format, or changed, or damaged.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -139,7 +138,6 @@ def _non_attention(factors: Sequence[float], **seconds: float) -> NonAttention:
 
 
 def _cost_content(cost: CostModel) -> dict[str, Any]:
-    """Returns a cost model as plain values for JSON."""
     if isinstance(cost, AnalyticCost):
         return {"model": "analytic", **asdict(cost)}
     if isinstance(cost, PoolCost):
@@ -165,7 +163,6 @@ def _cost_content(cost: CostModel) -> dict[str, Any]:
 
 
 def _cost(content: Mapping[str, Any]) -> CostModel:
-    """Returns the cost model that :func:`_cost_content` wrote."""
     given = dict(content)
     name = given.pop("model")
     if name == "pool":

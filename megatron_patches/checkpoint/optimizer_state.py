@@ -1,13 +1,10 @@
-"""Saves and loads each rank's own part of the distributed optimizer's state, without gathering the whole state.
+"""Saves and loads each rank's own part of the distributed optimizer's state, in the format ``fully_reshardable``.
 
 Megatron's distributed optimizer lays all weights end to end and gives each data-parallel rank one range, which may
-begin and end inside a weight. But checkpoints store rectangular parts of weights. So to save its format
-``fully_reshardable``, Megatron by default gathers the whole state on every rank. Here each rank splits its range into
-rectangular *boxes* and saves these, under Megatron's own names and shapes.
+begin and end inside a weight. But checkpoints store rectangular parts of weights, so Megatron's own code gathers the
+whole state on every rank. Here each rank splits its range into rectangular *boxes* and saves these.
 
 Example: elements [2, 9) of a 3 x 4 weight are three boxes: the end of row 0, all of row 1, and the beginning of row 2.
-
-The optimizer has float32 copies of weights, the *main weights*. For FP8 weights, checkpoints store values of these.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def keep_parts(optimizer: Any) -> None:
-    """Replaces methods of Megatron's optimizer, so that it saves and loads this rank's own part only."""
+    """Replaces methods of Megatron's optimizer: each rank saves and loads its own part, without gathering the state."""
     for each in optimizer_parts(optimizer):
         if not holds_weights(each):
             each.sharded_state_dict = _nothing
@@ -44,12 +41,12 @@ def keep_parts(optimizer: Any) -> None:
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """Returns the optimizers inside a chained optimizer (for example one for experts), or the optimizer itself."""
+    """Returns the optimizers inside a chained optimizer, or the optimizer itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def holds_weights(part: Any) -> bool:
-    """Whether an optimizer has weights on this rank. An optimizer of experts has none on a stage without experts."""
+    """Whether an optimizer has weights on this rank; one for experts has none on a stage without experts."""
     return any(group["params"] for group in part.param_groups)
 
 
@@ -58,11 +55,11 @@ def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
 
 
 def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Returns a model's state for a checkpoint, without FP8 numbers.
+    """Returns ``model_state``, the result of the model's ``sharded_state_dict``, without FP8 numbers.
 
-    For saving, this rank's boxes of the main weight replace each FP8 weight, in the dtype that the weight would have
-    without FP8. For loading, FP8 weights are left out, as ``save_load.py`` computes them from loaded main weights.
-    ``model_state`` is the result of the model's ``sharded_state_dict``.
+    For saving, each FP8 weight is replaced by boxes of the optimizer's float32 copy (*main weight*), in the dtype that
+    the weight would have without FP8. For loading, FP8 weights are left out: ``save_load.py`` computes them from loaded
+    main weights.
     """
     quantised = {
         name: each
@@ -86,8 +83,7 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function from a weight of the model to the values that it would have without FP8.
 
-    All data-parallel ranks call that function together, because each rank has one range of an FP8 weight's main weight.
-    Weights that are not FP8 are detached and not copied.
+    All data-parallel ranks must call that function together. Weights that are not FP8 are detached and not copied.
     """
     ranges = {
         weight: (part, start, stop) for part in distributed_parts(optimizer) for weight, start, stop in _ranges(part)
@@ -131,7 +127,7 @@ def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator
 
 
 def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
-    """Returns an empty state. For an optimizer without weights Megatron's own method would fail."""
+    """Megatron's own method fails for an optimizer without weights."""
     return {}
 
 
@@ -140,8 +136,7 @@ def _own_part(
 ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
     """Returns this rank's boxes: ``result[number of the weight][name][number of the box]``.
 
-    A name is "param", or Adam's name of a moment. For loading the boxes have no data. This function replaces Megatron's
-    ``sharded_param_state_fully_reshardable``.
+    A name is "param", or Adam's name of a moment. For loading the boxes have no data.
     """
     described = _sharded_weights(model_state)
     part = {}
@@ -159,7 +154,7 @@ def _own_part(
 
 
 def _take_own_part(optimizer: DistributedOptimizer, part: dict[int, dict[str, dict[int, torch.Tensor]]]) -> None:
-    """Sets the optimizer's state from loaded boxes, in the form that :func:`_own_part` returns."""
+    """Sets the optimizer's state from the tensors of loaded boxes, keyed as :func:`_own_part` returns boxes."""
     for number, (weight, _, _) in enumerate(_ranges(optimizer)):
         adam, held = _adam_and_weight(optimizer, weight)
         for name, loaded in part[number].items():
@@ -184,15 +179,13 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int
 def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Returns Adam, and the parameter in Adam's groups that holds this rank's range of a weight.
 
-    The parameter is float32. But if Adam's state has the float32 weight, or its lower 16 bits, the parameter is
-    bfloat16.
+    The parameter may be bfloat16: then Adam's state has the float32 weight, or its lower 16 bits.
     """
     group, order = optimizer.model_param_group_index_map[weight]
     return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order]
 
 
 def _states(optimizer: DistributedOptimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns by name the values and moments of this rank's range of a weight, flat and in float32."""
     return get_states(*_adam_and_weight(optimizer, weight))
 
 
@@ -209,10 +202,10 @@ def _boxes_of(
     Args:
         described: Megatron's description of the weight.
         prefix: stands before the weight's key in the checkpoint.
-        values: the elements, flat.
+        values: [stop - start] elements of the weight, or of one of its moments.
     """
-    # Megatron saves a weight as one or more pieces. Storage offsets say where pieces begin in the weight.
-    # An FP8 weight has no storage of its own, so an empty tensor of the same shape takes its place.
+    # Megatron saves a weight as one or more pieces, and storage offsets say where they begin in the weight. An FP8
+    # weight has no storage of its own, so an empty tensor of the same shape takes its place.
     if is_fp8(weight):
         weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         described = replace(described, data=weight)
@@ -234,7 +227,7 @@ def _boxes_of(
                 piece.global_shape,
                 tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(stacked)), *offsets), strict=True))),
                 None,
-                # A replica id's last number is 0 for one copy of a tensor. Each box is on one data-parallel rank only.
+                # Megatron writes the copy whose replica id has only zeros. A box is on one data-parallel rank only.
                 (*piece.replica_id[:-1], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )

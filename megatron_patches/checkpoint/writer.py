@@ -1,7 +1,6 @@
 """Writes the tensors of a checkpoint with torch's own writer, in the format that Megatron's loader reads.
 
-Megatron's writer forks processes, which is not safe in a process that uses a GPU. Here the process itself writes the
-tensors. Or it copies them to host memory (``staging.py``), and a thread writes the copies.
+Megatron's writer forks processes, which is not safe in a process that uses a GPU.
 """
 
 from __future__ import annotations
@@ -24,23 +23,22 @@ from megatron_patches.checkpoint.staging import HostStaging
 class TorchWriter:
     """A save strategy for Megatron's dist_checkpointing, with the format ``torch_dist``, version 1.
 
-    Callers wrap it in a ``FullyParallelSaveStrategyWrapper``. Newer versions of Megatron silently replace strategies
-    without this wrapper.
+    Callers must wrap it in a ``FullyParallelSaveStrategyWrapper``: Megatron silently replaces other strategies.
 
     Args:
-        staging: host memory for copies of tensors, which :meth:`write` writes later. With None :meth:`save` writes.
+        staging: host memory to which :meth:`save` copies tensors, for :meth:`write`; None lets :meth:`save` write.
     """
 
     backend, version = "torch_dist", 1
     can_handle_sharded_objects = True
-    """Tells older versions of Megatron that this strategy writes other objects than tensors too."""
+    """Older versions of Megatron read this: the strategy also writes objects that are no tensors."""
 
     def __init__(self, staging: HostStaging | None = None) -> None:
         self._staging = staging
         self._later: tuple[dict[str, Any], str | Path] | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Copies this rank's tensors to host memory, or writes the tensors if any node has too little host memory.
+        """Copies this rank's tensors to host memory; writes them without staging, or if a node has too little memory.
 
         All ranks call this method together.
 
@@ -62,7 +60,7 @@ class TorchWriter:
             self.write()
 
     def write(self) -> None:
-        """Writes what :meth:`save` has not written. All ranks call it together, possibly in a thread.
+        """Writes the tensors that :meth:`save` copied, if any. All ranks call it together; it may run in a thread.
 
         Raises:
             CheckpointException: on all ranks, if any rank could not write.

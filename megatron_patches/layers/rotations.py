@@ -1,9 +1,7 @@
 """RoPE for models whose layers may rotate queries and keys by different angles, or not at all.
 
 Megatron's models give the output of one rotary embedding to all layers. :class:`LayerRotary` takes that embedding's
-place. It computes all distinct rotations once for each micro-batch, from each row's position in its document. A layer
-looks up its own rotation in the resulting :class:`RowRotations`. A layer without positions rotates by zero. With the
-option ``query_scaling``, rotations also have a factor on queries.
+place. Its output is :class:`RowRotations`, from which each layer takes its own rotation.
 
 Shape suffixes: N rows (tokens), E rotated pairs of a head.
 """
@@ -23,8 +21,8 @@ from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.steps.batch_context import gather_nano_rows
 
 _NONE, _OWN = object(), object()
-"""Two values that stand for a layer's :class:`Rotary`. ``_NONE``: the layer has no positions. ``_OWN``: the layer uses
-the model's own embedding."""
+"""These stand for a layer's :class:`Rotary`. ``_NONE``: the layer has no positions. ``_OWN``: the layer uses the
+embedding with which the model was built."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class RowRotations:
         return self.rotations[self.of_layer[layer_number]]
 
     def of_nano_batches(self, nano_rows: Sequence[int], chunks: int) -> list[RowRotations]:
-        """Returns the rotations of each *nano-batch*. A micro-batch is one nano-batch, or is split into two.
+        """Returns the rotations of each nano-batch; a micro-batch is one nano-batch, or is split into two.
 
         Args:
             nano_rows: number of rows of each nano-batch.
@@ -66,8 +64,8 @@ class LayerRotary(torch.nn.Module):
     """Takes the place of a model's rotary embedding, and returns :class:`RowRotations`.
 
     Args:
-        own: the model's own embedding; None if the model was built without one.
-        layers: numbers of this stage's layers, from 1.
+        own: the embedding with which the model was built; None if it has none.
+        layers: numbers of this stage's layers; the model's first layer is 1.
 
     Attributes:
         needs_lengths: whether the angles of any layer, on any stage, depend on the lengths of documents.
@@ -91,7 +89,7 @@ class LayerRotary(torch.nn.Module):
         self._positions: torch.Tensor | None = None
 
     def _embedding(self, rotary: Any, own: PositionRotary | None) -> tuple[PositionRotary | None, float]:
-        """Returns the embedding that computes the angles, None for zero angles; and the factor on cosines and sines."""
+        """Returns the embedding that computes angles, None for zero angles; and the factor on cosines and sines."""
         if rotary is _NONE:
             return None, 1.0
         if rotary is _OWN:
@@ -116,7 +114,7 @@ class LayerRotary(torch.nn.Module):
                 embedding.set_positions(positions, lengths)
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Returns 0. GPTModel asks for a length, but angles depend on positions alone."""
+        """Returns 0, a length that GPTModel gives to :meth:`forward`, which does not read it."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> RowRotations:
@@ -145,7 +143,6 @@ def _different(values: Iterable[Any]) -> list[Any]:
 
 
 def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> Any:
-    """Returns the setting of RoPE of layer ``number`` (from 1): a :class:`Rotary`, ``_OWN`` or ``_NONE``."""
     if config.no_rope_freq and config.no_rope_freq[number - 1]:
         return _NONE
     rotary: Rotary | None = options.rotations[number - 1] if options.rotations else None
@@ -155,8 +152,5 @@ def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> 
 def query_scale(scaling: QueryScaling, positions: torch.Tensor) -> torch.Tensor:
     """Returns [rows] float32 factors on queries: 1 + beta · ln(1 + floor(position / original_length)).
 
-    Args:
-        scaling: beta and ``original_length``.
-        positions: [rows] int64 position of each row in its document.
-    """
+    ``positions`` has [rows] int64 positions of rows in their documents."""
     return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.original_length))

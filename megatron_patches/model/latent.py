@@ -1,8 +1,4 @@
-"""Reads and makes the fields of Megatron's configuration for multi-head latent attention (DeepSeek-V2).
-
-In latent attention the keys and values of all heads are made from one low-rank row for each token. Keys may be wider
-than values.
-"""
+"""Reads and makes the fields of Megatron's configuration for multi-head latent attention (DeepSeek-V2)."""
 
 from __future__ import annotations
 
@@ -18,12 +14,11 @@ from distca.models.shape import ModelShape
 
 
 def is_latent(config: TransformerConfig) -> bool:
-    """Whether the layers have multi-head latent attention."""
     return bool(getattr(config, "multi_latent_attention", False))
 
 
 def latent_dims(config: Any) -> tuple[int, int]:
-    """Returns the width of a head of queries and keys, and the width of a head of values."""
+    """Returns the elements of a query or key head, and the elements of a value head."""
     return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
 
 
@@ -34,7 +29,6 @@ def latent_scale(config: Any) -> float:
 
 
 def latent_of(config: Any) -> Latent:
-    """Returns the widths of a configuration's latent attention."""
     return Latent(
         kv_rank=config.kv_lora_rank,
         q_rank=config.q_lora_rank or 0,
@@ -45,7 +39,7 @@ def latent_of(config: Any) -> Latent:
 
 
 def latent_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields of a model's latent attention; empty for a model without it."""
+    """Returns the configuration's fields for a model; empty if the model has no latent attention."""
     latent, scaling = shape.latent, shape.rope_scaling
     if not latent.kv_rank:
         return {}
@@ -67,14 +61,10 @@ def latent_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def _yarn(scaling: RopeScaling, score_magnitude: float) -> dict[str, Any]:
-    """Returns the fields of YaRN, a scaling of RoPE for long contexts.
+    """Returns the fields of YaRN, a scaling of RoPE for long contexts; ``score_magnitude`` is ``mscale_all_dim``.
 
-    YaRN multiplies cosines and sines by ``scaling.resolved_attention_factor``. Megatron computes this number as
-    m(mscale) / m(mscale_all_dim), where m(w) = 1 + 0.1 w ln(scaling factor). So ``mscale`` follows from the number.
-
-    Args:
-        score_magnitude: Megatron's ``mscale_all_dim``.
-    """
+    Megatron multiplies cosines and sines by m(mscale) / m(mscale_all_dim), with m(w) = 1 + 0.1 w ln(scaling factor).
+    ``mscale`` is chosen so that this quotient is ``scaling.resolved_attention_factor``."""
     magnitude = scaling.resolved_attention_factor * yarn_magnitude(scaling.factor, score_magnitude)
     return {
         "original_max_position_embeddings": scaling.original_length,

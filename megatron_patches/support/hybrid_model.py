@@ -1,8 +1,4 @@
-"""Checks a built HybridModel: constructor arguments, configuration, process groups, and classes of modules.
-
-A HybridModel has a pattern with one letter for each layer: attention, a recurrent layer, an MLP or experts.
-``built_model.py`` checks a GPTModel.
-"""
+"""Checks a built HybridModel: constructor arguments, configuration, process groups, and classes of modules."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ from megatron_patches.support.limits import Limit, check_limit
 _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_block_spec"} | {
     "position_embedding_type": Limit("only RoPE or no positions are supported", ("rope", "none")),
 }
-"""Arguments of HybridModel of which some values are supported, with the reason for refusing others."""
+"""The supported values of arguments of HybridModel."""
 
 
 def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
@@ -54,8 +50,8 @@ def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
 
     Args:
         model: the model as it was built, with no part replaced yet.
-        pattern: the ``hybrid_layer_pattern`` of the user's CAD.
-        options: the ``model_options`` of the user's CAD.
+        pattern: the ``hybrid_layer_pattern`` that the user gave to :class:`megatron_patches.api.CAD`.
+        options: the ``model_options`` that the user gave to it.
 
     Raises:
         SupportError: an argument or a module is not supported; the message names the first.

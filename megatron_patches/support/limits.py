@@ -15,8 +15,8 @@ class Limit:
     Attributes:
         because: why other values are refused, as the rest of a sentence "NAME is VALUE, but ...".
         served: the values that are supported.
-        inert: names of further fields, with spaces between them. No code reads these while this field has a supported
-            value, so any values pass.
+        inert: names of other fields, with spaces between them, that no code reads while this field has a supported
+            value. Any values of them pass.
     """
 
     because: str
@@ -25,10 +25,10 @@ class Limit:
 
 
 def check_limit(name: str, value: Any, limit: Limit) -> None:
-    """Refuses a value that ``limit`` does not list; ``name`` is the field or argument in the message.
+    """Refuses an unsupported value of the field or argument ``name``.
 
     Raises:
-        SupportError: the value is not supported; the message has the reason and the supported values.
+        SupportError: the value is not supported.
     """
     if value not in limit.served:
         raise SupportError(f"{name} is {value!r}, but {limit.because}: set it to {_alternatives(limit.served)}.")

@@ -1,7 +1,4 @@
-"""Refuses wrong values of ``model_options``, the settings of a model that Megatron's configuration has no field for.
-
-It also refuses options that conflict with other settings or have no effect beside them.
-"""
+"""Refuses wrong values of ``model_options``, the settings of a model that Megatron's configuration has no field for."""
 
 from __future__ import annotations
 
@@ -18,11 +15,9 @@ from distca.errors import SupportError
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions, Norms, QueryKeyNorm, Rotary
 
 _CHOICES = {"norms": Norms, "query_key_norm": QueryKeyNorm}
-"""Options whose value is one of a few words, with the type that lists them."""
+"""Options whose value is one of a few words, and the type that lists the words."""
 _ABOVE_ZERO = ("embedding_scale", "residual_multiplier", "logit_multiplier")
-"""Options that must be above 0."""
 _FROM_ZERO = ("score_softcap", "final_softcap", "step_min", "latent_norm_epsilon")
-"""Options that must be 0 or above."""
 
 
 def check_model_options(options: ModelOptions, config: TransformerConfig) -> None:
@@ -38,8 +33,8 @@ def check_model_options(options: ModelOptions, config: TransformerConfig) -> Non
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
     """Refuses a GPTModel whose rotary embedding no layer uses.
 
-    A layer does not use it if ``rotations`` has an entry for the layer, or if ``no_rope_freq`` gives it no positions. A
-    rotary embedding with Megatron's default frequencies passes, as the user did not choose it.
+    A layer does not use it if the layer's entry of ``rotations`` is not None, or if ``no_rope_freq`` gives the layer no
+    positions.
 
     Raises:
         SupportError: the embedding differs from Megatron's default, and no layer uses it.
@@ -80,7 +75,6 @@ def _values(options: ModelOptions) -> Iterator[str]:
 
 
 def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
-    """Yields a sentence for each option but ``rotations`` that has no effect or conflicts with a setting."""
     if not config.qk_layernorm:
         for name in ("query_key_norm", "norm_after_rotation"):
             if getattr(options, name) != getattr(MEGATRONS, name):
@@ -115,7 +109,6 @@ def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
 
 
 def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
-    """Yields a sentence for each fault of ``rotations``, which has the rotary positions of each layer."""
     if not options.rotations:
         return
     layers, skipped = config.num_layers, config.no_rope_freq or [0] * config.num_layers
@@ -133,7 +126,7 @@ def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str
 
 
 def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
-    """Returns a sentence for each field of ``rotary`` with a wrong value, beginning with the field's name."""
+    """Returns sentences that begin with a field's name."""
     assert config.kv_channels is not None
     found = [f"scaling.{problem}" for problem in rotary.scaling.problems()]
     if not rotary.base > 0:

@@ -1,8 +1,4 @@
-"""Seconds of linear layers, which the planner may balance over ranks together with attention.
-
-The time of a matrix product is proportional to its weights and rows. So one :class:`LinearRate` is enough for all
-layers.
-"""
+"""Computes seconds of linear layers, which the planner may balance over ranks together with attention."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ class LinearRate:
     Attributes:
         forward: seconds in forward.
         backward: seconds in backward, for the gradients of input and weight together.
-        fp8: for each measured scaling to FP8 ("current", "delayed" or "blockwise"), the seconds in FP8 over the seconds
-            in bfloat16.
+        fp8: for each measured FP8 scaling ("current", "delayed" or "blockwise"), the seconds in FP8 divided by the
+            seconds in bfloat16.
     """
 
     forward: float
@@ -30,7 +26,7 @@ class LinearRate:
     fp8: Mapping[str, float] = field(default_factory=dict)
 
     def in_fp8(self, scaling: str) -> LinearRate | None:
-        """Returns the rate with a ``scaling`` to FP8, or in bfloat16 for "none"; None if no rate was measured."""
+        """Returns the rate with an FP8 scaling, or in bfloat16 for "none"; None if the scaling was not measured."""
         factor = 1.0 if scaling == "none" else self.fp8.get(scaling)
         return None if factor is None else LinearRate(factor * self.forward, factor * self.backward)
 
@@ -63,14 +59,13 @@ class LinearRate:
 
 
 def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, gated: bool = True) -> int:
-    """Returns the number of weights in the projections of q, k, v and o and in the MLP, which has a gate if
-    ``gated``."""
+    """Returns the number of weights in a layer's projections of q, k, v and o, and in its MLP."""
     return hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 + gated) * hidden * ffn
 
 
 @dataclass(frozen=True)
 class NonAttention:
-    """Seconds per row that a rank spends on linear layers for each core attention.
+    """Seconds per row of the linear layers between two core attentions.
 
     Attributes:
         forward: seconds in forward.
@@ -89,7 +84,7 @@ class LayerWork:
 
     Attributes:
         weights: number of weights in the products.
-        recomputed: number of weights in the forward products that backward computes again.
+        recomputed: number of weights in those products that backward computes again.
     """
 
     weights: int
@@ -99,17 +94,15 @@ class LayerWork:
 def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
     """Returns the seconds per row of the products between two core attentions, as the mean over ``layers``.
 
-    A micro-batch runs in two parts. While one part's attention runs, the rank computes the other part's products
-    between two attentions. Recurrent layers do not count, as no attention is under way while they run. Norms, rotation
-    and activations do not count either.
+    Norms, rotation and activations do not count, and nor do recurrent layers.
 
     Args:
         rate: seconds of matrix products.
         layers: a pipeline stage's layers with core attention, in order; at least one.
         tp: number of tensor-parallel ranks, which split the weights.
     """
-    # Between two neighbouring attention layers lie the first one's products behind attention and the second one's
-    # products before attention: together one layer. So the last attention layer is left out.
+    # Between two attentions lie the products behind the first and those before the second: together one layer. So n
+    # layers have n - 1 layers' products between attentions.
     forward = sum(rate.forward * each.weights for each in layers[:-1])
     backward = sum(rate.backward * each.weights + rate.forward * each.recomputed for each in layers[:-1])
     shared = len(layers) * tp

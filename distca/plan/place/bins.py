@@ -12,8 +12,7 @@ first dealt to bins that are nodes, and then, inside each node, to bins that are
   1,000 tokens. An item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
 - The surplus that a bin *lacks* is the work that it lacks, minus the work of filler in all of its free tokens.
 
-Array legend: I items, B bins, N parts of items. Most constants were compared with other values:
-``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
+Array legend: I items, B bins, N parts of items. Most constants were chosen with ``benchmarks/planner_constants.py``.
 """
 
 from __future__ import annotations
@@ -25,30 +24,28 @@ from typing import NamedTuple
 import numpy as np
 
 _DENSE = 0.6
-"""An item is *sparse* if its work per token is below this multiple of the mean over all items and filler. Sparse items
+"""An item or filler is *sparse* if its work per token is below this multiple of the mean work per token. Sparse items
 are expected to fill the tokens of a bin that its shares leave free."""
 _SAME_SIZE = 1.5
-"""Items are dealt in groups of similar length. The longest item of a group has less than this many times the tokens of
-the shortest. Bins are sorted once for each group, which saves time."""
+"""Items are dealt in groups, to save time: bins are sorted once for each group. The longest item of a group has less
+than this many times the tokens of the shortest."""
 OVERFULL = 0.012
 """A bin may exceed the work that it should get by this part of that work, if an item then stays whole. Beyond this
-limit the item is cut, unless a share would be below ``LEAST_SHARE``."""
+limit the item is cut, unless a share would have less work than ``LEAST_SHARE``."""
 _OVERFULL_WITH_KEYS = 0.09
 """This limit replaces ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if ``few_keys`` of
 :func:`deal_to_bins` is set. With a smaller limit, one more rank would read all keys of the document for little work."""
 _LEVELLINGS = 3
 """Rounds in which :func:`levelled` resizes shares. Without these rounds plans move 1.2 % more bytes."""
 _NO_SURPLUS = 1e-6
-"""Shares of an item keep their size if its surplus is below this part of its work. Such a surplus is a rounding
-error."""
+"""A surplus below this part of an item's work is a rounding error. The item's shares then keep their size."""
 _FEW_SHARES = 1.1
-"""A document is *very long* if it has more than this many times the tokens of the largest bin. It is cut by other rules
-if ranks should read few keys; see ``few_keys`` of :func:`deal_to_bins`."""
+"""A document is *very long* if it has more than this many times the tokens of the largest bin."""
 LEAST_SHARE = 0.05
 """The least work of a share, as a part of a rank's mean work. A smaller share is not worth the keys that its rank must
 read."""
 _LEAST_ROWS = 0.2
-"""A share may have as little as this part of ``LEAST_SHARE`` if its bin has no free tokens for more."""
+"""If its bin has no free tokens for more, a share may have as little as this part of ``LEAST_SHARE``."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Items:
     Attributes:
         rows: [I] tokens.
         work: [I] float64 work.
-        added: [I] float64 work that a cut adds for each share, because every share reads keys again.
+        added: [I] float64 work that each share of a cut item has in addition, because it reads keys again.
         long: [I] bool, whether the item is long.
         keys: [I] tokens of the whole document.
     """
@@ -97,7 +94,7 @@ class Filled(NamedTuple):
     """Bins and the parts of items in them.
 
     Attributes:
-        parts: the parts of items.
+        parts: what each bin got.
         mean: [B] float64 work that each rank of a bin should get.
         need: [B] float64 work that each bin still lacks; negative if it has too much.
         space: [B] float64 free tokens of each bin.
@@ -128,8 +125,8 @@ def deal_to_bins(
         room: [B] tokens that each bin has room for.
         ranks: [B] number of ranks in each bin.
         filler: work per token of the filler, and the number of its tokens.
-        most: two limits on the shares in a bin: the part of the bin's work that they may have, and the part of the
-            bin's tokens. With (0.8, 0.5), a bin of 1.0 work and 100 tokens takes shares of 0.8 work and 50 tokens.
+        most: the parts of a bin's work and of its tokens that shares may take. With (0.8, 0.5), a bin of 1.0 work and
+            100 tokens takes shares of at most 0.8 work and 50 tokens.
         few_keys: whether each rank should read the keys of few documents. A very long document (``_FEW_SHARES``) then
             has no small last share. Of two other long documents, the second may begin on the bin where the first ended.
 
@@ -143,8 +140,8 @@ def deal_to_bins(
     keys = items.keys.tolist()
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
-    # Items [begin, end) are one group of similar length. Of a long item, bins first get at most the work that they
-    # lack. The rest goes to any bin with free tokens.
+    # Items [begin, end) are one group (``_SAME_SIZE``). Of a long item, bins first get at most the work that they lack.
+    # The rest of the item goes to any bin with free tokens.
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -171,8 +168,8 @@ def deal_to_bins(
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     """Returns the dealt parts, after shares of long items were resized so that ranks have more equal work.
 
-    All shares of a rank are scaled so that the rank gets the work that it should have. Then all shares of an item are
-    scaled so that their sum is what it was. This is repeated.
+    In each round, all shares of a rank are scaled so that the rank gets the work that it should have. Then all shares
+    of an item are scaled so that their sum is what it was.
 
     Args:
         items: the items that were dealt.
@@ -183,7 +180,8 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
     if not len(in_shares):
         return filled.parts
-    # Shares are sorted by item. "firsts" are the indices of each item's first share, and "count" its number of shares.
+    # Shares are sorted by item. For each item, "firsts" is the index of its first share, and "count" is its number of
+    # shares. For each share, "whole" is the sum of its item's shares.
     in_shares = in_shares[filled.parts.item[in_shares].argsort(kind="stable")]
     item, at, part = (column[in_shares] for column in filled.parts)
     firsts = np.flatnonzero(np.append(True, item[1:] != item[:-1]))
@@ -194,7 +192,7 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
         # "has" is the surplus of each share. If all shares of a rank had the surplus "wanted", the rank would lack no
-        # work. If they had "most", it would have no free tokens. "whole" is the sum of an item's shares.
+        # work. If they had the surplus "most", the rank would have no free tokens.
         has, tokens = part * surplus, part * rows
         lacks = need - rate * space
         wanted = has * (1 + (lacks / np.maximum(np.bincount(at, has, len(space)), tiny))[at])
@@ -214,11 +212,7 @@ class _Bins:
 
     Arguments are those of :func:`deal_to_bins`, and the work per token of ``sparse`` items (:class:`Rates`). Methods
     get an item's index, and the ``rows`` and ``work`` of the whole item. With ``few_keys`` the bin with the newest
-    share stays outside the heap until :meth:`take_back` is called.
-
-    Attributes:
-        least: least work of a share.
-        very_long: whether the item that is being cut is very long, and ``few_keys`` is set.
+    share stays outside the heap until :meth:`take_back` is called, so that no other share goes there.
     """
 
     def __init__(
@@ -227,7 +221,7 @@ class _Bins:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
         self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
-        # Sparse items will fill the tokens that shares may not take. Their work is subtracted from the limit on shares.
+        # Sparse items will fill the tokens that shares may not take. Their work is subtracted from the shares' limit.
         self._need_shares = [
             most_work * lacks - sparse * (1 - most_rows) * tokens
             for lacks, tokens in zip(self._need, self._space, strict=True)
@@ -255,10 +249,9 @@ class _Bins:
         heapq.heapify(self._heap)
 
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
-        """Puts the items from ``first`` up to ``end`` whole, each into the bin that then lacks most surplus.
+        """Puts the items from ``first`` up to ``end`` whole, each into the bin that lacks most surplus.
 
-        A ``small`` item is not long, and has at most the work ``least``. Returns the index of the first item that is
-        not small or does not fit into that bin; ``end`` if there is none."""
+        Returns the index of the first item that is not small or does not fit into that bin; else ``end``."""
         if first == end or not small[first]:
             return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace
@@ -278,10 +271,9 @@ class _Bins:
         return end
 
     def put_whole(self, item: int, rows: float, work: float) -> bool:
-        """Puts an item whole into one bin; returns whether the bin took it.
+        """Puts an item whole into the bin that lacks most surplus among those with enough free tokens.
 
-        The bin is the one that lacks most surplus among those with enough free tokens. ``OVERFULL`` says when the bin
-        refuses an item."""
+        Returns False if no bin has enough, or if the bin would be too full (``OVERFULL``)."""
         aside = []
         while self._heap and self._space[self._heap[0][1]] < rows:
             aside.append(heapq.heappop(self._heap))
@@ -294,8 +286,7 @@ class _Bins:
             if found:
                 self._put(item, at, 1.0, rows, work)
         for each in aside:
-            # A bin without room for one token stays out of the heap until the next item is cut.
-            if self._space[each[1]] < 1.0:
+            if self._space[each[1]] < 1.0:  # such a bin stays out of the heap until the next cut
                 self._full.append(each)
             else:
                 heapq.heappush(self._heap, each)
@@ -304,8 +295,8 @@ class _Bins:
     def take_back(self, *, first: bool = False) -> None:
         """Puts the bin with the newest share back into the heap.
 
-        With ``first`` the bin goes on top if its limit on shares leaves work for two least shares. The next long item
-        then begins in this bin."""
+        With ``first``, the next long item begins in this bin if its limit on shares leaves work for two least
+        shares."""
         at, self._newest = self._newest, -1
         if at >= 0:
             first = first and self._need_shares[at] >= 2 * self.least
@@ -317,8 +308,7 @@ class _Bins:
     def put_parts(self, item: int, part: float, rows: float, work: float, added: float, *, within_need: bool) -> float:
         """Puts the fraction ``part`` of an item into one or several bins; returns the fraction that found no room.
 
-        A cut adds ``added`` work for each share. With ``within_need`` a bin gets at most the work that it lacks;
-        otherwise only its tokens limit it."""
+        With ``within_need`` a bin gets at most the work that it lacks; otherwise only its free tokens limit it."""
         aside = []
         while self._full:
             heapq.heappush(self._heap, self._full.pop())
@@ -354,7 +344,7 @@ class _Bins:
         return part
 
     def _put(self, item: int, at: int, part: float, rows: float, gained: float, *, shares: bool = False) -> None:
-        """Adds a part of an item, which brings ``gained`` work, to the bin ``at``. This bin must be on top of the heap.
+        """Adds a part of an item, with ``gained`` work, to the bin ``at``, which must be on top of the heap.
 
         With ``shares`` the part counts against the limits on shares."""
         self._need[at] -= gained

@@ -1,16 +1,15 @@
 """Places one nano-batch's documents on ranks by work; long documents are cut from their end.
 
-A micro-batch has two *nano-batches*, ping and pong: the transfers of one run during the computation of the other.
-``nano_batches.py`` deals documents to ping and pong, and ``lay_out.py`` calls :func:`spread` for each. ``shares.py``
-places ping and pong together instead; ``distca/plan/choice.py`` compares the two placements.
+A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. ``lay_out.py`` calls :func:`spread` for
+each. ``shares.py`` is the other way to place documents, ping and pong together.
 
 - *Work* is the time of attention. Its unit is the mean work of a rank.
 - A *long* document has more work than one rank should get. Parts with one rank's work each are cut from its end.
 - *Filler* is the shortest documents. It fills the room that other documents leave.
 - The *surplus* of a range of rows is its work minus the work of as many tokens of filler.
 
-Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Constants were compared with other
-values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
+Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Constants were chosen with
+``benchmarks/planner_constants.py``.
 """
 
 from __future__ import annotations
@@ -26,25 +25,23 @@ from distca.plan.place.shares import ONE_BY_ONE, Work, work_of
 from distca.plan.sorting import in_turns, order_by
 
 _DENSE = 0.6
-"""Only documents with at least this multiple of the mean work per token are cut. All others count as filler while parts
-are cut."""
+"""A document is cut only if its work per token is at least this multiple of the mean."""
 _SAME_SIZE = 1.5
-"""Ranges are dealt in groups of similar length. The longest of a group has less than this many times the rows of the
-shortest. Ranks are sorted once for each group, which saves time."""
+"""Ranges are dealt in groups, to save time: ranks are sorted once for each group. The longest range of a group has less
+than this many times the rows of the shortest."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents are filler, as long as they have at most this part of all work together. With 0.01 instead,
 the slowest server takes 0.1 % longer."""
 _ENOUGH_OVER = 0.005
-"""A document is cut only if its surplus exceeds the surplus that a rank should have by more than this part. Cutting is
-repeated until the mean work of a rank changes by less than this."""
+"""A document is cut only if its surplus exceeds the surplus that a rank should have by more than this part of it.
+Cutting is also repeated until the mean work of a rank changes by less than this, in the unit of work."""
 _LEAST_PART = 0.05
-"""No document is cut if ranks should have less surplus than this part of the mean work. Filler then gives them enough
-work."""
+"""No document is cut if a rank full of filler lacks less than this part of the mean work."""
 _PASSES = 3
-"""The most times that documents are cut. Cuts add work, so the next pass cuts for a higher mean work of ranks."""
+"""The most passes, each of which cuts all documents anew. Cuts add work, so a pass cuts for the mean of the last."""
 _CORRECTIONS = 2
-"""How often the place of a document's first cut is guessed; each guess uses the work of the guess before. With 1
-instead, plans move 1.8 % more bytes."""
+"""How often the place of a document's first cut is guessed; each guess corrects the one before. With 1 instead, plans
+move 1.8 % more bytes."""
 
 
 def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool = False) -> tuple[Stream, np.ndarray]:
@@ -54,8 +51,8 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
         stream: [N] ranges of documents, in any order; at least one token.
         budgets: [R] tokens per rank; they add up to the stream's tokens.
         cost: seconds per task.
-        backwards: whether ranks get documents in the opposite order. The rank with a document's last part reads most
-            keys. If only pong is placed backwards, one rank reads most keys in ping, and another rank in pong.
+        backwards: whether ranks are taken from the last to the first. The rank with a document's last part reads most
+            keys. If only pong is placed backwards, this is one rank in ping and another in pong.
 
     Returns:
         The ranges, some of them cut, and the [N] rank of each.
@@ -63,8 +60,8 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
     if backwards:
         placed, rank = spread(stream, budgets[::-1], cost)
         return placed, len(budgets) - 1 - rank
-    # Parts of long documents get ranks first, then other documents, then filler. Each rank still lacks the work "left"
-    # and has room for "tokens".
+    # Parts of long documents get ranks first, then other documents, then filler. "left" is the work that each rank
+    # still lacks, and "tokens" are the tokens that it has room for.
     work = work_of(stream.start, stream.stop, len(budgets), cost)
     parts, rank_of_part, rest = _cut_long(stream, budgets, work)
     work_of_part = work(parts.start, parts.stop)
@@ -78,10 +75,7 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
 
 
 def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, np.ndarray, Stream]:
-    """Returns parts of long documents with one rank's work each, the rank of each part, and all other ranges.
-
-    Each part reads keys of earlier parts again, which adds work. So documents are cut again for the higher mean
-    work."""
+    """Returns parts of long documents with one rank's work each, the rank of each part, and all other ranges."""
     mean = 1.0
     for _ in range(_PASSES):
         parts, ranks, rest = _parts_of(stream, budgets, work, mean)
@@ -94,8 +88,8 @@ def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, 
 
 def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> tuple[Stream, np.ndarray, Stream]:
     """Returns parts for ranks whose mean work is ``mean``, the rank of each part, and all other ranges."""
-    # Filler has "short_rate" work per token. A rank full of filler lacks the surplus "wanted", so each part gets this
-    # surplus. A document with more surplus than "enough" is long.
+    # Documents that are not "dense" count as filler here, with "short_rate" work per token. A rank full of filler lacks
+    # the work "wanted", so each part gets this surplus. A document with more surplus than "enough" is long.
     start, stop = stream.start, stream.stop.copy()
     rows = stop - start
     whole = work(start, stop)
@@ -117,9 +111,8 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     cut: list[Stream] = []
     parts = 0
     # In each round, each long document gives a part [middle, high) to a rank without a part. If too few ranks are left,
-    # the documents with most surplus come first. Rounds end if no document is long or every rank has a part. The first
-    # guess of "middle" assumes that a part's surplus is proportional to its query-key pairs. The next guess uses the
-    # surplus per pair of the part [middle, high) guessed before.
+    # the documents with most surplus come first. The first guess of "middle" assumes that a part's surplus is
+    # proportional to its query-key pairs. The next guess uses the surplus per pair of the part guessed before.
     while parts < len(ranks) and len(long):
         order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
         long, pairs_per_surplus = long[order], pairs_per_surplus[order]
@@ -135,7 +128,7 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
         surplus = work(low, middle) - short_rate * (middle - low)
         still = surplus > enough
         long, surplus, pairs_per_surplus = long[still], surplus[still], pairs_per_surplus[still]
-        corrections = 1  # the part before gives a good guess
+        corrections = 1  # the document's last part gives a good guess
     some = stop > start
     rest = Stream(stream.document[some], start[some], stop[some])
     found = _joined(*cut)
@@ -146,10 +139,7 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
 def _left_over(
     work_left: np.ndarray, tokens_left: np.ndarray, work: np.ndarray, placed: Stream, rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the [R] work that ranks still lack, and the [R] tokens that they have room for, after they got
-    ``placed``.
-
-    ``work`` [N] and ``rank`` [N] are those of the placed ranges."""
+    """Subtracts the [N] ``work`` and the tokens of ``placed`` ranges from [R] ``work_left`` and [R] ``tokens_left``."""
     ranks = len(tokens_left)
     tokens = np.bincount(rank, weights=placed.stop - placed.start, minlength=ranks).astype(np.int64)
     return work_left - np.bincount(rank, weights=work, minlength=ranks), tokens_left - tokens
@@ -161,7 +151,7 @@ def _deal(
     """Deals ranges, longest first, each to the rank that lacks most surplus among those with enough room.
 
     Returns the ranges that were dealt, the rank of each, and the ranges that are left as filler."""
-    # Ranges [begin, end) are one group of similar length. All shorter ranges together have "short_rate" work per token.
+    # Ranges [begin, end) are one group (``_SAME_SIZE``). All shorter ranges together have "short_rate" work per token.
     # The first "count" ranges are dealt, at most R · ``ONE_BY_ONE``.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
@@ -179,7 +169,6 @@ def _deal(
         surplus = cost[begin:end] - short_rate * rows[begin:end]
         columns = (rows[begin:end].tolist(), cost[begin:end].tolist(), surplus.tolist())
         for at, (own, brings, more) in enumerate(zip(*columns, strict=True), begin):
-            # A rank without room for this range leaves the heap until the next group.
             while heap and tokens[heap[0][1]] < own:
                 heapq.heappop(heap)
             if not heap:
@@ -193,7 +182,7 @@ def _deal(
     rank = np.array(rank_of, np.int64)
     dealt = rank >= 0
     rest = _take(ranges, ~dealt)
-    # Many ranges are left in turns, so that the filler of each rank has long and short ranges.
+    # If filler is many ranges, they are put in an order in which each rank gets long and short ones.
     order = in_turns(len(rest.stop), len(tokens_left)) if many else order_by(rest.document, rest.start)
     return _take(ranges, dealt), rank[dealt], _take(rest, order)
 

@@ -1,14 +1,12 @@
 """The state of one scheduling run: each server's load, the ranges that it computes, and the k,v rows that it reads.
 
 - A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row.
-- A *piece* is a range of query rows of one document on one server. At first each server has the pieces of its own rows.
-  ``balancer.py`` moves pieces to other servers, and writes every move here.
+- A *piece* is a range of query rows of one document on one server. ``balancer.py`` moves pieces to other servers.
 - A server's *load* is the attention that it has. Its *target* is what it should have, and its *limit* is a little more.
   The three are in seconds; if servers are not equally fast, in seconds of a server of mean speed.
 
-Array legend: K directions (forward, backward, or both), R ranks, P pieces, M ranges that move, N chosen ranks, G sets
-of stops that are compared.
-Constants were compared with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
+Array legend: K directions (forward, backward, or both), R ranks, P pieces, M ranges that move, N chosen ranks.
+Constants were chosen with ``benchmarks/planner_constants.py``.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _MOST_KEPT = 1.5
-"""Limits memory: how many k,v rows a server should read, as a multiple of the mean per server before any work moves. A
-server that would read more gets work only if other servers do not suffice."""
+"""The most k,v rows that a server should read, as a multiple of the mean per server before any work moves. It limits
+memory. A server that would read more gets work only if other servers do not suffice."""
 _FEW_KEPT = 6
-"""Any server may read this many times the mean number of query rows per server."""
+"""The limit of ``_MOST_KEPT`` is at least this many times the mean number of query rows per server."""
 
 
 class Pieces(NamedTuple):
     """Query ranges that one server computes.
 
     Attributes:
-        place: [3, P] int64 document, start and stop.
+        place: [3, P] int64 document, first row and one past the last row.
         seconds: [K, P] float64 seconds.
     """
 
@@ -54,7 +52,7 @@ class Pieces(NamedTuple):
     def shortest(self, most: int) -> np.ndarray:
         """Returns the indices of the ``most`` shortest pieces, or of all pieces if there are no more than ``most``.
 
-        If there are more, pieces with equal rows and equal stops are returned once."""
+        If there are more, only one of several pieces with equal rows and stops is returned."""
         if len(self) <= most:
             return np.arange(len(self))
         # Rows and stop become one number, which np.unique sorts.
@@ -72,7 +70,7 @@ class MovedRanges(NamedTuple):
         document: [M] document of each range.
         start: [M] first query row.
         stop: [M] one past the last query row.
-        receiver: [M] server that computes the range from now on.
+        receiver: [M] server that gets the range.
         seconds: [K][M] seconds on that server.
     """
 
@@ -84,7 +82,7 @@ class MovedRanges(NamedTuple):
 
 
 class HeldRows:
-    """Counts the k,v rows of a document that servers lack, if each rank holds only the rows that it is the home of.
+    """Counts the k,v rows that must travel if each rank holds only the rows that it is the home of.
 
     Args:
         shards: ranges of documents with their home ranks; they cover every document from row 0 on.
@@ -93,22 +91,21 @@ class HeldRows:
 
     def __init__(self, shards: Shards, node: np.ndarray) -> None:
         self._shards, self._node = shards, node
-        # numpy takes twice as long for mixed types, and :meth:`missing` gets floats.
         self._start, self._stop = shards.start.astype(np.float64), shards.stop.astype(np.float64)
 
     def missing(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float = 1.0) -> np.ndarray:
         """Returns [G] rows that must travel so that each of the ``ranks`` can read the document up to its stop.
 
-        Example: a document has rows [0, 4) on rank 0 and [4, 8) on rank 1. For rank 1 with stop 6, 4 rows travel.
+        Example: a document has rows [0, 4) on rank 0 and [4, 8) on rank 1. If rank 1 reads up to stop 6, 4 rows travel.
 
         Args:
             document: the document.
             ranks: [N] ranks that read the document.
-            stops: [G, N] one past the last row that each rank reads; at most the document's rows.
+            stops: [G, N] for each of G cases, one past the last row that each rank reads; at most the document's rows.
             between_nodes: how much a row from another node counts; a row from the same node counts 1.
         """
-        # "held" [G, N, shards] is the rows of each shard before each stop. Every row counts ``between_nodes``, minus
-        # "saves" [N, shards]: own rows then count 0, and rows from the same node 1.
+        # "held" [G, N, shards] is the number of rows of each shard before each stop. Each row counts ``between_nodes``,
+        # minus "saves" [N, shards]. So a rank's own rows count 0, and rows from other ranks of its node count 1.
         some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
         home = self._shards.rank[some]
         held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
@@ -124,20 +121,20 @@ class SchedulerState:
     Args:
         home: the plan to begin with: all rows computed at home, or the plan of an earlier run.
         work: gives the seconds of a range on every server.
-        target: how much work each server should get.
+        target: gives the targets of all servers for a mean load.
         tolerance: how far a server's limit is above its target, as a part of the mean load.
         links: which ranks share a node, and prices of bytes between ranks.
-        expected: [K] limits are computed from at least this mean load, because cuts will add work; None stands for 0.
+        expected: [K] the least mean load that limits are computed from, because cuts will add work; None stands for 0.
 
     Attributes:
         load: [K, R] load of every server.
-        mean: [K] mean load; it grows when cuts add work.
-        order: [R] ranks, sorted by the first row that they compute. Of equally good ranks, the first in this order is
-            taken, so that a plan does not depend on how ranks are numbered.
+        mean: [K] mean load.
+        order: [R] ranks, sorted by the first row that they compute. Of equally good ranks, callers must take the first
+            in this order, so that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
-        kept: [R] k,v rows that every server reads.
-        most_kept: k,v rows that a server should read at most.
-        grew_by_joining: whether a server takes longer since :meth:`joined` joined ranges of the server.
+        kept: [R] number of k,v rows that every server reads.
+        most_kept: the most k,v rows that a server should read.
+        grew_by_joining: whether :meth:`joined` made the load of any server larger.
     """
 
     def __init__(
@@ -166,7 +163,7 @@ class SchedulerState:
         self._held = HeldRows(layout.kv, self.node)
         last = tasks.take(tasks.last_on_server)
         self.kept = np.bincount(last.server, last.stop, layout.ranks)
-        # Some servers may hold no rows (they only compute). The mean is over servers with rows.
+        # Some servers hold no rows, and do not count in the mean.
         homes = layout.ranks if work.slowness is None else max(int(np.count_nonzero(layout.q_rows)), 1)
         self.most_kept = max(_MOST_KEPT * float(self.kept.sum() / homes), _FEW_KEPT * layout.tokens / homes)
         self._readers = _readers_of_cut_documents(last)
@@ -181,8 +178,8 @@ class SchedulerState:
 
     @property
     def slowest(self) -> np.ndarray:
-        """Returns [K] seconds of the slowest server. If targets differ, the result is the mean load plus the longest
-        time above a target."""
+        """Returns [K] load of the slowest server; if targets differ, the mean load plus the longest time above a
+        target."""
         if self._target.alike:
             return np.asarray(self.load.max(axis=1))
         return self.mean + np.asarray(self._above.max(axis=1))
@@ -195,12 +192,12 @@ class SchedulerState:
 
     @property
     def _above(self) -> np.ndarray:
-        """Returns [K, R] seconds that each server is above its target, at the server's own speed."""
+        """Returns [K, R] seconds that each server takes, at its own speed, for its load above its target."""
         return self._target.seconds_of(self.load - self.target)
 
     @property
     def over(self) -> float:
-        """How far the slowest server is above the mean load, as a part of that load, in the worse direction."""
+        """How far the slowest server is above the mean load, as a part of the mean, in the worse direction."""
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
@@ -208,7 +205,7 @@ class SchedulerState:
         return float((self.slowest / unit).max())
 
     def above_target(self, rank: int) -> float:
-        """Returns how far ``rank`` is above its target, as a part of the mean load, in the worse direction."""
+        """Returns the seconds of ``rank`` above its target, divided by the mean load, in the worse direction."""
         return float((self._above[:, rank] / self._mean).max())
 
     def most_above_target(self) -> float:
@@ -220,15 +217,14 @@ class SchedulerState:
         return np.maximum(self.mean, 1e-300)
 
     def pieces_of(self, rank: int) -> Pieces:
-        """Returns the pieces that ``rank`` had at the beginning and still computes. Pieces that it received do not move
-        again."""
+        """Returns the pieces that ``rank`` had at the beginning and still has, without those that it received."""
         if rank not in self._pieces:
             mine = slice(*self._bounds[rank : rank + 2].tolist())
             self._pieces[rank] = Pieces(self._place[:, mine], self._seconds[:, mine])
         return self._pieces[rank]
 
     def on(self, receiver: int, holder: int, pieces: Pieces) -> np.ndarray:
-        """Returns [K, P] seconds that ``pieces`` of the ``holder`` would take on the ``receiver``."""
+        """Returns [K, P] seconds that ``pieces``, with the seconds of the server ``holder``, take on ``receiver``."""
         if self.work.same(receiver, holder):
             return pieces.seconds
         return self.work.on(receiver, pieces.rows, pieces.place[2])
@@ -236,30 +232,25 @@ class SchedulerState:
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns [N] ranks that read ``document``, and [N] one past the last row that each reads.
 
-        If a single rank computed the document at the beginning, this rank is left out."""
+        If a single rank had the document at the beginning, this rank is left out."""
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
     def may_keep(self, document: int, stop: int) -> np.ndarray:
-        """Returns [R] whether each server would read at most ``most_kept`` rows if it read ``document`` up to
-        ``stop``."""
+        """Returns [R] bool, whether a server would read at most ``most_kept`` rows if it read ``document`` up to
+        ``stop`` too."""
         kept = self.kept + stop
         sharing, had = self.sharers(document)
         kept[sharing] -= np.minimum(had, stop)
         return np.asarray(kept <= self.most_kept)
 
     def homes(self, document: int) -> np.ndarray | None:
-        """Returns [N] ranks that computed ``document`` at the beginning, ascending; None if there was only one.
-
-        These are the document's homes if everything was computed at home then."""
+        """Returns [N] ranks that had ``document`` at the beginning, ascending; None if there was only one."""
         homes = self._homes.get(document)
         return None if homes is None else np.array(homes)
 
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float) -> np.ndarray:
-        """Returns [G] k,v rows that must still travel so that each of the ``ranks`` [N] can read up to its stop.
-
-        Arguments are those of :meth:`HeldRows.missing`. Rows that a rank already needs for its present ranges count
-        0."""
+        """Returns :meth:`HeldRows.missing`, without rows that a rank already reads for its present ranges."""
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
@@ -269,11 +260,11 @@ class SchedulerState:
         return rows[:-1] - rows[-1]
 
     def move(self, sender: int, chosen: list[int], left: Pieces, lost: list[float], moved: MovedRanges) -> None:
-        """Moves work: updates loads, pieces, and the k,v rows that servers read.
+        """Updates loads, pieces, and the k,v rows that servers read, for one move.
 
         Args:
             sender: the server that gives.
-            chosen: indices of the sender's pieces that go.
+            chosen: indices of the sender's pieces of which at least a part goes.
             left: the parts of these pieces that stay with the sender.
             lost: [K] seconds that the sender loses.
             moved: the ranges that go.
@@ -304,8 +295,7 @@ class SchedulerState:
         np.add.at(self.kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
-        """Returns all pieces as tasks on their servers. Neighbouring pieces on one server are joined. If any are
-        joined, loads are computed anew."""
+        """Returns all pieces as tasks, in which neighbouring pieces on one server are joined; then updates loads."""
         home = self._home
         if not self._moved[0]:
             return home
@@ -328,8 +318,7 @@ class SchedulerState:
 
 
 def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
-    """Returns [R] ranks by their first task, ranks without tasks last. Rank r has the tasks from bounds[r] up to
-    bounds[r + 1]."""
+    """Returns [R] ranks by their first task, ranks without tasks last; rank r has tasks [bounds[r], bounds[r + 1])."""
     empty = bounds[:-1] == bounds[1:]
     some = np.flatnonzero(~empty)
     first = bounds[some]
@@ -337,9 +326,7 @@ def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
 
 
 def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:
-    """Returns {document: {rank: one past the last row that the rank reads}} for documents on several ranks.
-
-    ``last`` has the last task of each document on each rank."""
+    """Returns {document: {rank: one past the last row that the rank reads}} for documents on several ranks."""
     last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)
     readers: dict[int, dict[int, int]] = {}
     columns = (last.document, last.server, last.stop)
