@@ -1,12 +1,10 @@
 """Plans: the rank that computes the attention of each query row of a nano-batch, and the k,v rows that ranks need.
 
-- A *nano-batch* is a whole micro-batch, or one of its two parts, *ping* and *pong*.
+- A *nano-batch* is a whole micro-batch, or one of its two parts, *ping* and then *pong*.
 - The *home* of a row is the rank that holds the row. A *layout* has the homes of a nano-batch's rows.
 - A *shard* is a range of a document's rows on one home.
 - A *server* is a rank that computes attention.
 - A *task* is a range of query rows of one document on one server.
-
-``routes.py`` finds the rows that each rank sends and receives for a plan.
 """
 
 from __future__ import annotations
@@ -34,12 +32,10 @@ class Contexts:
     Example: the tasks [2, 4) and [6, 7) read the keys [0, 4) and [0, 7), so they share the context [0, 7). With a
     window of 2 keys they read [1, 4) and [5, 7), which are two contexts.
 
-    A server may have the first rows of a context from the previous nano-batch.
-
     Attributes:
         last: the last task of each context; the context ends where this task stops.
         first: [L] first row of each context.
-        begin: [L] first row that the server's buffer gets; the server already has the rows [first, begin).
+        begin: [L] first row that is sent to the server. It has the rows [first, begin) from the previous nano-batch.
         at: [L] where the rows [first, begin) are in the server's buffer of the previous nano-batch.
         of_task: [T] index of every task's context.
     """
@@ -52,7 +48,7 @@ class Contexts:
 
     @property
     def rows(self) -> np.ndarray:
-        """Returns [L] number of rows that the server's buffer gets for each context."""
+        """Returns [L] number of rows of each context that are sent to the server."""
         return self.last.stop - self.begin
 
 
@@ -60,9 +56,8 @@ class Contexts:
 class Plan:
     """A layout, and the server of every query row in it. Array legend: D documents, T tasks, L contexts.
 
-    All layers of one kind, for example all layers with a window, have the same plan. With pipeline stages, a plan has
-    the documents of several stages, which may run layers of different kinds. A plan is equal only to itself, and can be
-    a key of a dictionary.
+    With pipeline stages, a plan has the documents of several stages. These may run layers of different *kinds* at the
+    same time, for example with and without a window.
 
     Attributes:
         layout: the layout of the nano-batch.
@@ -70,8 +65,7 @@ class Plan:
         before: the tasks of the previous nano-batch, if servers keep the k,v rows of these tasks; else None.
         windows: for each kind of layer, the number of keys that a query sees; 0 for all keys, and for a kind whose
             layers compute no document of this plan.
-        kind: [D] int64 index in ``windows``: the kind of layer that computes each document. None if it is the first
-            kind for all documents.
+        kind: [D] int64 index in ``windows``: the kind of layer that computes each document; None if all are 0.
     """
 
     layout: Layout
@@ -82,25 +76,25 @@ class Plan:
 
     @property
     def kind_of_task(self) -> np.ndarray:
-        """Returns [T] int64 index in ``windows`` of every task's kind of layer."""
+        """Returns [T] int64 index in ``windows`` of each task's kind of layer."""
         return np.zeros(len(self.tasks), np.int64) if self.kind is None else self.kind[self.tasks.document]
 
     @cached_property
     def first_key(self) -> np.ndarray:
-        """Returns [T] int64 first k,v row that every task reads."""
+        """Returns [T] int64 first k,v row that each task reads."""
         if not any(self.windows):
             return np.zeros_like(self.tasks.start)
         return first_key(np.array(self.windows)[self.kind_of_task], self.tasks.start)
 
     @property
     def region_rows(self) -> np.ndarray:
-        """Returns [T] number of k,v rows that every task reads."""
+        """Returns [T] number of k,v rows that each task reads."""
         return self.tasks.stop - self.first_key
 
     @cached_property
     def contexts(self) -> Contexts:
         # ends [T]: whether a task is the last one of its context. Tasks are sorted by server, document and start. With
-        # a window, a context also ends before a task whose first key is behind all earlier keys.
+        # a window, a context also ends before a task that reads no key of the task before.
         tasks, first = self.tasks, self.first_key
         ends = tasks.last_on_server
         if any(self.windows):
@@ -114,14 +108,10 @@ class Plan:
         return Contexts(last, first, begin, at, of_task)
 
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the rows of contexts that servers have from the previous nano-batch.
+        """Finds the rows of contexts that servers have from the previous nano-batch, given the last task of each.
 
         Only whole shards count, because exchanges send a shard from its first row on. Example: the shards of a document
         are [0, 4), [4, 8) and [8, 12). In ping a server read the rows [0, 10). For pong only the rows [0, 8) count.
-
-        Args:
-            before: the tasks of the previous nano-batch.
-            last: the last task of each context.
 
         Returns:
             Two [L] arrays: how many first rows of the context's document the server has; and where these rows begin in
@@ -155,9 +145,9 @@ class Plan:
     def kv_reads(self) -> Reads:
         """Returns the k,v rows that contexts need from homes, as ranges of shards.
 
-        In layers without a window, rows may come from a *gateway*: of the servers of a node, the one that reads the
-        largest number of rows of a shard. All servers read the shard from its first row on, so the gateway has the rows
-        of the others. With a window, servers begin at different rows, and rows come *straight* from home."""
+        In layers without a window, all servers read a shard from its first row on. So rows may come from a *gateway*:
+        the server of the same node that reads most rows of the shard. With a window, servers begin at different rows,
+        and rows come *straight* from home."""
         reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
         if not any(self.windows):
             return reads
@@ -167,8 +157,6 @@ class Plan:
 
     def check(self) -> None:
         """Raises PlanError unless every query row is computed exactly once, by an existing server."""
-        # Tasks are sorted by document and start. The first task of a document must begin at the document's first row,
-        # and each other task must begin where the previous task stops.
         tasks, layout = self.tasks, self.layout
         unknown = tasks.server[(tasks.server < 0) | (tasks.server >= layout.ranks)]
         if len(unknown):
@@ -196,7 +184,7 @@ def plan_at_home(layout: Layout) -> Plan:
 
 
 def fingerprint(plans: Iterable[Plan]) -> int:
-    """Returns a CRC-32 checksum of layouts and tasks; equal plans have equal checksums."""
+    """Returns a CRC-32 checksum of the layouts and tasks of ``plans``."""
     value = 0
     for plan in plans:
         layout, tasks = plan.layout, plan.tasks

@@ -1,9 +1,9 @@
 """Reads a checkpoint's ``.metadata`` without running code in it.
 
 The file ``.metadata`` describes the tensors of torch's distributed checkpoints: their shapes, and the files of their
-parts. It is a pickle, a small program that could call any function. So it is read in two steps. First ``_Machine`` runs
-only operations that make plain data. In place of an object it records the class's name and arguments. Then ``_Builder``
-checks all types and builds torch's objects.
+parts. It is a pickle, a small program that could call any function. So ``_Machine`` runs only operations that make
+plain data, and records a class's name and arguments in place of an object. Then ``_Builder`` checks all types and
+builds torch's objects.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from torch.distributed.checkpoint.metadata import (
 
 _TORCH = "torch.distributed.checkpoint.metadata."
 _PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
-"""The classes of paths in different versions of Python. The file contains a path, which is not used."""
+"""Names of the class of paths in different versions of Python. The file contains a path, which is not used."""
 _MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
 _MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
 _MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
-"""Classes of which the pickle makes objects without arguments. Then the pickle sets the objects' fields."""
+"""Classes of which the pickle makes objects without arguments, and then sets the objects' fields."""
 _CALLED = {*_PATHS, "torch.Size", "torch.serialization._get_layout", f"{_TORCH}_MEM_FORMAT_ENCODING"}
 """Classes and functions that the pickle calls with arguments. Calls are recorded, not made."""
 _DIMENSIONS = 64
-"""The most dimensions of a tensor; a file with more is refused. Models' weights have far fewer."""
+"""The most dimensions of a tensor; a file with more is refused."""
 _CUTS = 8
-"""The most dimensions along which a tensor is cut into parts; a file with more is refused. One more such dimension
-doubles the time of ``_is_whole``. The number was chosen, not measured."""
+"""The most dimensions along which a tensor is cut into parts; a file with more is refused. Each such dimension doubles
+the time of ``_is_whole``. The number was chosen, not measured."""
 
 
 class _Name(NamedTuple):
@@ -54,7 +54,7 @@ class _Record:
     """A pickle's description of an object.
 
     Attributes:
-        name: full name of the class or function that unpickling would call.
+        name: full name of the class or function that Python's unpickler would call.
         arguments: the arguments of that call.
         state: the object's fields; None until the pickle sets them.
     """
@@ -66,17 +66,17 @@ class _Record:
 
 
 def read_metadata(file: BinaryIO) -> Metadata:
-    """Returns the description in a checkpoint's ``.metadata``.
+    """Returns the content of a checkpoint's ``.metadata``.
 
     Raises:
-        UnpicklingError: the file does not describe a checkpoint, or contains code. No code was run.
+        UnpicklingError: the file does not describe a checkpoint, or contains code, which was not run.
     """
     return copy(_built(file.read()))  # torch's reader changes a field, and the kept result must not change
 
 
 @lru_cache(maxsize=1)
 def _built(pickled: bytes) -> Metadata:
-    """Returns the description in the pickle. The last result is kept, as loading reads the file several times."""
+    """Returns what the pickle describes; keeps the last result, because loading reads the file several times."""
     try:
         return _Builder().metadata(_Machine().run(pickled))
     except UnpicklingError:
@@ -87,15 +87,15 @@ def _built(pickled: bytes) -> Metadata:
 
 
 def forget_metadata() -> None:
-    """Frees the description that was read last."""
+    """Frees the result that :func:`read_metadata` keeps."""
     _built.cache_clear()
 
 
 def check_files(checkpoint: Path, metadata: Metadata) -> None:
-    """Compares a description with the files.
+    """Compares ``metadata`` with the files in the folder ``checkpoint``.
 
     Raises:
-        UnpicklingError: a tensor lacks parts, or a file is missing or too short.
+        UnpicklingError: the parts of a tensor do not make up its shape, or a file is missing or too short.
     """
     ends: dict[str, int] = {}  # for each file, where its last part ends, in bytes
     for info in metadata.storage_data.values():
@@ -146,10 +146,7 @@ def _bytes(tensor: TensorStorageMetadata) -> int:
 
 
 class _Machine:
-    """Runs a pickle's operations that make data, on a stack as Python's unpickler does, and refuses all others.
-
-    ``_operations`` maps the name of an operation to a function of the operation's argument.
-    """
+    """Runs a pickle's operations that make data, with a stack like Python's unpickler, and refuses all others."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -226,7 +223,6 @@ class _Machine:
         _of(dict, self._stack[-1]).update(zip(names, pairs[1::2], strict=True))
 
     def _name(self, module: str, name: str) -> None:
-        """Pushes the name of a class, a function or a dtype, and refuses names that are no part of a checkpoint."""
         text = f"{module}.{name}"
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if text not in _MADE | _CALLED and not is_dtype and text != "collections.OrderedDict":
@@ -256,7 +252,7 @@ class _Builder:
         self._parts_left = 0  # how many more parts of tensors the file may have
 
     def metadata(self, made: Any) -> Metadata:
-        """Returns torch's ``Metadata`` for a record, without the fields that loading does not read."""
+        """Returns torch's ``Metadata`` for a record, with the fields that loading reads."""
         if not isinstance(made, _Record) or made.name != f"{_TORCH}Metadata":
             raise UnpicklingError("it is no metadata of a checkpoint")
         said = _fields(made, "Metadata")
@@ -271,8 +267,7 @@ class _Builder:
         said = _fields(made, "TensorStorageMetadata")
         parts = _of(list, said["chunks"])
         self._parts_left -= len(parts)
-        # In a small pickle many tensors could share one long list of parts. Reading the list for every tensor could
-        # take hours.
+        # In a small pickle many tensors could share one long list of parts, and reading it for each could take hours.
         if self._parts_left < 0:
             raise UnpicklingError("it has more parts of tensors than places in files")
         return TensorStorageMetadata(
@@ -306,9 +301,9 @@ def _index(made: Any) -> MetadataIndex:
 
 
 def _info(made: Any) -> _StorageInfo:
-    """Returns a part's file, and its offset and length there in bytes.
+    """Returns a part's file, and the part's offset and length there in bytes.
 
-    Files in other folders are refused, and parts that were transformed for storage, for example compressed."""
+    Files in other folders are refused. So are parts that were transformed for storage, for example compressed."""
     if _of(_Record, made).name != "torch.distributed.checkpoint.filesystem._StorageInfo":
         raise UnpicklingError(f"it has a {made.name} in place of a _StorageInfo")
     said = _of(dict, made.state)

@@ -2,7 +2,7 @@
 
 A micro-batch may be split into two *nano-batches*: one is computed while rows of the other travel between ranks. The
 changed router counts rows for losses over the whole micro-batch (``balance.py``). The changed layer sends rows to
-expert-parallel ranks (``exchange.py``). ``take_nano_batches`` changes the routers and layers of a built model.
+expert-parallel ranks (``exchange.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_patches.experts.exchange import Exchange
 from megatron_patches.experts.grouped import computed, lie_last_first
 
 Parts = Generator[None, None, torch.Tensor]
-"""A generator that returns a tensor. It yields while rows travel to experts, and while outputs travel back."""
+"""A generator that returns a tensor. It yields twice: while rows travel to experts, and while outputs travel back."""
 
 
 class BalancedRouter(TopKRouter):
@@ -36,7 +36,7 @@ class BalancedRouter(TopKRouter):
     def _apply(self, function: Any, recurse: bool = True) -> BalancedRouter:
         """Casts or moves the module, but keeps float32 buffers in float32.
 
-        Some of them count rows, and bfloat16 has no number between 256 and 258."""
+        Some buffers count rows, and bfloat16 has no number between 256 and 258."""
         buffers = {name: each for name, each in self.named_buffers(recurse=False) if each.dtype == torch.float32}
         super()._apply(function, recurse)
         for name, before in buffers.items():
@@ -76,8 +76,7 @@ class BalancedRouter(TopKRouter):
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores, scores).sum(-1)
             nano_batch.balance.count(self.layer_number, nano_batch, best, chosen, entropy)
-            # If backward computes the router again, gradients are enabled in the second run only. So rows are added
-            # once.
+            # Rows are added once, also if backward runs the router again: then the first run has no gradients.
             if graded and self.enable_expert_bias:
                 self.local_tokens_per_expert += (chosen & nano_batch.real_N[:, None]).sum(0)
         if graded and (coefficient(config, "aux_loss") or coefficient(config, "seq_aux_loss")):
@@ -89,12 +88,11 @@ class NanoBatchExperts(MoELayer):
     """Megatron's layer with experts, whose forward sends rows by :class:`Exchange`."""
 
     def forward(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """Returns [rows, 1, hidden] each row's sum over its experts and the shared expert; and None, as no bias is left
-        to add."""
+        """Returns [rows, 1, hidden] each row's sum over its experts and the shared expert; and None for the bias."""
         return last_of(self.parts(hidden, nano_batch)), None
 
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
-        """:meth:`forward` without the bias, as a generator that yields twice (see ``Parts``)."""
+        """:meth:`forward` as a generator that returns the sum alone."""
         again = self.moe_layer_recompute and torch.is_grad_enabled()
         probs, dispatch = self._routed(hidden, nano_batch, again)
         exchange = Exchange(dispatch, again)
@@ -109,7 +107,7 @@ class NanoBatchExperts(MoELayer):
         return summed if shared is None else summed + shared
 
     def _routed(self, hidden: torch.Tensor, nano_batch: NanoBatch, again: bool) -> tuple[torch.Tensor, Dispatch]:
-        """Returns [rows, experts] probabilities and the indices by which rows travel."""
+        """Returns [rows, experts] probabilities, and which rows travel to which rank."""
         chosen: list[torch.Tensor] = []
 
         def route(hidden: torch.Tensor) -> torch.Tensor:
@@ -130,7 +128,6 @@ class NanoBatchExperts(MoELayer):
 
 
 def last_of(parts: Parts) -> torch.Tensor:
-    """Returns a generator's result."""
     while True:
         try:
             next(parts)
@@ -140,7 +137,7 @@ def last_of(parts: Parts) -> torch.Tensor:
 
 
 def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns ``function(*tensors)``. With ``again`` backward calls ``function`` once more."""
+    """Returns ``function(*tensors)``. If ``again``, backward calls ``function`` once more in place of kept tensors."""
     if not again:
         return function(*tensors)
     computed_twice: torch.Tensor = tensor_parallel.checkpoint(function, False, *tensors)
@@ -150,7 +147,7 @@ def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors:
 def add_biases(model: torch.nn.Module) -> None:
     """Makes the experts' second linear layers add their biases in a way that autograd accepts.
 
-    Without ``explicit_expert_comm`` Megatron adds a bias in place to what may be a view, which autograd refuses.
+    Without ``explicit_expert_comm`` Megatron adds a bias in place to a tensor that may be a view, and autograd fails.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
@@ -169,9 +166,9 @@ def take_nano_batches(model: torch.nn.Module) -> list[int]:
         layer.__class__ = NanoBatchExperts
         layer.router.__class__ = BalancedRouter
         for parameter in layer.experts.parameters():
-            # With allreduce False, DDP adds up gradients over all ranks that hold the same experts. Tensor-parallel
-            # ranks are among these, which is needed because here they have different rows. Megatron-Core 0.16.1 sets
-            # allreduce False only with several expert-parallel ranks.
+            # With allreduce False, DDP adds up gradients over all ranks that hold the same experts. These include
+            # tensor-parallel ranks, whose rows differ here. Megatron-Core 0.16.1 sets allreduce False only with several
+            # expert-parallel ranks.
             parameter.allreduce = False
             # With sequence_parallel True, Megatron would add up gradients over tensor-parallel ranks once more. This
             # would count rows twice, or mix gradients of different experts.

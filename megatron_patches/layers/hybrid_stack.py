@@ -1,8 +1,7 @@
-"""The stack of layers of Megatron-Core's HybridModel, with another forward, and the spec to build such a stack.
+"""The stack of layers of Megatron-Core's HybridModel, changed so that other ranks may compute *cores*.
 
-Each layer of a HybridModel is either a *mixer* (attention, a gated delta net or Mamba), or an MLP or experts. The
-*core* of a mixer is softmax(QKᵀ)V or the recurrence, which other ranks may compute. A *unit* is a mixer with the MLPs
-and experts behind it.
+Each layer of a HybridModel is either a *mixer* (attention, a gated delta net or Mamba), or an MLP or experts. The core
+of a mixer is softmax(QKᵀ)V or the recurrence. A *unit* is a mixer with the MLPs and experts behind it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 class DisaggregatedStack(DisaggregatedForward, HybridStack):
-    """Megatron's stack with the forward of :class:`DisaggregatedForward`, which lets other ranks compute cores.
+    """Megatron's stack with the forward of :class:`DisaggregatedForward`.
 
     Megatron's norm behind the last layer needs Transformer Engine, so the constructor builds this project's norm.
     """
@@ -51,8 +50,8 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
         Args:
             hidden_states: [rows, 1, hidden]; with sequence parallelism this rank's part of the rows.
-            attention_mask: the micro-batch in place of a mask. With a :class:`PackedMicroBatch` this rank has only
-                whole documents, and computes all cores itself.
+            attention_mask: the micro-batch in place of a mask. With a :class:`PackedMicroBatch` this rank computes all
+                cores of its rows itself.
             rotary_pos_emb: RoPE's rotations of all rows.
         """
         if not isinstance(attention_mask, PackedMicroBatch):
@@ -67,7 +66,6 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
         return hidden_states if self.last_norm is None else self.last_norm(hidden_states)
 
     def _run_unit(self, number: int, unit: Any, micro_batch: PackedMicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the output of a unit whose core this rank computes."""
         if isinstance(unit, BoundRecurrentUnit):
             *residual, mixed, g, beta = unit.pre(hidden, 0)
             o = micro_batch.recur(self.pool, number, unit.recurrence, unit.core_parameters, mixed, g, beta)
@@ -85,11 +83,11 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
 
 
 def hybrid_stack_spec(config: TransformerConfig, *, options: ModelOptions = MEGATRONS, te: bool = False) -> ModuleSpec:
-    """Returns the spec of a HybridModel's stack. With ``te`` linear layers are Transformer Engine's."""
+    """Returns the spec of a HybridModel's stack. If ``te``, linear layers are Transformer Engine's."""
     norm, (column, row) = norm_class(config), linear_classes(te)
     layer = layer_spec(config, options=options, te=te)
-    # All layers but Mamba's are made from the spec of a layer with attention and an MLP. In a layer with an MLP
-    # alone, ``self_attn_bda`` adds the output of the mixer before this layer to the residual.
+    # All layers but Mamba's are made from the spec of a layer with attention and an MLP. A layer with an MLP alone
+    # keeps ``self_attn_bda``, which adds the output of the mixer before this layer to the residual.
     attention, mlp = deepcopy(layer), deepcopy(layer)
     attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
     mlp.module = SplitTransformerLayer

@@ -1,14 +1,14 @@
-"""Megatron's transformer layer, cut into the part before core attention and the part behind it.
+"""Megatron's transformer layer, cut into the part before the core and the part behind it.
 
 The *mixer* of a layer is its attention, or a recurrence such as Mamba's. The *core* is the operation inside the mixer
 that other ranks may compute for this rank's rows, for example softmax(QKᵀ)V. ``pre`` computes everything before the
 core, and ``post`` everything behind it.
 
 The rows of a micro-batch may be split into two *nano-batches*. One nano-batch is computed while rows of the other
-travel between ranks (``distca/runtime/ping_pong.py``).
+travel between ranks.
 
-Shape suffixes: N rows (tokens), H query heads, G key/value heads, D head_dim, F columns of the QKV projection. In
-kv_N2GD, index 0 of the dimension of size 2 is keys, and index 1 values. Heads are those of this tensor-parallel rank.
+Shape suffixes: N rows (tokens), H query heads, G key/value heads, D head_dim, F columns of the QKV projection; 2 stands
+for keys and values. Heads are those of this tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class SplitLayerParts:
     """Methods of all cut layers, of those with attention and of those with a recurrence.
 
     Attributes:
-        keeps_outputs: whether outputs of norms stay in memory until backward. If not, outputs that backward
-            needs are computed again.
+        keeps_outputs: whether outputs of norms stay in memory until backward. If not, backward computes them again.
     """
 
     options = MEGATRONS
@@ -58,7 +57,7 @@ class SplitLayerParts:
         """Returns the mixer's output, and the residual to which this output is added.
 
         Args:
-            o: the core's output for all rows and this rank's heads.
+            o: the core's output for all rows.
             residual: the tensors that ``pre`` returned ahead of the core's inputs.
         """
         raise NotImplementedError
@@ -66,7 +65,7 @@ class SplitLayerParts:
     def _projected(self, hidden: torch.Tensor, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``hidden``, and the output of ``linear`` for the normed rows, [rows, columns].
 
-        With sequence parallelism ``linear`` returns the rows of all tensor-parallel ranks.
+        With sequence parallelism the output has the rows of all tensor-parallel ranks.
         """
         hidden, normed = beside(self.input_layernorm, hidden)
         mixed, _ = linear(normed)
@@ -75,7 +74,7 @@ class SplitLayerParts:
         return hidden, mixed.squeeze(1)
 
     def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        """Frees ``normed``, unless outputs are kept. Backward computes ``normed`` again from ``hidden``.
+        """Frees ``normed``, unless outputs are kept; backward computes it again from ``hidden``.
 
         ``used`` is the output of the only operation that reads ``normed``.
         """
@@ -83,10 +82,7 @@ class SplitLayerParts:
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
 
     def _add(self, branch: Branch, residual: torch.Tensor, combine: Any, norm: Any) -> torch.Tensor:
-        """Applies bias, norm, multiplier and dropout to the branch, and returns the residual plus the result.
-
-        ``combine`` is Megatron's ``get_bias_dropout_add``.
-        """
+        """Applies bias, norm, multiplier and dropout to the branch, and returns the residual plus the result."""
         multiplier = self.options.residual_multiplier
         if norm is not None or multiplier != 1.0:
             output, bias = branch
@@ -151,7 +147,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         Args:
             o_NHD: core attention's output for all rows.
             residual: the hidden rows that :meth:`pre` returned first.
-            nano_batch: object that counts the rows of each expert; None in models without experts.
+            nano_batch: counts the rows of each expert; None in models without experts.
         """
         return self.added(*self.behind(*self.mixed(o_NHD, *residual), nano_batch))
 
@@ -165,7 +161,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         """Adds a branch to the residual, then computes the norm, and the MLP or experts.
 
         Args:
-            branch: the output of the mixer, or of the last MLP behind the mixer. None if the residual is complete.
+            branch: the output of the mixer, or of an earlier layer's MLP. None if the residual already has it.
             hidden: [rows, 1, hidden] the residual.
             nano_batch: as in :meth:`post`.
 
@@ -182,8 +178,8 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def behind_parts(
         self, branch: Branch | None, hidden: torch.Tensor, nano_batch: NanoBatch | None
     ) -> Generator[None, None, tuple[Branch, torch.Tensor]]:
-        """:meth:`behind` as a generator. With experts it yields twice: while rows travel to experts, and while
-        their outputs travel back."""
+        """:meth:`behind` as a generator. With experts it yields twice: while rows travel to experts, and while the
+        experts' outputs travel back."""
         read, residual, normed, norm = self._before_mlp(branch, hidden)
         if not isinstance(self.mlp, NanoBatchExperts):
             return self._transformed(read, residual, normed, norm, nano_batch)
@@ -227,7 +223,6 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         norm: Any,
         nano_batch: NanoBatch | None,
     ) -> tuple[Branch, torch.Tensor]:
-        """Returns the output of the MLP or experts with its bias, and ``residual``."""
         if isinstance(self.mlp, NanoBatchExperts):
             assert nano_batch is not None
             return self.mlp(normed, nano_batch), residual
@@ -245,7 +240,7 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: PackedMicroBatch, rotary_pos_emb: RowRotations, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """Computes the whole layer on this rank, core attention included. Megatron's own block calls this method.
+        """Computes the whole layer on this rank, core attention included; Megatron's own block calls this method.
 
         Args:
             hidden_states: [rows, 1, hidden], with sequence parallelism this rank's part of the rows.
@@ -263,17 +258,14 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
 
 
 def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``hidden`` and the normed ``hidden``.
-
-    On GPUs one kernel of :class:`RMSNorm` computes the gradient of ``hidden`` through both results.
-    """
+    """Returns ``hidden`` and the normed ``hidden``. :class:`RMSNorm` computes their joint gradient in one kernel."""
     return norm.beside(hidden) if isinstance(norm, RMSNorm) else (hidden, norm(hidden))
 
 
 def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
-    """Sets whether norms and MLPs' activations keep their outputs for backward.
+    """Sets whether outputs of norms and of MLPs' activations stay in memory until backward.
 
-    With Megatron's ``recompute_granularity`` set, activations keep their outputs even if ``keep`` is False.
+    With Megatron's ``recompute_granularity``, outputs of activations stay even if ``keep`` is False.
     """
     for module in model.modules():
         if isinstance(module, SplitLayerParts):

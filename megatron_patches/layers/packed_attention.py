@@ -1,8 +1,8 @@
 """Core attention, softmax(QKᵀ)V, inside each of several packed documents, as a module for Megatron's layers.
 
-Megatron's own DotProductAttention refuses packed documents. The forward here runs if each rank computes the attention
-of its own documents, for example with ``distca.CAD(disaggregate=False)``. If ranks compute attention for each other,
-this module only holds a parameter, the learned sinks.
+The forward runs if each rank computes the attention of its own documents, for example with
+``distca.CAD(disaggregate=False)``. If ranks compute attention for each other, this module only holds a parameter, the
+learned sinks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 class PackedAttention(MegatronModule):
-    """Takes the place of Megatron's DotProductAttention.
+    """Takes the place of Megatron's DotProductAttention, which refuses packed documents.
 
     Attributes:
         layer: the layer's number in the whole model, from 0.
@@ -47,7 +47,6 @@ class PackedAttention(MegatronModule):
 
     @staticmethod
     def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
-        """Returns a new parameter for the sinks of this rank's heads."""
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
@@ -64,7 +63,6 @@ class PackedAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Describes the sinks for a checkpoint: this tensor-parallel rank's part of all heads."""
         sinks = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             sinks, prefix, {"softmax_offset": 0}, sharded_offsets
@@ -90,12 +88,12 @@ class PackedAttention(MegatronModule):
         assert self.kernel is not None and self.timeline is not None
         rows, padding = attention_mask.rows, len(query) - attention_mask.rows
         q, k, v = (x.squeeze(1)[:rows] for x in (query, key, value))
-        timer = partial(self.timeline.serve, self.layer, 0)  # 0: a micro-batch is not split in two here
+        timer = partial(self.timeline.serve, self.layer, 0)  # 0: the only part of an undivided micro-batch
         o = attention_mask.attend(self.kernel, q, k, v, self.kind, timer, self.softmax_offset)
         if padding:
             padded = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
-            # The output projection saves ``padded`` for backward, and the kernel saves ``o``. To save memory ``o`` is
-            # freed here, and backward copies it back from ``padded``.
+            # The output projection keeps ``padded`` for backward, and the kernel keeps ``o``. So the memory of ``o`` is
+            # freed here, and backward copies ``o`` back from ``padded``.
             forget_until_backward(o, partial(_fill_rows, padded.detach()), padded)
             o = padded
         return o.flatten(1).unsqueeze(1)

@@ -1,7 +1,7 @@
 """Cuts whole weights into the parts of ranks, and puts weights and gradients together from the parts of all ranks.
 
-Parity checks load the same weights into a model that is spread over ranks and into a whole model on one rank, and
-compare gradients.
+``distca/parity`` loads the same weights into a model that is spread over ranks and into a whole model on one rank, and
+compares gradients.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _GATED: Divisions = {"linear_fc1.weight": (1, 1), "linear_fc1.bias": (1, 1)}
 
 
 def divisions_of(model: torch.nn.Module) -> Divisions:
-    """Returns the sections of all parameters that have more than one.
-
-    These are joined gate and up projections of MLPs, and input projections and convolutions of recurrent layers.
-    """
+    """Returns the sections of the parameters that have several: in MLPs with gates, and in recurrent layers."""
     config: Any = model.config
     found = dict(_GATED) if config.gated_linear_unit else {}
     ends = {".".join(name.split(".")[-3:]) for name, _ in model.named_parameters()}
@@ -58,11 +55,11 @@ def share_of(
     """Returns this tensor-parallel rank's part of a whole parameter.
 
     Args:
-        name: the parameter's name in a GPTModel.
+        name: the parameter's name.
         full: the parameter in a model without tensor parallelism.
         shape: shape of this rank's part.
         rank: this rank's number among the tensor-parallel ranks.
-        divisions: from :func:`divisions_of`; by default gate and up projection are divided.
+        divisions: from :func:`divisions_of`; by default, MLPs have gates and no layer is recurrent.
     """
     if full.shape == shape:
         return full
@@ -74,7 +71,7 @@ def share_of(
 
 
 def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int) -> None:
-    """Copies this rank's parts of whole parameters into ``model``."""
+    """Copies the parts of tensor-parallel rank ``rank`` from the whole parameters ``full`` into ``model``."""
     divisions = divisions_of(model)
     for name, parameter in model.named_parameters():
         set_values(parameter, share_of(name, full[name], parameter.shape, rank, divisions))
@@ -86,7 +83,7 @@ def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, s
     A rank counts its own layers and experts from 0, so names differ.
 
     Args:
-        first_layer: number of the stage's first layer in the whole model, from 0.
+        first_layer: number of this pipeline stage's first layer in the whole model, from 0.
         tied: whether the output layer holds a copy of the embedding's weights.
     """
 
@@ -128,7 +125,7 @@ def gather_whole(
         weights: weights of the whole model, for their shapes.
     """
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
-    # Ranks of the first group have different experts, and ranks of the second different layers.
+    # The ranks of one group have different experts or different layers.
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
     for group in groups:
         if group.size() == 1:
@@ -140,7 +137,7 @@ def gather_whole(
 
 
 def first_expert(model: GPTModel) -> int:
-    """Returns the number of this rank's first expert in the whole model."""
+    """Returns the number of this rank's first expert in the whole model, from 0."""
     ranks = parallel_state.get_expert_model_parallel_world_size()
     return parallel_state.get_expert_model_parallel_rank() * ((model.config.num_moe_experts or 0) // ranks)
 
@@ -151,7 +148,7 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: D
     All tensor-parallel ranks call this function together.
 
     Args:
-        name: the parameter's name in the whole model.
+        name: the parameter's name.
         share: this rank's part.
         full: shape of the whole tensor.
     """
@@ -161,7 +158,7 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: D
     shares = [torch.empty_like(share) for _ in range(tp)]
     dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     whole = torch.empty(full, dtype=torch.float64)
-    # Element i of ``numbers`` is i. Cut like a parameter, ``numbers`` says where each rank's elements belong.
+    # Element i of ``numbers`` is i. A rank's part of ``numbers`` says where the elements of its share belong.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
         whole.view(-1)[share_of(name, numbers, share.shape, rank, divisions).flatten()] = part.double().cpu().flatten()

@@ -23,7 +23,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
 
     Args:
         number: the step's number, for the message and the file's name.
-        folder: the folder of the file. If writing fails there, the file goes to the folder for temporary files.
+        folder: the file's folder. If it cannot be written, the file goes to the system's temporary folder.
 
     Raises:
         FailedPlanError: planning failed; the message names the step, the file and the command.
@@ -45,7 +45,7 @@ def reporting_failure(inputs: StepInputs, number: int, folder: Path) -> Iterator
 
 
 def _written(inputs: StepInputs, name: str, folder: Path) -> Path | None:
-    """Returns the absolute path of the written file; None if it could not be written."""
+    """Returns the absolute path of the written file; None if no folder could be written."""
     for place in (folder, Path(tempfile.gettempdir())):
         try:
             write_step(place / name, inputs)

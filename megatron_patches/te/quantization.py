@@ -1,8 +1,8 @@
 """FP8 in Transformer Engine's linear layers: the context in which a layer computes, and the scales of delayed scaling.
 
 A tensor is multiplied by a scale before it is rounded to FP8. With *delayed* scaling the scale follows from the largest
-values of earlier steps. Such scales stay the same during a step, so recomputation in backward rounds like forward. At
-the step's end :func:`end_step` sets the next scales.
+absolute values (amax) of earlier steps. It stays the same during a step, so recomputation in backward rounds like
+forward. At the step's end :func:`end_step` sets the next scales.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def fp8_of(config: TransformerConfig) -> Fp8:
 
 
 def keeps_inputs(linear: Any) -> bool:
-    """Whether a linear layer keeps its unrounded input for backward. Most layers with FP8 keep an FP8 copy instead."""
+    """Whether a linear layer keeps its unrounded input for backward. Otherwise it keeps an FP8 copy."""
     return linear.config.fp8 is None or getattr(linear, "save_original_input", False)
 
 
@@ -70,11 +70,10 @@ def make_recipe(config: TransformerConfig) -> Any:
 def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
     """Makes one of Transformer Engine's layers compute in FP8 inside the ``with`` block.
 
-    Nothing changes if an FP8 context is open already (Megatron may open one around whole layers), or if ``recipe`` is
-    None.
+    The block does nothing if an FP8 context is open already, for example one that Megatron opened around whole layers.
 
     Args:
-        recipe: the scaling, from :func:`make_recipe`, or another recipe of Transformer Engine.
+        recipe: the scaling, from :func:`make_recipe`, or another recipe of Transformer Engine; None for no FP8.
         config: the model's configuration. It says over which ranks delayed scaling takes the largest values.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
@@ -90,8 +89,8 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
         _unreduced = True
         _autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
-    # Transformer Engine's own context manager would also set new scales, which only end_step may do. The fifth value is
-    # is_first_fp8_module. If it were True, backward of the layer would set new scales.
+    # Only end_step may set new scales. Transformer Engine's own context manager would also set them, and so would
+    # backward of the layer if the fifth value (is_first_fp8_module) were True.
     State.set_autocast_state((True, False, recipe, group, False, False))
     try:
         yield
@@ -102,9 +101,7 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
 def _autocast_arguments(manager: Any) -> dict[str, tuple[Any, Any]]:
     """Returns Transformer Engine's dictionary of recipes and groups, from which delayed scaling sets scales.
 
-    Args:
-        manager: Transformer Engine's FP8GlobalStateManager. It has the dictionary itself in 2.11, and in
-            ``quantization_state`` in 2.20.
+    It is an attribute of ``manager`` (FP8GlobalStateManager) in 2.11, and of ``manager.quantization_state`` in 2.20.
     """
     held: dict[str, tuple[Any, Any]] = getattr(manager, "quantization_state", manager).autocast_arguments
     return held
@@ -113,7 +110,7 @@ def _autocast_arguments(manager: Any) -> dict[str, tuple[Any, Any]]:
 def end_step() -> None:
     """Reduces the largest values of a step over ranks, and sets the next scales of delayed scaling.
 
-    All ranks call it after the step's last backward; without delayed scaling it does nothing.
+    All ranks call this function after the step's last backward. Without delayed scaling it does nothing.
     """
     global _unreduced
     if not _unreduced:
