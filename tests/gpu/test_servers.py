@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,10 @@ def test_losses_are_those_of_homes_alone(tmp_path: Path, case: str) -> None:
     per_gpu = servers if "one GPU" in case else 1
     if torch.cuda.device_count() < homes + servers // per_gpu:
         pytest.skip(f"needs {homes + servers // per_gpu} GPUs")
-    alone = _train(tmp_path, "alone", homes, 0, settings | {"cad.transport": "nccl"})
-    together = _train(tmp_path, "together", homes, servers, settings, per_gpu)
+    with ThreadPoolExecutor() as pool:  # a start takes longer than the steps, so that both share GPUs
+        first = pool.submit(_train, tmp_path, "alone", homes, 0, settings | {"cad.transport": "nccl"})
+        together = _train(tmp_path, "together", homes, servers, settings, per_gpu)
+        alone = first.result()
     expected = steps_of(alone)
     assert steps_of(together) == pytest.approx(expected, rel=apart)
     assert steps_of(together, "grad_norm") == pytest.approx(steps_of(alone, "grad_norm"), rel=20 * apart)
