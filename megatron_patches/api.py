@@ -480,10 +480,6 @@ class CAD:
 
         All ranks call this method together.
 
-        Args:
-            step: from :meth:`plan_ahead` or :meth:`plan_step`.
-            model: from :meth:`data_parallel`.
-
         Returns:
             For each micro-batch of ``step.documents`` a list with one float32 tensor [n - 1] for each document of n
             tokens. Element i is the log-probability of token i + 1, given tokens 0 to i. Stages without the loss
@@ -502,10 +498,7 @@ class CAD:
             self._remote.let_go(number)
 
     def served(self, step: Step) -> list[Served | None] | None:
-        """Waits for reports of the servers without a model: their seconds of attention, and memory, in a step.
-
-        Args:
-            step: the step that ran last.
+        """Waits for reports of the servers without a model: their seconds of attention and memory in the last step.
 
         Returns:
             On rank 0 a list with, for each server of the step, its report, or None if the server has left. None on
@@ -523,12 +516,8 @@ class CAD:
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
         """Returns how tokens were spread over experts in all training since the last call of this method.
 
-        Args:
-            model: from :meth:`data_parallel`.
-
-        Returns:
-            The loads of this stage's layers with experts, by the layer's number from 1; the same on all ranks of the
-            stage.
+        The result has this stage's layers with experts, by the layer's number from 1, and is the same on all ranks of
+        the stage.
         """
         loads: dict[int, LayerLoad] = unwrap_model(model).expert_load.take()
         return loads

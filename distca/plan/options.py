@@ -35,7 +35,6 @@ class PlanOptions:
         ranks: data-parallel ranks of a stage.
         servers: number of servers without a model; they are numbered after all other ranks.
         cost: seconds of a task.
-        stages: pipeline stages.
         nano_batches: parts in which a micro-batch is computed, 1 or 2. With 2, the transfers of each part run during
             the computation of the other.
         align: the rows of a nano-batch on a rank are a multiple of this, except on the last rank. ``align`` must be a
@@ -120,7 +119,6 @@ class PlanOptions:
 
     @cached_property
     def server_cost(self) -> CostModel:
-        """Returns :meth:`on_servers` of ``cost``."""
         return self.on_servers(self.cost)
 
     def on_servers(self, cost: CostModel) -> CostModel:

@@ -1,7 +1,7 @@
 """The rows that a rank sends, receives and computes in core attention, as index tensors on the rank's device.
 
 - home: a rank that holds rows (a row is one token's q, k, v or o).
-- server: a rank that computes attention for homes. Most ranks are home and server.
+- server: a rank that computes attention. Every home is a server too; further servers have no model.
 - task: a range of a document's queries, with all keys and values that these queries see.
 - plan: which server computes which task.
 - route: one rank's part of a plan. ``distca/plan/routes.py`` makes routes as numpy arrays.
@@ -94,8 +94,8 @@ class ServerRoute:
     """One rank's route of one plan, as index tensors on its device.
 
     Attributes:
-        q_to_server: moves of q to servers; in backward of dO, and possibly q, o and lse (log-sum-exp).
-        q_to_home: moves of o and lse to homes; in backward of dQ.
+        q_to_server: moves to servers of q in forward; in backward of dO, and perhaps of q, o and lse (log-sum-exp).
+        q_to_home: moves to homes of o, and perhaps of lse, in forward; in backward of dQ.
         kv_to_server: moves of k and v to servers. A row for several servers of another node may travel to one of them,
             which sends the row on.
         kv_to_home: moves of dK and dV to homes, which add up the gradients that several servers computed for a row.
@@ -207,7 +207,7 @@ class StepRoutes:
 
     @staticmethod
     def of_server(plan: StepPlan, place: int, device: Destination) -> StepRoutes:
-        """Returns the routes of an extra server, a process that has no model and computes attention.
+        """Returns the routes of a server without a model.
 
         With one pipeline stage the routes are in ``own``, otherwise in ``served_forward`` and ``served_backward``.
         ``place`` is the server's number in the plan."""

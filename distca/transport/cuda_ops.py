@@ -86,7 +86,6 @@ def why_not() -> str | None:
 
 
 def is_available() -> bool:
-    """Whether the library can be used in this process."""
     return why_not() is None
 
 
@@ -141,7 +140,6 @@ def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool,
             destination row, number of rows.
         batched: whether one CUDA call copies all ranges, in any order. Otherwise each range is a call, in order, and
             copies inside one GPU run as kernels.
-        stream: the stream to queue the copies on.
     """
     table = [(source, to, ranges.ctypes.data, len(ranges), width) for source, to, ranges, width in pieces]
     packed = np.array(table, np.int64)
@@ -165,7 +163,6 @@ def push_rows(
         number: the value of the signal.
         finished_blocks: [1] int32 zero, a counter for the kernel. Two streams must not share a counter.
         most_blocks: the most thread blocks of 256 threads.
-        stream: the stream to queue the kernel on.
     """
     table = [(rows.data_ptr(), index.data_ptr(), to, len(index), row_bytes(rows)) for rows, index, to in pieces]
     packed = np.array(table, np.int64)

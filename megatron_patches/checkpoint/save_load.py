@@ -119,7 +119,7 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
             kind = {"param_state_sharding_type": _metadata()["distrib_optim_sharding_type"]}
             part.load_state_dict(own | {"param_state": state["param_state"]} | kind)
             continue
-        # The state of a float32 optimizer is Adam's state itself; mixed-precision optimizers have it as "optimizer".
+        # A float32 optimizer's state is Adam's state. A mixed-precision optimizer has Adam's state under "optimizer".
         inner, own = (state, own) if "param_groups" in own else (state.setdefault("optimizer", {}), own["optimizer"])
         inner["param_groups"] = own["param_groups"]
         numbers = inner.setdefault("state", {})

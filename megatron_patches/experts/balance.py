@@ -35,7 +35,7 @@ from megatron_patches.experts.dispatch import Dispatch
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
-    """Returns the coefficient of the loss ``kind``, "aux_loss" or "seq_aux_loss"; 0 for a model without this loss."""
+    """Returns the coefficient of the loss ``kind``, "aux_loss" or "seq_aux_loss"; 0 without this loss."""
     kinds, values = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, values = [kinds], [values]  # type: ignore[list-item]
@@ -48,8 +48,7 @@ class MicroBatchBalance:
 
     Args:
         layers: numbers of this stage's layers with experts, from 1.
-        documents_N: int64 number of the document of each of this rank's rows, nano-batch after nano-batch; -1 for
-            padding.
+        documents_N: int64 number of each row's document, for this rank's rows in all nano-batches; -1 for padding.
         nano_rows: number of this rank's rows in each nano-batch.
         documents: number of documents in the micro-batch, over all ranks.
         peers: [expert-parallel ranks, nano-batches] each rank's number of rows, as an asynchronous copy to the host.
@@ -159,7 +158,7 @@ class MicroBatchBalance:
         """
         assert not self._counting, "backward comes after the whole forward pass"
         config, best_DE = self._config, self._best[self._index[layer]]
-        # The sum of all c_i is T x topk, so ``share_DE`` is E x c_i / (topk x T), with each document's c_i and T.
+        # The sum of all c_i is T x topk, so ``share_DE`` is E x c_i / (topk x T).
         rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)
         share_DE = best_DE / rows_times_topk * best_DE.shape[1]
         if self.per_document:
@@ -199,7 +198,7 @@ class NanoBatch:
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """How a layer's rows were spread over its experts, for the log.
+    """How a layer's rows were spread over its experts.
 
     Attributes:
         rows_E: float32 number of rows of each expert, over all ranks of the pipeline stage.
@@ -211,12 +210,12 @@ class LayerLoad:
 
 
 class ExpertLoad:
-    """The counts of several micro-batches, added up for the log.
+    """The counts of all micro-batches since the last :meth:`take`, for the log.
 
     Attributes:
         layers: numbers of the stage's layers with experts, from 1.
-        total: the sum of :meth:`MicroBatchBalance.report` since the last :meth:`take`, or None. It must not be changed
-            in place, because ``lost_step.py`` keeps the tensor to restore it after a failed step.
+        total: the sum of :meth:`MicroBatchBalance.report`, or None. It must not be changed in place, because
+            ``lost_step.py`` keeps the tensor to restore it after a failed step.
     """
 
     def __init__(self, layers: Sequence[int], topk: int) -> None:
@@ -230,7 +229,7 @@ class ExpertLoad:
         self.total = report if self.total is None else self.total + report
 
     def take(self) -> dict[int, LayerLoad]:
-        """Returns each layer's load since the last call, by the layer's number."""
+        """Returns each layer's load, by the layer's number, and begins anew."""
         total, self.total = self.total, None
         if total is None:
             return {}

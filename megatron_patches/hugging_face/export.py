@@ -36,11 +36,9 @@ def export_weights(
 ) -> None:
     """Writes the model's folder; all ranks call this function together.
 
-    A rank that writes holds one file at a time in host memory, and also a tensor that stacks a layer's experts.
+    A rank that writes holds one file at a time in host memory, plus a layer's experts if the folder stacks them.
 
     Args:
-        model: this rank's part of the model.
-        exported: the description of the folder.
         folder: an empty or missing folder that all ranks see.
         values: function from a weight to the values to write, for example the optimizer's float32 values. All
             data-parallel ranks call ``values`` together for each weight.
@@ -116,9 +114,9 @@ def _write_stage(
 
 
 def _has_shares(by_expert: bool) -> bool:
-    """Whether this rank's shares are exported: of experts' weights with ``by_expert``, else of all other weights.
+    """Whether the export takes this rank's shares: of experts' weights with ``by_expert``, else of all others.
 
-    Only the first data-parallel ranks' shares are exported, because others have copies.
+    Later data-parallel ranks have copies.
     """
     if by_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0

@@ -33,7 +33,7 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
             "linear_value_head_dim": hybrid.value_dim,
         }
     if MAMBA in hybrid.pattern:
-        # Mamba-2's B and C are keys and queries, and its x are values. Heads of one group share B and C.
+        # Mamba-2's B is keys, C is queries, and x is values. Heads of one group share B and C.
         fields |= {
             "mamba_num_groups": hybrid.key_heads,
             "mamba_num_heads": hybrid.value_heads,

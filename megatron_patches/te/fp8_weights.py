@@ -57,8 +57,8 @@ def break_reference_cycle(weight: Any) -> None:
 def _cast_parts_by_rows() -> None:
     """Makes Transformer Engine cast one-dimensional tensors to FP8 without a transposed copy.
 
-    The distributed optimizer casts this rank's part of a weight as one dimension. To transpose a billion elements would
-    take 70 ms.
+    The distributed optimizer casts this rank's part of a weight as a one-dimensional tensor. To transpose a billion
+    elements would take 70 ms.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -80,7 +80,7 @@ def forget_columns(weights: Any) -> None:
 
 
 def set_values(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Sets a weight before the optimizer is built, which makes the main weight from ``values``.
+    """Sets a weight. The optimizer, which must be built later, makes the main weight from ``values``.
 
     ``values`` have the weight's shape, any dtype and any device.
     """

@@ -1,7 +1,7 @@
 """The interface of cost models, which tell the planner how long core attention takes, and the shape of heads.
 
 A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A task's seconds
-are the time that the task adds to a large batch of tasks in one kernel.
+are the time that the task adds to a kernel call for many tasks.
 
 Array legend: N tasks, K directions (forward, backward). Rows may be integers or floats; seconds are float64.
 """

@@ -7,8 +7,8 @@
 - A server's *load* is its seconds of attention. Its *target* is the load that it should have (``target_load.py``), and
   its *limit* is a little more.
 
-``balancer.py`` moves ranges from servers above their limit to other servers. Limits are tried one after the other,
-until a plan keeps to its limit. The scheduler is greedy, like the scheduler in arXiv 2510.18121, section 5.2.
+``balancer.py`` moves ranges from servers above their limit to other servers. Rising limits are tried, until a plan has
+no server above its limit. The scheduler is greedy, like the scheduler in arXiv 2510.18121, section 5.2.
 
 Array legend: R servers, K directions (forward and backward, or one of them). ``benchmarks/planner_constants.py``
 compared most constants with other values; see benchmarks/results/planner.md.
@@ -53,12 +53,12 @@ _AIM = 0.95
 """The first limit is this fraction of the tolerance above the target. Adjacent ranges on a server are joined to one
 task later, which may add time. With 0.8 the slowest server is 0.24 % faster, and 0.8 % more bytes travel."""
 _JOININGS = 3
-"""The most rounds with one limit. If joining made a server slower, the next round begins with the joined ranges."""
+"""The most rounds of moving and joining with one limit. A further round is run if joining made a server slower."""
 _USUAL_TRIES = 4
-"""The number of limits that are tried before cuts may add more time (``_MORE_OVERHEAD``)."""
+"""The number of limits that are tried before cuts may add more time, ``_MORE_OVERHEAD``."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
-"""Fractions of the mean load that are added to the tolerance, one after the other, until a plan keeps to the limit. A
-small limit may be out of reach: one kernel tile of a long document can take a few percent of the mean load."""
+"""Fractions of the mean load that are added to the tolerance, one after the other. A small limit may be out of reach:
+one kernel tile of a long document can take a few percent of the mean load."""
 _MORE_OVERHEAD = 1.0
 """The time that a cut may add in later tries, as a fraction of the time of the range that moves."""
 _LEAST_SLACK = 0.0003
@@ -86,15 +86,15 @@ def schedule(
     """Plans one nano-batch.
 
     Args:
-        tolerance: how far a server may be above its target, as a fraction of the mean load. A plan may exceed it, for
-            example if every range that could move is too short to pay.
+        tolerance: how far a server may be above its target, as a fraction of the mean load. A plan may exceed the
+            tolerance, for example if every range that could move is too short to be worth it.
         direction: the direction that is balanced; "both" finds one set of tasks for forward and backward.
         resend: whether homes send q, k and v again for backward; more bytes then travel for a moved row.
         links: which ranks share a node, and prices of bytes between ranks; None prices all pairs alike.
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
             server with less other work gets more attention. None if all servers have equally much.
-        growth: used if servers are not equally fast. It has, for each direction, the factor by which cuts raised the
-            seconds of all tasks in the previous plan, and is updated in place. None for the first plan.
+        growth: by ``direction``, the [K] factors by which cuts raised the seconds of all tasks in the previous plan. If
+            servers are not equally fast, ``growth`` is used and updated in place. None for the first plan.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
@@ -127,8 +127,9 @@ class _Search:
 
     Attributes:
         moved_bytes: bytes that travel for a query row, and for a key/value row, that leaves its home.
-        lowest: the slowest server's seconds in ``best``, divided by the mean load.
-        before: [K] seconds of the slowest server in ``home``.
+        lowest: :meth:`SchedulerState.figure` of ``best``: 1 plus the most that a server is above its target, as a
+            fraction of the mean load.
+        before: [K] :attr:`SchedulerState.slowest` of ``home``.
         grown: [K] mean load after the newest try, which cuts have raised.
     """
 
@@ -156,7 +157,7 @@ class _Search:
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # One of the first tries ends early if no range can leave a server that is above the next try's limit.
+            # The first tries end early if no range can leave a server that is above the next try's limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
             # Cuts raise the mean load and so the limits, each time by too little for another range to move. The last
             # tries begin with the raised mean load.
@@ -173,11 +174,12 @@ class _Search:
     def _at_limit(
         self, aim: float, tolerance: float, at_most: float, overhead: float, expected: np.ndarray | None
     ) -> float:
-        """Balances to one limit; returns how far a server then is above its target at most.
+        """Balances to one limit; returns the most that a server then is above its target.
+
+        The result, ``aim``, ``tolerance`` and ``at_most`` are fractions of the mean load.
 
         Args:
-            aim: how far the limit is above the target. This and the next two are fractions of the mean load.
-            tolerance: the caller's tolerance.
+            aim: how far the limit is above the target.
             at_most: the try ends if no range can leave a server that is further above its target.
             overhead: the time that a cut may add, as a fraction of the time of the range that moves.
             expected: [K] least mean load to compute the limit from; None for the present mean load.
@@ -194,7 +196,7 @@ class _Search:
             tasks = state.joined()
             self.grown = state.mean
             slowest = state.figure(unit)
-            # Forward and backward run one after the other, so the sum of their slowest servers' times must not grow.
+            # Forward and backward run one after the other, so the sum of both slowest servers' times must not grow.
             if slowest < self.lowest and state.slowest.sum() <= self.before.sum():
                 self.best, self.lowest = tasks, slowest
             over = state.over
@@ -205,9 +207,10 @@ class _Search:
 
 
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
-    """Returns an estimate of how far the slowest server must be above the mean load, as a fraction of it.
+    """Estimates how far the slowest server must be above the mean load, as a fraction of the mean load.
 
-    The estimate is 0 for one direction. For both, a server with the mean load in one may have more in the other."""
+    For "both" a server with the mean load in one direction may have more in the other. For one direction the result is
+    0."""
     seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
     if not seconds:
         return 0.0

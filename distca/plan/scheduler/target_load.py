@@ -45,7 +45,6 @@ class TargetLoad:
     """The attention that each server should get.
 
     Args:
-        servers: number of servers, R.
         other_seconds: [R], or [K, R] for each direction: seconds of other work on each server. None if all servers have
             equally much.
         slowness: [K, R] the factor f of each server; None if servers are equally fast.

@@ -31,7 +31,7 @@ class Put:
         ranges: [N, 3] int64 on the host: for each range of rows the first source row, the first row at the peer, and
             the number of rows. At the peer, the ranges follow each other without gaps.
         rows: int64 on the device, the source rows of all ranges in order.
-        begin: byte of the peer's receive buffer that row 0 at the peer has.
+        begin: offset in bytes of row 0 in the peer's receive buffer.
     """
 
     source: torch.Tensor
@@ -52,8 +52,6 @@ class Fabric(Protocol):
     """Access to the receive buffers and signals of all ranks. On GPUs no method blocks the host.
 
     Attributes:
-        rank: this rank's number.
-        ranks: number of ranks.
         receive_buffer: [capacity] uint8, this rank's buffer; all ranks have equal capacity.
     """
 
@@ -65,7 +63,6 @@ class Fabric(Protocol):
         """Queues an exchange's writes and then signals "arrived", after the current stream's earlier work.
 
         Args:
-            number: number of the exchange.
             reuses: writes to a peer wait until the peer has consumed all exchanges up to this number; 0 for no wait.
             puts: the rows to write, by peer.
 
@@ -96,7 +93,7 @@ class Fabric(Protocol):
         ...
 
     def beside(self, work: Callable[[], None]) -> Any:
-        """Calls ``work`` on a side stream, which first waits for the caller's stream; returns a token for the end."""
+        """Calls ``work`` on a side stream, which first waits for the caller's stream; returns a token for its end."""
         ...
 
     def compute(self, work: Callable[[], None]) -> None:

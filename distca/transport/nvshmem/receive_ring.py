@@ -67,7 +67,7 @@ class ReceiveRing:
 
         Args:
             sizes: for each part of each hop, bytes on the rank that receives most.
-            hops: number of hops, 1 or 2.
+            hops: 1 or 2.
 
         Raises:
             TransportError: the place would not fit, or would overlap the newest exchange's place. Nothing was sent.

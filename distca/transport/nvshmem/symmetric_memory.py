@@ -1,14 +1,14 @@
 """NVSHMEM's memory and signals for the NVSHMEM transport (transport.py).
 
 - block: the NVSHMEM memory of one rank. All ranks' blocks have the same layout.
-- intra-node peers: the other ranks of the node. Copy engines or a kernel write to their blocks (intranode.py).
+- intra-node peers: the other ranks of this rank's node. Copy engines or a kernel write to their blocks (intranode.py).
 - inter-node peers: ranks on other nodes. NVSHMEM's own calls write to their blocks (internode.py).
 - exchange: one movement of tensor rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
 - slot: a 64-bit word in a block. To signal, a rank writes an exchange's number to a slot of a peer.
 
 A block has, in this order:
 
-1. [ranks] slots: slot r has the newest exchange whose rows from rank r have arrived
+1. [ranks] slots: slot r has the number of the newest exchange whose rows from rank r have arrived
 2. [ranks] slots: slot r has the largest n for which rank r has *consumed* (copied out of its buffer) exchanges 1 to n
 3. the receive buffer, into which peers write rows
 4. if any rank has inter-node peers: staging memory, in which rows are packed before they travel
@@ -74,7 +74,7 @@ class NvshmemFabric:
         self._waits = watch_waits(group, self._missing)
         bases = _addresses_of_blocks(self._memory, nodes, group)
         self._internode = frozenset(internode) | {peer for peer, address in enumerate(bases) if not address}
-        # Slots of this block for "arrived", and each intra-node peer's slot for this rank's "consumed".
+        # Addresses: slots of list 1 in this block; this rank's slot of list 2 in each intra-node peer's block.
         self._arrived_here = cuda_ops.addresses_of(bases[self.rank], range(self.ranks))
         intranode = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._internode]
         self._consumed_there = np.array([address + layout.consumed(self.rank) for address in intranode], np.uint64)
