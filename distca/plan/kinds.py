@@ -1,7 +1,6 @@
 """Kinds of attention layers: which keys a query sees, and how scores become weights.
 
-A plan says which rank computes attention of each row. All layers of one kind have the same plan. Layers of one kind may
-differ in other things, for example in rotary angles.
+All layers of one kind share a plan, which says which rank computes attention of each row.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class AttentionKind:
 
     Attributes:
         scale: factor on the products of queries and keys.
-        window: the most keys that a query sees, with its own key; 0 for all keys up to its own position.
-        softcap: limit of the scores; 0 for none.
+        window: the most keys that a query sees, including its own; 0 for all keys up to its own.
+        softcap: c; 0 for none.
         sink: whether each head has a *sink*: a learned score in the softmax that belongs to no key.
 
     Raises:
@@ -43,7 +42,7 @@ class AttentionKind:
 
     @property
     def name(self) -> str:
-        """Returns the name in tables and pictures, for example "window 1,024, softcap 50, sinks" or "full"."""
+        """Returns for example "window 1,024, softcap 50, sinks" or "full"."""
         parts = [f"window {self.window:,}" if self.window else "full"]
         parts += [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sink
         return ", ".join(parts)
@@ -55,11 +54,11 @@ def usual_scale(head_dim: int) -> float:
 
 
 def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[int, ...]:
-    """Returns, for each layer, the number of keys that a query sees; 0 for all keys up to its own position.
+    """Returns each layer's number of keys that a query sees: ``window`` or, in a "full" layer, 0.
 
     Args:
         layer_types: "full" or "window" for each layer; the list is repeated if there are more layers.
-        window: keys that a query sees in layers of type window.
+        window: number of keys that a query sees in a "window" layer.
         layers: number of the model's layers.
     """
     return tuple(window * (layer_types[layer % len(layer_types)] == "window") for layer in range(layers))

@@ -1,17 +1,16 @@
-"""The network between ranks: which ranks share a node, and where a server gets each row from.
+"""The network between ranks: which ranks share a node, and from which rank a server gets each row.
 
-A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers. A
-*server* is a rank that computes attention. A *task* is a range of query rows of one document on one server. A *shard*
-is a range of a document's rows on one home.
+- row: one token's q, or its k and v.
+- home of a row: the rank that computes the token's linear layers.
+- server: a rank that computes attention.
+- task: a range of query rows of one document on one server.
+- shard: a range of a document's rows on one home.
+- gateway: of a node's servers that read a shard from a home on another node, the one that reads most rows.
 
-Query rows come straight from home. Keys and values cross the network once to each node, to a server called the
-*gateway*. The gateway sends keys and values on to other servers of its node. Example: home 0 on node A has a shard of
-rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8 gets 10 rows from
-home 0, and server 9 gets 6 rows from server 8.
-
-The gateway is the node's server that reads most rows of the shard. All servers read a shard from its first row on, so
-the gateway has all rows that the others need. With a window, servers may begin at a later row. Then k,v rows come
-straight from home.
+The home sends the shard's k and v to the gateway, which sends them on to the node's other servers. Example: home 0 on
+node A has a shard of rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8
+gets 10 rows from home 0, and server 9 gets 6 rows from server 8. Two sorts of rows come *straight* from home: q, and
+in layers with a window k and v, because the gateway may lack rows that the node's other servers read.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _NVLINK = 360e9
-"""Bytes per second that a rank sends inside a node while it receives as many. This is the rate of H200s over NVLink, as
-measured (benchmarks/results/planner.md)."""
+"""Bytes per second that a rank sends inside a node while it receives as many bytes per second. The rate was measured
+between H200s over NVLink (benchmarks/results/planner.md)."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """The nodes of ranks, and how much longer a byte takes between nodes.
+    """The nodes of ranks, and the speed of transfers between them.
 
     Attributes:
         ranks_per_node: consecutive ranks that share a node; 0 if all ranks share one.
-        network_price: the time of a byte between nodes over the time of a byte inside a node; at least 1. The default
-            is for H200s with NVLink of 360 GB/s and a network of 50 GB/s.
+        network_price: how many times as long a byte takes between nodes as inside a node; at least 1. The default is
+            for H200s with NVLink of 360 GB/s and a network of 50 GB/s.
 
     Raises:
         PlanError: ``ranks_per_node`` is negative, or ``network_price`` is below 1.
@@ -68,9 +67,9 @@ class Links:
 
 @dataclass(frozen=True)
 class Reads:
-    """The rows that servers read, as *pieces*: each is a range of one shard for one task.
+    """The rows that servers read, as *pieces*. A piece is the rows of one shard that one task reads.
 
-    Array legend: N pieces, T tasks, R ranks. Arrays are int64 unless noted.
+    Array legend: N pieces. Arrays are int64 unless noted.
 
     Attributes:
         task: [N] index of the task that reads the piece.
@@ -78,7 +77,7 @@ class Reads:
         home: [N] rank that holds the rows.
         server: [N] rank that reads the rows; it may be the home.
         rows: [N] number of rows.
-        straight: [N] bool, whether the piece must come straight from home; None if no piece must.
+        straight: [N] bool, whether the piece must come from home and not from a gateway; None if no piece must.
     """
 
     task: np.ndarray
@@ -90,19 +89,19 @@ class Reads:
 
     @staticmethod
     def of(tasks: Tasks, begin: np.ndarray, shards: Shards) -> Reads:
-        """Returns the reads of ``tasks``: task t reads the rows [begin[t], tasks.stop[t])."""
+        """Returns the reads of ``tasks``. Task t reads its document's rows [begin[t], tasks.stop[t])."""
         task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
         return Reads(task, shard, shards.rank[shard], tasks.server[task], rows)
 
     def in_hops(self, links: Links | None, ranks: int) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
         """Returns which pieces come from home, and which come from a gateway.
 
-        A piece that is not ``straight`` must begin with the first row of its shard. Each server may have one such piece
-        of a shard.
+        A piece that is not ``straight`` must begin with the first row of its shard. A server may have at most one
+        piece of a shard that is not ``straight``.
 
         Args:
             links: which ranks share a node; None if all ranks share one.
-            ranks: R.
+            ranks: number of ranks.
 
         Returns:
             Three arrays of indices of pieces: pieces that come from home; pieces that come from a gateway; and for each
@@ -117,9 +116,9 @@ class Reads:
             far = far[~self.straight[far]]
         if not len(far):
             return slice(None), none, none
-        # Pieces that cross the network are sorted into groups of one shard and one node. The first piece of a group is
-        # the gateway's, and has the most rows. Servers with equally many rows take turns, which spreads gateways over
-        # ranks. Example with 4 ranks per node: for home 2, the servers of node 1 have the order 6, 7, 4, 5.
+        # Pieces with home on another node are sorted by shard and node. Pieces of one shard and one node are a group.
+        # The first piece of a group has the most rows and is the gateway's. If several have the most rows, "turn" takes
+        # another gateway for each home: with 4 ranks per node, home 2 prefers the servers 6, 7, 4, 5 in this order.
         rows, group = self.rows[far], self.shard[far] * (ranks // links.ranks_per_node + 1) + node[far]
         turn = (self.server[far] - self.home[far]) % links.ranks_per_node
         order = order_by(group, rows.max() - rows, turn)

@@ -2,13 +2,10 @@
 
 The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention. A step is a list of
 *phases*. In a forward phase, each pipeline stage runs the forward of a micro-batch, or is idle. In a backward phase,
-each stage runs the backward of a micro-batch, or is idle. Any server may compute attention of any stage, so idle stages
-help other stages. Without pipeline stages, a phase is the forward or the backward of one micro-batch.
+each stage runs the backward of a micro-batch, or is idle. In each phase, any rank may be a server for any stage.
 
-With p stages, backward phase k runs right after forward phase k + p − 1.
-
-With n data-parallel ranks in a stage, rank r of stage s has number s · n + r. Servers without a model, which only
-compute attention, come last. The same document lengths always give the same plan.
+With p stages, backward phase k runs right after forward phase k + p − 1. With n data-parallel ranks in a stage, rank r
+of stage s has number s · n + r. Servers without a model have the last numbers.
 """
 
 from __future__ import annotations
@@ -33,12 +30,11 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""A document with at most this many times the mean work of a rank may stay on one rank. With more work, the document's
-rows travel in any placement (:func:`distca.plan.choice.cheaper`). Values from 1.01 to 1.2 give about equal
-plans (benchmarks/results/planner.md)."""
+"""One rank can compute a document with at most this many times a rank's mean attention work. This is ``whole`` of
+:func:`distca.plan.choice.cheaper`. Values from 1.01 to 1.2 give about equal plans (benchmarks/results/planner.md)."""
 _LONGER = 1.02
-"""Limits the tokens of a micro-batch if documents change their micro-batch. The limit is this factor times the largest
-token count of a given micro-batch. If documents do not fit, the limit is ``room`` of :func:`plan_step`."""
+"""If :func:`plan_step` moves documents to other micro-batches, this factor times the tokens of the largest micro-batch
+before is the most tokens after. If documents do not fit, the most tokens are ``room``."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +47,13 @@ class StepPlan:
     Attributes:
         options: how the step was planned.
         lengths: for each micro-batch, [D] int64 tokens per document.
-        homes: for each micro-batch, [D] home rank of every document; None if documents may span ranks.
-        layouts: for each micro-batch and nano-batch, the home and row of every token. All stages have the same layout,
-            over the data-parallel ranks of one stage.
+        homes: for each micro-batch, [D] home rank of every document; None if documents may be on several ranks.
+        layouts: for each micro-batch and nano-batch, the data-parallel rank and row of every token; the same in all
+            stages.
         forward: forward phases in order.
-        backward: backward phases in order. They equal the forward phases if servers keep rows for backward.
-        drawn: for each micro-batch, [D, 2] int64: the micro-batch in which each document was given, and the document's
-            index in the given micro-batch.
+        backward: backward phases in order.
+        drawn: for each micro-batch, [D, 2] int64: for each document, the micro-batch and the index that it had in the
+            ``lengths`` of :func:`plan_step`.
     """
 
     options: PlanOptions
@@ -70,7 +66,6 @@ class StepPlan:
 
     @property
     def phases(self) -> list[tuple[Direction, Phase]]:
-        """Returns all forward phases, then all backward phases."""
         return [("forward", phase) for phase in self.forward] + [("backward", phase) for phase in self.backward]
 
     @property
@@ -98,28 +93,24 @@ class StepPlan:
                 yield "backward", tick - last
 
     def seconds_before(self) -> np.ndarray:
-        """Returns [P, R] attention seconds without balancing, for one layer: the mean over a stage's layers.
+        """Returns [P, R] attention seconds of one layer, as the mean over a stage's layers, without balancing.
 
-        Documents are then laid out in the given order, and every rank computes its own rows."""
+        Without balancing, documents are laid out one after the other, and every rank computes its own rows."""
         return np.asarray(self._in_order().seconds_by_kind().sum(axis=0))
 
     def seconds_by_kind(self) -> np.ndarray:
-        """Returns [K, P, R] attention seconds as planned, for one layer: the mean over a stage's layers.
-
-        They are split by kind: the sum over K is the whole."""
+        """Returns [K, P, R] each kind's part of one layer's attention seconds, as the mean over a stage's layers."""
         return np.stack([_seconds(phase, self.options, direction) for direction, phase in self.phases], axis=1)
 
     def _in_order(self) -> StepPlan:
-        """Returns the step without balancing (:meth:`seconds_before`)."""
         in_order = [_lay_out(self.options, *each) for each in zip(self.lengths, self.homes, strict=True)]
         forward, backward = plan_phases(in_order, self.options, at_home)
         return replace(self, forward=forward, backward=backward)
 
     def of_combination(self, number: int) -> StepPlan:
-        """Returns the same step for a model with the combination ``options.combinations[number]`` in all layers.
+        """Returns the same step for a model whose layers all have the kinds ``options.combinations[number]``.
 
-        All stages run their layer i at the same time. The kinds of these layers, one for each stage, are a
-        *combination*."""
+        Such a *combination* has one kind of attention for each stage."""
         options = self.options
         layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()
         forward, backward = (
@@ -129,7 +120,6 @@ class StepPlan:
         return replace(self, options=replace(options, layer_kinds=layers), forward=forward, backward=backward)
 
     def balance(self) -> StepBalance:
-        """Returns seconds with and without balancing, and the bytes that travel. It takes about as long as planning."""
         options, phases = self.options, self.phases
         return StepBalance(
             self._in_order().seconds_by_kind(),
@@ -146,9 +136,9 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepBalance:
-    """The seconds of every rank with and without balancing, and the bytes that travel.
+    """The seconds of every rank with and without balancing, and the bytes that travel between ranks.
 
-    Seconds and bytes are those of one layer, as the mean over a stage's layers. Array legend: P phases (forward, then
+    All are for one layer of each stage, as the mean over the stage's layers. Array legend: P phases (forward, then
     backward), R ranks, K kinds of attention layers.
 
     Attributes:
@@ -156,7 +146,7 @@ class StepBalance:
             (:meth:`StepPlan.seconds_before`).
         after_by_kind: [K, P, R] each kind's part of the attention seconds as planned.
         other_seconds: [P, R] seconds of linear layers; 0 if plans balance only attention.
-        bytes_moved: bytes that travel in the whole step for one layer of every stage.
+        bytes_moved: bytes of the whole step.
     """
 
     before_by_kind: np.ndarray
@@ -166,12 +156,12 @@ class StepBalance:
 
     @cached_property
     def seconds_before(self) -> np.ndarray:
-        """Returns [P, R] attention seconds without balancing, for all kinds together."""
+        """Returns [P, R] attention seconds without balancing."""
         return np.asarray(self.before_by_kind.sum(axis=0))
 
     @cached_property
     def seconds_after(self) -> np.ndarray:
-        """Returns [P, R] attention seconds as planned, for all kinds together."""
+        """Returns [P, R] attention seconds as planned."""
         return np.asarray(self.after_by_kind.sum(axis=0))
 
 
@@ -188,12 +178,12 @@ def plan_step(
         options: how to plan.
         homes: for each micro-batch, the home rank of every document, if documents must stay whole; None lets documents
             span ranks.
-        room: for each micro-batch, the most tokens. If given, documents may change their micro-batch
-            (``StepPlan.drawn``). With None, or if documents do not fit into ``room``, no document changes it.
+        room: for each micro-batch, the most tokens. If given, documents may move to other micro-batches
+            (``StepPlan.drawn``). With None, or if documents do not fit into ``room``, none moves.
 
     Raises:
-        PlanError: there is no micro-batch; lengths cannot be laid out; ``room`` has another number of micro-batches; or
-            both ``room`` and ``homes`` are given.
+        PlanError: there is no micro-batch; a document has no tokens; ``homes`` or ``room`` has a wrong length or value;
+            or both are given.
     """
     if not len(lengths):
         raise PlanError("A step has at least one micro-batch, and this one has none.")
@@ -222,10 +212,8 @@ def plan_step(
 def _laid_out(
     options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Scheduler
 ) -> tuple[Layout, ...]:
-    """Returns the layouts of one micro-batch, one for each nano-batch.
-
-    With few ranks or recurrent layers, several placements are planned, and the best one is returned."""
-    # With several stages, idle stages help with ping, then with pong. So ping and pong get about equal work.
+    """Returns the layouts of one micro-batch, one for each nano-batch."""
+    # With several stages, ranks of idle stages serve ping and pong of others. "even" gives them work in both.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
     if not options.disaggregate or homes is not None:
@@ -240,7 +228,7 @@ def _laid_out(
 
     by_work = _by_work(options, lengths, laid, price)
     room = int(lengths.sum()) // options.ranks // options.align * options.align
-    # More rows travel if documents stay whole. Between nodes it is not known whether this pays, so it is not tried.
+    # Whole documents suit recurrent layers, but more rows of q, k and v travel. This was measured on one node only.
     one_node = not options.servers and len(set(options.links.nodes(options.homes))) == 1
     if not options.recurrent or options.ranks == 1 or not one_node or lengths.max(initial=0) > room:
         return by_work
@@ -251,12 +239,11 @@ def _laid_out(
 def _by_work(
     options: PlanOptions, lengths: np.ndarray, laid: Callable[..., tuple[Layout, ...]], price: Callable[..., Price]
 ) -> tuple[Layout, ...]:
-    """Returns layouts in which ranks have about equal attention work."""
     together = partial(laid, placement="spread", cost=options.cost, ranks_per_node=options.stage_node)
     by_nano_batch = partial(laid, placement="spread_by_nano_batch", cost=options.cost)
     if options.ranks == 1:
         return by_nano_batch()
-    # To servers without a model, most rows travel in any placement. So one placement is enough.
+    # Servers without a model get rows from other ranks in any placement, so one placement is enough.
     if options.ranks > SMALL_POOL or options.servers:
         return together()
     work = options.cost.per_direction("both", lengths, lengths)
@@ -265,12 +252,10 @@ def _by_work(
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
-    """Returns the layouts of documents; without ``how``, one layout with documents in the given order."""
     return lay_out(lengths, options.ranks, rank_of=homes, align=options.align, **how)
 
 
 def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.ndarray:
-    """Returns [K, R] attention seconds of a phase in one layer, as the mean over a stage's layers."""
     return np.asarray(
         sum(
             share * np.sum([seconds_by_kind(plan, options.cost_of_kind, direction) for plan in plans], axis=0)
@@ -280,7 +265,6 @@ def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.nda
 
 
 def _bytes(phase: Phase, options: PlanOptions, direction: Direction) -> float:
-    """Returns the bytes that travel in a phase for one layer, as the mean over a stage's layers."""
     q_bytes, kv_bytes = options.cost.shape.moved_bytes(direction, options.resend, options.sinks)
     total = 0.0
     for share, plans in zip(options.shares_of_layers.tolist(), phase.by_combination, strict=True):

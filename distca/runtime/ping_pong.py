@@ -1,20 +1,14 @@
 """The order in which layers run two nano-batches, so that one computes while the other's rows travel.
 
 A micro-batch is cut into two *nano-batches*, ping (0) and pong (1). A layer is cut at its core attention: ``pre`` runs
-before, ``post`` after. Core attention (*serve*) may run on any rank: q, k and v travel there, and o comes back.
-
-For layer i, autograd nodes of nano-batches 0 and 1 are created in this order. A *join* waits for a launched transfer:
+before, ``post`` after. For core attention, which is called *serve* here, q, k and v are sent to any rank, and o is sent
+back. For layer i, autograd nodes of nano-batches 0 and 1 are created in this order. A *join* waits for a transfer:
 
     join q,k,v(i,0) · serve(i,0) · launch o(i,0) · join q,k,v(i,1) · serve(i,1) · launch o(i,1)
     join o(i,0) · post(i,0)+pre(i+1,0) · launch q,k,v(i+1,0) · join o(i,1) · post(i,1)+pre(i+1,1) · launch q,k,v(i+1,1)
 
-The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror image.
-
-If backward recomputes nothing, a ``post`` that sends rows to experts on other ranks runs as a generator. It pauses
-while rows travel, and the other nano-batch computes meanwhile.
-
-A recurrent layer (linear attention, SSM) has the same order with other transfers. In place of q, k and v it sends
-*halo* rows: inputs of its convolution that another rank needs. In place of o it sends summaries of recurrent states.
+The autograd engine runs ready nodes in reverse order of creation, so backward runs them from the last to the first. A
+recurrent layer (linear attention, SSM) has nodes in the same order with other transfers (``recurrent_call.py``).
 """
 
 from __future__ import annotations
@@ -36,12 +30,12 @@ from distca.runtime.server import AttentionPool
 class SplitLayer(Protocol):
     """A transformer layer cut at its core attention.
 
-    ``nano`` is 0 for ping, 1 for pong. Shape suffixes: N rows of this rank, H query heads, G key/value heads, D head
-    dimension; 2 stands for k and v. ``hidden`` may have any shape."""
+    ``nano`` is 0 for ping, 1 for pong. Shape suffixes: N rows of this rank, H query heads, 2 (k and v), G key/value
+    heads, D head dimension. ``hidden`` may have any shape."""
 
     @property
     def sink(self) -> torch.Tensor | None:
-        """[H] sinks: learned scores that take a share of each head's softmax; None without sinks."""
+        """[H] sinks: each head's learned score that joins the softmax without a value; None without sinks."""
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
@@ -50,18 +44,14 @@ class SplitLayer(Protocol):
         Returns any number of tensors for the ``residual`` of :meth:`post`, then q_NHD and kv_N2GD."""
         ...
 
-    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """Computes the part after core attention."""
-        ...
+    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor: ...
 
 
 class ExchangingLayer(SplitLayer, Protocol):
     """A split layer whose ``post`` may send rows to experts on other ranks."""
 
     @property
-    def has_exchanges(self) -> bool:
-        """Whether this layer sends rows to experts on other ranks."""
-        ...
+    def has_exchanges(self) -> bool: ...
 
     def post_parts(
         self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int
@@ -82,9 +72,7 @@ class RecurrentLayer(Protocol):
         ...
 
     @property
-    def core_kernel(self) -> RecurrentKernel:
-        """The kernel that computes the core."""
-        ...
+    def core_kernel(self) -> RecurrentKernel: ...
 
     @property
     def core_parameters(self) -> CoreParameters:
@@ -94,14 +82,12 @@ class RecurrentLayer(Protocol):
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
         """Computes the part before the core.
 
-        Returns any number of tensors for the ``residual`` of :meth:`post`, then the core's inputs: mixed_NC, the input
-        of the convolution; g_NH or g_NHK, logarithms of the state's decay; and beta_NH, factors on what each row adds
-        to the state."""
+        Returns any number of tensors for the ``residual`` of :meth:`post`, then the core's inputs: mixed_NC, g and
+        beta_NH. mixed_NC goes into the convolution. A row multiplies the recurrence's state by exp(g), where g is g_NH
+        or g_NHK. What the row adds to the state is multiplied by beta_NH."""
         ...
 
-    def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        """Computes the part after the core."""
-        ...
+    def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor: ...
 
 
 AnyLayer = SplitLayer | ExchangingLayer | RecurrentLayer
@@ -122,9 +108,9 @@ def run_layers(
         layers: the split layers.
         hidden: for each nano-batch, the first layer's input. With one tensor there is only ping.
         routes: for each layer and nano-batch, the rows that this rank sends, receives and computes.
-        pool: this rank's transport, attention kernel and timeline.
-        checkpoint: ``checkpoint(function, *tensors)`` recomputes ``function`` in backward. ``function`` is the
-            first pre, each post with the next layer's pre, or the last post. Core attention is not recomputed.
+        pool: this rank's transport and attention kernel.
+        checkpoint: ``checkpoint(function, *tensors)`` must recompute ``function`` in backward. A ``function`` is
+            the first pre, or a post and the next layer's pre, or the last post. None recomputes nothing.
 
     Returns:
         The output of each nano-batch.
@@ -150,14 +136,14 @@ class _Run:
         self._recomputes = checkpoint is not None
         self._checkpoint = checkpoint or (lambda function, *tensors: function(*tensors))
         self._calls: list[AnyCall] = []
-        self._residuals: list[tuple[torch.Tensor, ...]] = []  # for each nano-batch, residual of the next post
+        self._residuals: list[tuple[torch.Tensor, ...]] = []  # for each nano-batch, the tensors from pre to post
         self._previous_kv: torch.Tensor | None = None  # k and v of the newest attention call
         self.outputs: list[torch.Tensor] = []
 
     def first(self, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs the first layer's pre, and launches the first transfer of each nano-batch.
+        """Runs the first layer's pre, and launches each nano-batch's first transfer.
 
-        Returns for each nano-batch a *graph token*, a dummy scalar that links autograd's nodes."""
+        Returns each nano-batch's *graph token*, a dummy scalar that links autograd's nodes."""
         graph_tokens = []
         for nano, each in enumerate(hidden):
             with self._pool.timeline.compute("pre", 0, nano, "forward"):
@@ -170,7 +156,6 @@ class _Run:
             graph_tokens[nano] = _through_core(call, self._layers[layer], graph_tokens[nano])
 
     def between(self, layer: int, graph_tokens: list[torch.Tensor]) -> None:
-        """Runs post of a layer and pre of the next, and launches the next layer's first transfer."""
         last = layer + 1 == len(self._layers)
         calls, self._calls = self._calls, []
         residuals, self._residuals = self._residuals, []
@@ -181,8 +166,8 @@ class _Run:
         for nano, call in enumerate(calls):
             o = _out_of_core(call, self._layers[layer], graph_tokens[nano])
             with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
-                # The function must not refer to self. Autograd's graph holds the function, and self._previous_kv holds
-                # the graph. Python's garbage collector would not find this cycle.
+                # Functions for self._checkpoint must not refer to self. Autograd's graph holds them, and
+                # self._previous_kv holds the graph. Python's garbage collector would not find this cycle.
                 if last:
                     post = partial(self._layers[layer].post, nano=nano)
                     self.outputs.append(self._checkpoint(post, o, *residuals[nano]))
@@ -199,7 +184,9 @@ class _Run:
         residuals: list[tuple[torch.Tensor, ...]],
         graph_tokens: list[torch.Tensor],
     ) -> None:
-        """Runs posts that are generators, in turns: each runs to its next pause. All posts pause equally often."""
+        """Runs the nano-batches' posts in turns, as generators that pause while rows travel to experts or back.
+
+        Both generators pause equally often."""
         split: Any = self._layers[layer]
         posts, last, paused = [], layer + 1 == len(self._layers), True
         for nano, call in enumerate(calls):
@@ -220,7 +207,6 @@ class _Run:
                     self.outputs.append(hidden)
 
     def _launch(self, layer: int, nano: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Launches a layer's first transfer; ``made`` is what pre returned. Returns the graph token."""
         routes, before = self._routes[layer][nano], self._calls[-1] if self._calls else None
         if isinstance(routes, RecurrentRoutes):
             *residual, mixed, g, beta = made
@@ -243,7 +229,7 @@ class _Run:
         return call
 
     def _prefix(self, routes: NanoRoutes) -> torch.Tensor | None:
-        """Returns keys and values of those rows of ping whose documents go on in pong, or None."""
+        """Returns the keys and values of ping that pong's queries need too; None if there are none."""
         if not routes.prefix:
             return None
         assert self._previous_kv is not None
@@ -262,7 +248,7 @@ def _out_of_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor
 
 
 def _gone_on(post: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:
-    """Runs a generator to its next pause and returns None, or to its end and returns its output."""
+    """Runs a generator to its next pause or to its end; returns None or the generator's output."""
     try:
         next(post)
     except StopIteration as end:

@@ -1,8 +1,7 @@
 """Reads and sets a weight's optimizer state in float32, with torch's Adam or Transformer Engine's.
 
 The state is the float32 weight and Adam's two moments. Transformer Engine's Adam may store moments as scaled numbers of
-a smaller type. It may also store only the lower 16 bits of a float32 weight, as the model's bfloat16 weight has the
-upper 16 bits. Checkpoints contain float32, so a run can be resumed with another Adam.
+a smaller type, and of a float32 weight only the lower 16 bits. The upper 16 bits are then the model's bfloat16 weight.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def inner_adams(optimizer: Any) -> Iterator[Any]:
 
 
 def set_step(adam: Any, step: int) -> None:
-    """Sets the number of steps done. torch's Adam has it for each weight, other Adams for each parameter group."""
+    """Sets the number of steps done."""
     if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         for weight, state in adam.state.items():
             state["step"] = torch.tensor(float(step), device=weight.device)
@@ -36,13 +35,10 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns a weight as "param", and its moments by Adam's names, all in float32.
-
-    Tensors that are stored in float32 are not copied.
-    """
+    """Returns float32 tensors: the weight as "param", and its moments by Adam's names. They may share Adam's memory."""
     states = {"param": weight.detach()}
     for name, held in adam.state[weight].items():
-        if name == _WHOLE and held.dtype == torch.int16:  # the lower 16 bits
+        if name == _WHOLE and held.dtype == torch.int16:
             states["param"] = join(weight, held)
         elif name != "step":
             values = adam.get_unscaled_state(weight, name) if _scales(adam) else held
@@ -51,12 +47,12 @@ def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def set_state(adam: Any, weight: torch.Tensor, name: str, values: torch.Tensor) -> None:
-    """Sets the weight or one moment.
+    """Sets one moment, or the weight: both ``weight`` itself and Adam's float32 copy, if there is one.
 
     Args:
         adam: the optimizer, which must have a state for the weight.
-        weight: a parameter of ``adam``. With "param" this tensor is set too, even if Adam has a float32 copy.
-        name: "param" or the name of a moment.
+        weight: a parameter of ``adam``.
+        name: the name of a moment, or "param" for the weight.
         values: float32, on the weight's device.
     """
     state = adam.state[weight]

@@ -1,16 +1,12 @@
-"""The indices by which rows travel to the ranks of their experts, are sorted by expert there, and come back as sums.
+"""The indices for sending rows to their experts' ranks, for sorting them by expert there, and for summing results.
 
-A layer's experts are divided over the expert-parallel ranks. A layer gets the rows of one *nano-batch* at a time: a
-micro-batch, or a part of one. A router chose K experts for each row. The row travels once to each rank that has any of
-them. There it makes a *pair* with each of its experts, and the sum of these pairs' outputs travels back.
+A layer's experts are divided over the expert-parallel ranks, and a router chose K experts for each row. A row is sent
+once to each rank that has any of its experts. There it makes a *pair* with each of its experts, and the sum of these
+pairs' outputs is sent back. If nearly all rows would go to all ranks, every row is sent to every rank
+(``goes_everywhere``). Otherwise the host waits for counts from the device, the sizes of the all-to-all.
 
-The device counts rows, and the host needs the counts. With many experts for each row, a row goes to nearly all ranks.
-Then every row is sent to all ranks (``goes_everywhere``), and the host reads the counts after rows have arrived.
-Otherwise the counts are the sizes of the all-to-all, and the host waits for them before rows are sent.
-
-Shape suffixes: N rows of this rank's nano-batch, G expert-parallel ranks, E experts, K experts of a row, H hidden.
-S rows that this rank sends; a row that goes to two ranks counts twice. R rows that arrive from all ranks. P pairs that
-this rank computes.
+Shape suffixes: N rows of this rank, G expert-parallel ranks, E experts, K experts of a row, H hidden, P pairs of this
+rank. R rows arrive from all ranks. S rows are sent by this rank; a row that goes to two ranks counts twice.
 """
 
 from __future__ import annotations
@@ -32,14 +28,9 @@ class _Pairs:
     """The pairs of row and expert that this rank computes, sorted by expert.
 
     Example: this rank has experts 2 and 3, and three rows arrive with experts (0, 2), (3, 2) and (1, 3). There are four
-    pairs: rows 0 and 1 at expert 2, then rows 1 and 2 at expert 3. So ``row_P`` is 0, 1, 1, 2 and ``slot_P`` is
-    1, 3, 2, 5. ``pair_RK`` is (4, 0), (2, 1), (4, 3). Here 4, which is P, stands for no pair.
-
-    Attributes:
-        row_P: int64 index of each pair's row among the R rows.
-        slot_P: int64 index of each pair in a flattened [R, K] tensor.
-        pair_RK: int64 index of the pair, or P for an expert of another rank.
-        groups: number of pairs of each expert.
+    pairs: rows 0 and 1 at expert 2, then rows 1 and 2 at expert 3. So ``row_P``, each pair's row, is 0, 1, 1, 2.
+    ``slot_P``, each pair's index in a flattened [R, K] tensor, is 1, 3, 2, 5. ``pair_RK``, the pair of each row and
+    expert, is (4, 0), (2, 1), (4, 3). Here 4, which is P, stands for an expert of another rank. Indices are int64.
     """
 
     row_P: torch.Tensor
@@ -49,16 +40,16 @@ class _Pairs:
 
 
 class Dispatch:
-    """The indices of one layer's rows in one nano-batch; :meth:`of` makes them.
+    """The indices for one call of a layer with experts; :meth:`of` makes them.
 
     Args:
         expert_NK: int32 numbers of each row's experts.
-        experts: number of the layer's experts.
-        group: the expert-parallel ranks; rank r has the r-th of G equal ranges of experts.
-        question: [G, E] counts, which are being copied to the host: how many rows from each rank go to each expert.
-            With ``goes_NG`` there are G more columns: how many rows from each rank go to each rank.
-        counts_GE: the first E columns of ``question``, on the device.
-        rows_G: number of rows in each rank's nano-batch; used if ``goes_NG`` is None.
+        experts: E.
+        group: the expert-parallel ranks; rank 0 has the first E / G experts, rank 1 the next, and so on.
+        question: a copy of counts to the host. For each rank there is a line: how many of its rows go to each expert,
+            and with ``goes_NG`` also how many go to each rank.
+        counts_GE: how many rows of each rank go to each expert, on the device.
+        rows_G: each rank's number of rows.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.
         last_first: whether this rank computes its experts in reverse order, because their weights lie so in memory.
     """
@@ -96,9 +87,9 @@ class Dispatch:
         rows_G: Sequence[int],
         last_first: bool = False,
     ) -> Dispatch:
-        """Returns the indices; all ranks of the group call this method together.
+        """Counts rows, and returns the indices. All ranks of the group must call this method together.
 
-        ``chosen_NE`` is bool, true for the K = ``topk`` experts of each row. Other arguments are those of the class.
+        ``chosen_NE`` is bool: true for the K = ``topk`` experts of each row.
         """
         ranks, (rows, experts) = group.size(), chosen_NE.shape
         assert rows_G[dist.get_rank(group)] == rows
@@ -131,7 +122,6 @@ class Dispatch:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether :meth:`arrive` was called."""
         return self._pairs is not None
 
     def arrive(self, expert_RK: torch.Tensor) -> None:
@@ -139,12 +129,12 @@ class Dispatch:
         here = self._experts_here
         own = slice(self._me * here, (self._me + 1) * here)
         rows, counts_E = self._question.read()[:, own].sum(0).tolist(), self._counts_GE[:, own].sum(0)
-        number = expert_RK.flatten() - own.start  # 0 is this rank's first expert
+        number = expert_RK.flatten() - own.start
         is_own = (number >= 0) & (number < here)
         if self._last_first:
             rows, counts_E, number = rows[::-1], counts_E.flip(0), here - 1 - number
         groups = Groups(rows, counts_E.cumsum(0).int(), self._last_first)
-        # The R x K elements are sorted by expert. Elements with other ranks' experts come last and are cut off.
+        # Pairs are sorted by expert. Other ranks' experts get the number "here", so they come last and are cut off.
         number = torch.where(is_own, number, here)
         slot_P = number.sort(stable=True).indices[: sum(rows)]
         pair = torch.full_like(number, len(slot_P), dtype=torch.int64)
@@ -184,14 +174,11 @@ def asked(counts: torch.Tensor) -> Question:
 
 
 def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
-    """Returns [N, K] int32 numbers of each row's chosen experts, for example [[0, 2], [1, 3]] for 1010 and 0101.
-
-    ``nonzero`` would do this too, but the host would wait for the device.
-    """
+    """Returns [N, K] int32 numbers of each row's chosen experts, for example [[0, 2], [1, 3]] for 1010 and 0101."""
+    # torch.nonzero would make the host wait for the device.
     rows, experts = chosen_NE.shape
     device = chosen_NE.device
-    # A row's n-th chosen expert is written to the row's n-th place. All other experts are written to one more element
-    # at the end, which is cut off.
+    # Experts that were not chosen are written to one more element at the end, which is cut off.
     place_NE = chosen_NE.cumsum(1) - 1 + torch.arange(rows, device=device)[:, None] * topk
     place = torch.where(chosen_NE, place_NE, rows * topk).flatten()
     number = torch.arange(experts, dtype=torch.int32, device=device).expand(rows, -1).flatten()
@@ -199,11 +186,10 @@ def _experts_of(chosen_NE: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _places(goes_NG: torch.Tensor, sent: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [S] the rows to send, sorted by receiving rank, and [N, G] where each row is in the first result.
+    """Returns [S] the rows to send, sorted by receiving rank, and [N, G] where each row is in this list.
 
-    Example: row 0 goes to ranks 0 and 1, row 1 to rank 1 and row 2 to rank 0. Rows 0 and 2 are sent to rank 0, rows 0
-    and 1 to rank 1, so the first result is 0, 2, 0, 1. The second is (0, 2), (4, 3), (1, 4). Here 4, which is S, stands
-    for a row that is not sent to a rank.
+    Example: rows 0 and 2 are sent to rank 0, and rows 0 and 1 to rank 1. The list is 0, 2, 0, 1, and the places are
+    (0, 2), (4, 3), (1, 4). Here 4, which is S, stands for a row that is not sent to a rank.
     """
     rows, ranks = goes_NG.shape
     goes = goes_NG.T.flatten()

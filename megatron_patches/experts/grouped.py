@@ -27,8 +27,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """Returns [P, H] the output of each pair's expert, times the pair's probability.
 
-    Megatron's loop runs instead if an expert does more than two products, biases and an activation, such as a hook.
-    ``groups`` has the number of pairs of each expert, and whether experts come in reverse order.
+    Megatron's loop runs instead if grouped products would not do the same, for example if an expert has hooks.
+    ``groups`` has the number of pairs of each expert.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):
@@ -50,8 +50,8 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
 def lie_last_first(experts: SequentialMLP) -> bool:
     """Whether the experts' weights lie in memory in reverse order, at equal distances.
 
-    This is the layout of Megatron's DDP with a distributed optimizer. A grouped product copies weights, unless experts
-    are computed in the order of their weights in memory.
+    Megatron's DDP with a distributed optimizer lays them so. Rows must then be sorted in reverse order of experts, or
+    each grouped product would copy all weights.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):
@@ -64,13 +64,12 @@ def _linears(experts: SequentialMLP) -> list[tuple[Any, Any]]:
 
 
 def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether a grouped product does all that the modules do."""
+    """Whether grouped products compute the same as Megatron's loop."""
     bare = all(map(_is_bare, (linear for pair in pairs for linear in pair)))
     return bare and not experts.config.activation_func_fp8_input_store
 
 
 def _is_bare(linear: Any) -> bool:
-    """Whether a call of a linear layer only multiplies by the weight."""
     served = type(linear) in (ColumnParallelLinear, RowParallelLinear) and (linear.bias is None or linear.skip_bias_add)
     return served and not any(getattr(linear, kind) for kind in _HOOKS)
 

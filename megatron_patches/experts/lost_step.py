@@ -1,9 +1,7 @@
-"""Undoes changes of a step in a model with experts, before the step is repeated.
+"""Undoes a step's changes to the routers of a model with experts, before ``distca.CAD`` repeats the step.
 
-Some ranks may have no part of the model and only compute attention for others. If such a rank is lost during a step,
-the step runs to its end on wrong numbers, and is repeated. The second run sets gradients to zero first. Routers have
-other numbers that a step changes: biases of experts, and counts of rows. Here these get their values from before the
-step.
+A step is repeated if a rank that computed attention for the model's ranks is lost. The repeated step sets gradients to
+zero by itself, but not the routers' numbers: biases of experts, and counts of rows.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from megatron_patches.experts.layer import BalancedRouter
 
 
 def remember(model: LanguageModule) -> Callable[[], None]:
-    """Copies the routers' buffers and notes the log's counts of rows; returns a function that puts both back.
+    """Copies the routers' buffers, and returns a function that restores them and ``model.expert_load``.
 
     The model must be attached to ``distca.CAD``.
     """

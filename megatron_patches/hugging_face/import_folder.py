@@ -1,4 +1,4 @@
-"""Converts a Hugging Face folder to a Megatron checkpoint of weights alone, in one process on a CPU."""
+"""Converts a Hugging Face folder to a Megatron checkpoint that has only weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def import_folder(
     Args:
         files: the folder's tensors, whose ``check`` has passed.
         described: the description of the folder's model.
-        shape: sizes and settings of the folder's model.
+        shape: the model's sizes and settings.
         dtype: dtype of the checkpoint's weights.
         target: an existing empty folder.
         advance: is called after each parameter, with the number of bytes read.

@@ -1,8 +1,7 @@
-"""Links every parameter of a GPTModel or HybridModel to tensors in a Hugging Face folder, and loads a folder.
+"""Finds each parameter's tensors in a Hugging Face folder, and copies a folder's weights into a built Megatron model.
 
-A *slot* (``slots.py``) links a parameter to the folder's tensors. It reads a rank's *share* of the parameter from them,
-for example the tensor-parallel part. ``slot_of`` chooses the slot by the parameter's name. ``load_weights`` fills a
-built model.
+A *slot* (``slots.py``) links a parameter to the folder's tensors. From these it reads a rank's *share* of the
+parameter, for example the tensor-parallel part.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from megatron_patches.hugging_face.slots import (
 from megatron_patches.te.fp8_weights import set_values
 
 _CHOICE_BIAS = "mlp.router.expert_bias"
-"""The end of a buffer's name. The buffer is a bias that a router adds to scores before the choice of experts."""
+"""The end of the name of a buffer: the bias that a router adds to experts' scores before it chooses experts."""
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: int = 1) -> Slot:
@@ -43,7 +42,8 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
 
     Args:
         parameter: the parameter's name in a GPTModel or HybridModel, on this rank.
-        layer: the layer's number in the whole model, from 0; not read for parameters outside of layers.
+        layer: the number of the parameter's layer in the whole model, from 0; any number for a parameter outside of
+            layers.
         model: the description of the folder's model.
         expert_ranks: number of expert-parallel ranks.
     """
@@ -53,7 +53,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         return Vocabulary((model.weights.embedding if model.tie_embeddings else OUTPUT,), model.vocabulary)
     if parameter in ("decoder.final_layernorm.weight", "decoder.final_norm.weight"):
         return Whole((model.weights.final_norm,))
-    # ``name`` is the parameter's name inside the layer. ``symbol`` is the layer's in Megatron's hybrid pattern, or "".
+    # ``name`` is the parameter's name inside the layer. ``symbol`` is the layer's letter in a hybrid pattern, or "".
     place, name = layer_prefix(model.stored_numbers[layer]), parameter.split(".", 3)[3]
     stored, symbol = model.weights, model.hybrid.symbols(model.layers)[layer:][:1]
     kind = name.rpartition(".")[2]
@@ -99,7 +99,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
 
 
 def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
-    """Returns the slot of a parameter that makes latent attention's queries, keys or values; None for others."""
+    """Returns the slot of a projection or norm of latent attention's queries, keys or values, else None."""
     names, latent = model.weights.latent, model.latent
     of_heads = {
         "linear_q_proj": (names.query, model.head_dim),
@@ -122,7 +122,6 @@ def _latent_slot(name: str, place: str, model: ModelDescription) -> Slot | None:
 
 
 def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> Slot:
-    """Returns the slot of a weight or bias of an expert."""
     stored, ffn = model.weights.experts, model.experts.ffn
     linear, kind = name.split(".")[-2:]
     parts = stored.gate_up if linear == "linear_fc1" else (stored.down,)
@@ -134,26 +133,21 @@ def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> S
 
 
 def _gate_up(names: tuple[str, ...], rows: int, gated: bool) -> Slot:
-    """Returns the slot of an MLP's up projection, or of gate and up projection.
+    """Returns the slot of an MLP's up projection, or of its gate and up projections of ``rows`` rows each.
 
-    Args:
-        names: names of the projections' tensors, or of a single tensor with both.
-        rows: number of rows of each projection.
-        gated: whether there is a gate.
-    """
+    ``names`` may have one tensor for each projection, or a single tensor for both."""
     parts = (rows,) * (1 + gated)
     return Rows(names, (parts,) if len(names) == 1 else tuple((part,) for part in parts))
 
 
 def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) -> Slot:
-    """Returns the slot of a recurrent layer's parameter; ``name`` is the name inside the mixer, such as "A_log"."""
     hybrid, stored = model.hybrid, model.weights.recurrent
 
     def whole_name(part: str) -> str:
         return place + stored.name(part)
 
     if name == "in_proj.weight":
-        # Megatron's one projection has several parts. Each tensor of the folder has the next ``count`` of them.
+        # Megatron's projection has several parts. The folder's first tensor has the first ``count`` parts, and so on.
         rows = iter(hybrid.projected(mixer))
         parts = tuple(tuple(islice(rows, count)) for _, count in stored.projections)
         names = tuple(whole_name(f"{each}.weight") for each, _ in stored.projections)
@@ -171,7 +165,7 @@ def _of_recurrent(name: str, place: str, mixer: str, model: ModelDescription) ->
 
 
 def _norms(stored: WeightMap) -> dict[str, str]:
-    """Returns the folder's name of each norm, by the name of the norm's weight in Megatron's layers."""
+    """Returns a dict from the name of a norm's weight in Megatron's layers to the norm's name in the folder."""
     return {
         "norm.weight": stored.attention_norm,
         "input_layernorm.weight": stored.attention_norm,
@@ -184,7 +178,7 @@ def _norms(stored: WeightMap) -> dict[str, str]:
 
 
 def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-    """Yields each parameter of this rank's part of a model, with its slot."""
+    """Yields each parameter of a model on this rank, with the parameter's slot."""
     for name, parameter in gpt.named_parameters():
         found = re.match(r"decoder\.layers\.(\d+)\.", name)
         layer = gpt.decoder.layers[int(found[1])].layer_number - 1 if found else -1
@@ -192,7 +186,7 @@ def slots(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.nn.Paramete
 
 
 def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.Tensor, Slot]]:
-    """Yields each router's bias of experts on this rank, with its slot. :func:`slots` does not yield these buffers."""
+    """Yields each router's bias on experts' scores, with the bias's slot. These buffers are not among :func:`slots`."""
     for name, buffer in gpt.named_buffers():
         if name.endswith(_CHOICE_BIAS):
             layer = gpt.decoder.layers[int(name.split(".")[2])].layer_number - 1
@@ -200,7 +194,7 @@ def biases_of_choice(gpt: Any, model: ModelDescription) -> Iterator[tuple[torch.
 
 
 def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
-    """Returns the group of ranks that have a parameter's shares."""
+    """Returns the group of ranks that together have all shares of a slot's parameter."""
     if slot.by_expert:
         return parallel_state.get_expert_model_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()

@@ -1,4 +1,4 @@
-"""The fields of Megatron's TransformerConfig for layers with experts, from this project's description of a model."""
+"""The fields of Megatron's TransformerConfig for layers with experts."""
 
 from __future__ import annotations
 
@@ -43,10 +43,8 @@ def expert_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def _clamped(limit: float) -> dict[str, Any]:
-    """Returns the fields of gpt-oss's activation, which clamps gate and up projection to ``limit``.
-
-    gpt-oss adds biases before clamping. Megatron's fused activation adds biases after clamping, so the fusion is off.
-    """
+    """Returns the fields of gpt-oss's activation, which adds biases before it clamps at ``limit``."""
+    # Megatron's fused activation adds biases after clamping.
     return {
         "activation_func": sigmoid_gelu,
         "activation_func_clamp_value": limit,

@@ -1,12 +1,8 @@
 """Reads from Megatron's configuration what each layer's attention or recurrence computes.
 
-A *kind* of attention says how many keys a query sees, how scores are scaled and limited, and whether heads have sinks.
-A sink is a learned score that joins a head's softmax without a value. A *recurrence* is the gated delta rule or
-Mamba-2's scan, which some layers have in place of softmax attention.
-
-- ``window_size`` (w - 1, 0) is a window of w keys: the query's own key and w - 1 keys before.
-- ``window_attn_skip_freq`` is a number N if every N-th layer has no window, else a list with a 1 for windowed layers.
-- ``softmax_type`` "learnable" adds a sink to each head.
+A *kind* of attention has a scale of scores, a softcap, a window of keys, and perhaps *sinks*: each head's learned score
+that joins the softmax without a value. A *recurrence* is the gated delta rule or Mamba-2's scan, which some layers have
+in place of softmax attention.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ _RECURRENCES = {DELTA_NET: recurrence_of, MAMBA: mamba_recurrence}
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The kinds of attention and the recurrences of a whole model.
+    """The recurrences of a whole model, and its kinds of attention.
 
     In a GPTModel each layer is a *unit*. In a HybridModel a unit is an attention or recurrent layer, together with the
     MLPs that follow.
@@ -35,7 +31,7 @@ class LayerKinds:
     Attributes:
         kinds: the distinct kinds of attention, in descending order of the number of keys that a query sees.
         of_layer: for each unit with attention, the index of its kind in ``kinds``.
-        recurrences: for each unit its recurrence, or None for a unit with attention. Empty if all units have attention.
+        recurrences: for each unit its recurrence, or None for a unit with attention; empty if all have attention.
     """
 
     kinds: tuple[AttentionKind, ...]
@@ -44,14 +40,14 @@ class LayerKinds:
 
     @staticmethod
     def of(config: TransformerConfig, softcap: float = 0.0, pattern: str = "") -> LayerKinds:
-        """Returns the kinds of a configuration's layers.
+        """Returns the kinds and recurrences of a configuration's layers.
 
         Args:
-            softcap: limit of attention scores in all layers; 0 for no limit.
+            softcap: c, if attention scores become c · tanh(score / c); 0 for none.
             pattern: the pattern of a HybridModel's layers; empty for a GPTModel.
 
         Raises:
-            SupportError: ``window_size`` or ``window_attn_skip_freq`` has a wrong form.
+            SupportError: ``window_size``, ``window_attn_skip_freq`` or ``linear_attention_freq`` has a wrong form.
         """
         units = units_of(config, pattern)
         kinds = [kind_of_layer(config, unit.layer_number, softcap) for unit in units if unit.symbol == ATTENTION]
@@ -66,7 +62,7 @@ class LayerKinds:
 def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float = 0.0) -> AttentionKind:
     """Returns the kind of attention of one layer.
 
-    ``layer_number`` is counted from 1; ``softcap`` is the limit of attention scores, 0 for none.
+    ``layer_number`` is counted from 1. Scores become ``softcap`` · tanh(score / ``softcap``), unless it is 0.
 
     Raises:
         SupportError: ``window_size`` or ``window_attn_skip_freq`` has a wrong form.
@@ -107,5 +103,6 @@ def _has_window(config: TransformerConfig, layer_number: int) -> bool:
         return bool(every[layer_number - 1])
     raise SupportError(
         f"window_attn_skip_freq is {every!r}, but the model has {config.num_layers} layers: set it to a number N, so "
-        "that every N-th layer has no window, or to a list with a 1 for each layer with a window, else 0."
+        "that every N-th layer has no window, or to a list with a 1 for each layer with a window, and a 0 for each "
+        "other layer."
     )

@@ -1,11 +1,8 @@
 """Reads from Megatron's configuration which layers are recurrent, and what a recurrent layer computes.
 
-A recurrent layer has a recurrence, such as the gated delta rule or Mamba-2's scan, in place of softmax attention. A
-:class:`Recurrence` says which one, and how many and how wide its heads are.
-
-A GPTModel has recurrent layers if ``experimental_attention_variant`` is "gated_delta_net". With
-``linear_attention_freq`` N every N-th layer has attention, and all others are recurrent. As a list it has a 1 for each
-recurrent layer. In a HybridModel a pattern names the recurrent layers (``pattern.py``).
+A recurrent layer has the gated delta rule or Mamba-2's scan in place of softmax attention. A GPTModel has such layers
+if ``experimental_attention_variant`` is "gated_delta_net"; ``linear_attention_freq`` says which. ``pattern.py`` reads
+the pattern of a HybridModel's layers.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from distca.recurrent import Recurrence
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
-    """Whether some layers of a GPTModel with this configuration are gated delta nets."""
     return getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
 
 
@@ -31,8 +27,8 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
     """Whether layer ``layer_number`` (from 1) of a GPTModel is recurrent.
 
     Raises:
-        SupportError: ``linear_attention_freq`` is neither a number from 2 on, nor a list with a 1 or a 0 for each
-            layer; or the list lacks ones or zeros.
+        SupportError: ``linear_attention_freq`` is neither a number of at least 2, nor a list with a 1 or 0 for each
+            layer; or all layers would be of one sort.
     """
     if not has_recurrent_layers(config):
         return False

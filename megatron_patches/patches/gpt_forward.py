@@ -1,9 +1,7 @@
 """The forward that ``CAD.attach`` gives to a model, and functions that change the model's logits and embeddings.
 
-``CAD`` is the object that a training script makes. The new forward takes a micro-batch object
-(``steps/batch_context.py``) in place of the attention mask. It can return the sum of losses, or the labels'
-log-probabilities. Then output layer and softmax are computed for some rows at a time, so the logits of all rows are
-never in memory at once.
+The new forward takes a micro-batch object (``steps/batch_context.py``) in place of the attention mask. It can return
+the sum of losses or the labels' log-probabilities; for these it computes logits for some rows at a time.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, Packed
 
 
 class PatchedForward(LanguageModule):
-    """The class with the new forward. :func:`patch_forward` gives a built model a new class, a subclass of it.
+    """The class with the new forward. :func:`patch_forward` makes it a base class of a built model's class.
 
     Attributes:
         vocabulary: number of token ids, if the output layer has rows of padding; else None.
         logit_transform: factor and soft cap of the logits.
-        takes: the class of micro-batches that the model's layers can compute.
+        takes: the class that ``attention_mask`` of :meth:`forward` must have.
         expert_load: counts of the rows that experts got, for the log.
     """
 
@@ -61,9 +59,9 @@ class PatchedForward(LanguageModule):
             kwargs: further arguments of Megatron's forward, such as ``labels``.
 
         Returns:
-            With ``summed_loss`` a scalar, the sum of the tokens' losses, each times its ``loss_mask``. With
-            ``log_probabilities`` [1, rows], the logarithm of every label's probability. Otherwise Megatron's
-            result, for example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
+            With ``summed_loss`` a scalar: the sum of the tokens' losses, each times its ``loss_mask``. With
+            ``log_probabilities`` [1, rows] logarithms of the labels' probabilities. Otherwise Megatron's result, for
+            example [1, rows] losses with labels. All pipeline stages but the last return hidden states.
 
         Raises:
             SupportError: an argument is missing or has the wrong class; or ``summed_loss`` or ``log_probabilities`` is
@@ -105,7 +103,7 @@ class PatchedForward(LanguageModule):
         return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs Megatron's forward; if ``_returns`` is set, the last stage returns the result of :meth:`_output`."""
+        """Runs Megatron's forward. If ``_returns`` is set, :meth:`_output` replaces the last stage's output layer."""
         raise NotImplementedError
 
     def _output(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -114,7 +112,7 @@ class PatchedForward(LanguageModule):
         shards = VocabularyShards(layer.tp_group, layer.sequence_parallel, self.vocabulary)
         hidden, labels = hidden_states.squeeze(1), kwargs["labels"].flatten()
         transform = self.logit_transform
-        if getattr(self.config, "use_mup", False):  # Megatron's own output multiplies logits by this factor
+        if getattr(self.config, "use_mup", False):
             transform = replace(transform, multiplier=transform.multiplier * self.config.mup_output_mult)
         if self._returns == "log_probabilities":
             return log_probabilities(hidden, weight, labels, shards, transform=transform)[None]
@@ -122,10 +120,10 @@ class PatchedForward(LanguageModule):
 
 
 class PatchedGPT(PatchedForward, GPTModel):
-    """:class:`PatchedForward` for a GPTModel, whose forward calls ``_preprocess`` and ``_postprocess``."""
+    """:class:`PatchedForward` for a GPTModel. Megatron's forward calls ``_preprocess`` and ``_postprocess``."""
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # In the MRO, Python's order of base classes, the user's or Megatron's class comes after PatchedForward.
+        # Calls the forward of the built model's class, which comes after PatchedForward in Python's MRO.
         output: torch.Tensor = super(PatchedForward, self).forward(*args, **kwargs)
         return output
 
@@ -133,7 +131,7 @@ class PatchedGPT(PatchedForward, GPTModel):
         made = super()._preprocess(*args, **kwargs)
         if not self.config.multi_latent_attention:
             return made
-        # For latent attention Megatron returns None as second item. This project's layers take RoPE's angles from it.
+        # For latent attention Megatron's second item is None, but this project's layers need RoPE's angles there.
         return made[0], self.rotary_pos_emb(), *made[2:]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -143,7 +141,7 @@ class PatchedGPT(PatchedForward, GPTModel):
 
 
 class PatchedHybrid(PatchedForward):
-    """:class:`PatchedForward` for a HybridModel, whose forward has no separate method for the output layer."""
+    """:class:`PatchedForward` for a HybridModel. Megatron's forward computes the output layer itself."""
 
     post_process: bool
 
@@ -166,7 +164,7 @@ class PatchedHybrid(PatchedForward):
 def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
     """Gives a built model the new forward: its class becomes a subclass with the same name.
 
-    ``takes``: the class of micro-batches that the model's layers can compute.
+    ``takes`` is the class that the forward's ``attention_mask`` must have.
     """
     own = type(model)
     patched = PatchedGPT if isinstance(model, GPTModel) else PatchedHybrid
@@ -175,9 +173,8 @@ def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | 
 
 
 def _own_output(model: PatchedForward) -> str:
-    """Names the user's change of the output layer or loss; "" without a change."""
+    """Returns the user's change of the output layer or loss in words; "" without a change."""
     classes = type(model).__mro__
-    # In the MRO the built model's class comes right after PatchedForward.
     base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]
     for name in ("_postprocess", "compute_language_model_loss"):
         if getattr(own, name, None) is not getattr(base, name, None):
@@ -191,7 +188,7 @@ def _own_output(model: PatchedForward) -> str:
 def megatrons_class(model: Any) -> type[LanguageModule]:
     """Returns GPTModel or HybridModel, from which the model's class derives."""
     names = ("GPTModel", "HybridModel")
-    # The search begins with the base classes, as the patched class may have the same name and module.
+    # The MRO is searched from its end, because patch_forward's class may have the name and module of Megatron's.
     classes = reversed(type(model).__mro__)
     return next(each for each in classes if each.__name__ in names and each.__module__.startswith("megatron.core"))
 
@@ -217,13 +214,13 @@ def check_unwrapped(model: PatchedForward) -> None:
     """
     if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
         raise SupportError(
-            "The model is in a DistributedDataParallel already, whose hooks would stay on the weights: call "
+            "The model is in a DistributedDataParallel already, and a second one would also hook its weights: call "
             "CAD.data_parallel once."
         )
 
 
 def leave_out_padding(model: LanguageModule, vocabulary: int) -> None:
-    """Makes the softmax leave out the output layer's rows from row ``vocabulary`` on, which are padding."""
+    """Makes the softmax leave out the output layer's padding: its rows from row ``vocabulary`` on."""
     model.vocabulary = vocabulary
     if model.post_process:
         model.output_layer.register_forward_hook(partial(_mask_padding, vocabulary))
@@ -235,7 +232,7 @@ def _mask_padding(vocabulary: int, layer: Any, _: Any, output: tuple[torch.Tenso
 
 
 def transform_logits(model: LanguageModule, transform: LogitTransform) -> None:
-    """Makes the model multiply and limit its logits before the softmax, and before padding is masked."""
+    """Makes the model apply ``transform`` to its logits, before padding is masked."""
     model.logit_transform = transform
     if model.post_process and transform != AS_THEY_ARE:
         model.output_layer.register_forward_hook(partial(_transform_logits, transform), prepend=True)

@@ -1,7 +1,6 @@
-"""A rotary embedding, in place of Megatron's, that computes RoPE's angles from each row's position in its document.
+"""A rotary embedding that computes RoPE's angles from given positions of rows in their documents.
 
-Megatron assumes that every packed document begins at position 0, but a rank may have a later part of a document. So the
-positions of a micro-batch's rows are given.
+It replaces Megatron's, which assumes that a rank has every packed document from position 0 on.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from distca.models.rope import RopeScaling
 
 
 class PositionRotary(torch.nn.Module):
-    """A rotary embedding that returns the angles of rows whose positions were set.
+    """A rotary embedding that returns the angles of the rows of the last :meth:`set_positions`.
 
     RoPE rotates pairs of a head's elements by an angle: the row's position times the pair's frequency.
 
     Args:
         inv_freq: [pairs] frequency of each pair of a head.
         interpolation: number by which positions are divided, or None.
-        by_length: function from [rows] lengths of the rows' documents to [rows, pairs] frequencies, which replace
-            ``inv_freq``; or None.
+        by_length: if given, a function that returns the frequencies [rows, pairs], in place of ``inv_freq``. Its
+            argument is the length of each row's document, [rows].
         interleaved: whether the two elements of a pair are neighbours. If not, a pair's elements have the same place in
             the two halves of the head.
     """
@@ -50,16 +49,13 @@ class PositionRotary(torch.nn.Module):
     def of(dims: int, base: float, scaling: RopeScaling, *, interleaved: bool = False) -> PositionRotary:
         """Returns the embedding for the first ``dims`` dimensions of a head.
 
-        Args:
-            scaling: scaling for long contexts. Its factor on cosines and sines is not applied here.
-            interleaved: whether the two elements of a pair are neighbours.
-        """
+        ``scaling`` changes frequencies for long contexts. If it also has a factor on cosines and sines, the factor is
+        not applied here."""
         by_length = partial(frequencies_by_length, dims, base, scaling) if scaling.by_length else None
         return PositionRotary(inverse_frequencies(dims, base, scaling), by_length=by_length, interleaved=interleaved)
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether the angles depend on the documents' lengths."""
         return self._by_length is not None
 
     def set_positions(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
@@ -75,7 +71,7 @@ class PositionRotary(torch.nn.Module):
         if self._by_length is not None:
             if lengths is None:
                 raise SupportError(
-                    "RoPE is scaled by the length of each document, which this batch does not say; take batches from "
+                    "RoPE is scaled by the length of each document, but this batch has no lengths; take batches from "
                     "CAD.plan_ahead or CAD.plan_step after CAD.attach."
                 )
             angles = positions[:, None] * self._by_length(lengths)
@@ -89,7 +85,7 @@ class PositionRotary(torch.nn.Module):
         self._angles = both[:, None, None, :]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Returns 0. GPTModel asks for a length, which the angles do not need."""
+        """Returns 0. GPTModel passes the length to :meth:`forward`, which does not need it."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
@@ -101,7 +97,7 @@ class PositionRotary(torch.nn.Module):
 def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
     """Replaces a model's rotary embedding by a :class:`PositionRotary` with equal frequencies, and returns it.
 
-    None for a model without rotary embedding.
+    Returns None if the model has no rotary embedding.
     """
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if rotary is None:

@@ -1,7 +1,6 @@
-"""Counts the weights by which each layer of a model multiplies a token's hidden state, without core attention.
+"""Counts the weights of a model's matrix products. The planner multiplies the counts by measured seconds per weight.
 
-The planner multiplies these counts by measured seconds per weight. A *unit* is an attention or recurrent layer, with
-the MLPs and experts that follow. Each layer of a GPTModel is a unit. In a HybridModel each MLP is a separate layer.
+There is a count for each *unit*: an attention or recurrent layer, together with its MLPs and experts.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from megatron_patches.model.recurrences import has_output_gate
 
 
 def layer_works(config: TransformerConfig, pattern: str, recompute_segments: bool) -> list[LayerWork]:
-    """Returns the counts of each unit with attention, for all tensor-parallel ranks together.
+    """Returns the counts of each unit with attention. Tensor-parallel ranks' weights are added up.
 
-    In a GPTModel the MLPs or experts of each layer count with their mean over all layers.
+    Each layer of a GPTModel gets the same count of MLPs and experts: the mean over all layers.
 
     Args:
         pattern: the layers of a HybridModel, a letter for each layer and "|" between stages; empty for a GPTModel.
-        recompute_segments: whether backward recomputes everything but core attention. If False, it recomputes the MLPs
-            if ``config`` says so.
+        recompute_segments: whether backward recomputes everything but core attention. With False it recomputes the
+            MLPs if ``config.recompute_granularity`` is set.
     """
     units = units_of(config, pattern)
     if pattern:
@@ -43,10 +42,7 @@ def layer_works(config: TransformerConfig, pattern: str, recompute_segments: boo
 
 
 def _letters_of_mlps(pattern: str) -> list[str]:
-    """Returns for each unit the letters of its MLPs and experts.
-
-    MLPs before a stage's first unit count to that unit: "-*-G" has two units, with "--" and "".
-    """
+    """Returns for each unit the letters of its MLPs and experts, for example "--" and "E" for "-*-GE"."""
     found = []
     for stage in pattern.split(STAGE):
         before, first, *others = re.split(f"[{re.escape(MIXERS)}]", stage)

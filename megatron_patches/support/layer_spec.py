@@ -1,8 +1,8 @@
 """Checks the layer spec that a user gives to ``CAD.block_spec``.
 
 A spec names the class of each module of a transformer layer. Megatron's specs with its own modules and with Transformer
-Engine's are supported. Other classes are refused. This project replaces some modules, and could leave out something
-that another class computes.
+Engine's are supported. Other classes are refused, because the layer is rebuilt with modules that compute the same as
+the supported ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_layer_spec(spec: ModuleSpec) -> None:
             get_gpt_layer_with_transformer_engine_spec.
 
     Raises:
-        SupportError: a class is not supported; the message names the first.
+        SupportError: a class is not supported, or attention is not causal.
     """
     if not isinstance(spec, ModuleSpec):
         raise SupportError(
@@ -90,7 +90,7 @@ def mlp_submodules(spec: Any) -> Any:
 
 
 def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> None:
-    """Refuses a spec in which the norm is missing or comes twice: as a module, and inside the linear layer after it."""
+    """Refuses a spec unless the norm comes once: as a module, or inside the linear layer."""
     found = getattr(parts, norm)
     if linear is TELayerNormColumnParallelLinear and found is IdentityOp:
         return
@@ -99,19 +99,18 @@ def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> No
 
 
 def _module(spec: Any) -> Any:
-    """Returns the class that a spec builds. Later versions of Megatron-Core may give a partial of a class method."""
+    # Later versions of Megatron-Core may give a partial of a class method.
     if isinstance(spec, functools.partial):
         return getattr(spec.func, "__self__", spec.func)
     return spec.module if isinstance(spec, ModuleSpec) else spec
 
 
 def _expect_in_spec(path: str, found: Any, *supported: Any) -> None:
-    """Refuses a class that is not in ``supported``; the message proposes the first of them."""
     if found not in supported:
         twice = ", whose norm would be applied twice" if "LayerNormColumn" in name_of(found) else ""
         raise SupportError(
-            f"{path} of the layer spec is {name_of(found)}{twice}, but {name_of(supported[0])} is what is supported "
-            f"there{_LOCAL}"
+            f"{path} of the layer spec is {name_of(found)}{twice}, but {name_of(supported[0])} is supported there"
+            f"{_LOCAL}"
         )
 
 

@@ -1,8 +1,7 @@
-"""Reads and writes cost tables, which are JSON files, and finds the table for a GPU, kernel and heads.
+"""Reads and writes cost tables, and finds the table for a GPU, a kernel and attention heads.
 
-A *cost table* has measured seconds of attention tasks (table.py). :func:`find_table` looks in the folder ``tables``
-next to this file. `distca profile` measures more tables. A user can put them into this folder, or name one in the
-settings (:func:`open_table`).
+A *cost table* is a JSON file with measured seconds of attention tasks (``table.py``). `distca profile` makes one.
+:func:`find_table` looks in the folder ``tables`` next to this file, and :func:`open_table` opens a user's table.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from distca.plan.cost.table import LoadFactors, TableCost
 logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
-"""The folder of tables."""
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
 """Keys that every file must have."""
 _SIZES = ("heads", "kv_heads", "head_dim", "value_dim", "value_bytes", "block", "window")
-"""Keys whose value must be a whole number from 1 to ``_LARGEST``; the last four keys may be missing."""
+"""Keys whose value must be a whole number from 1 to ``_LARGEST``."""
 _LARGEST = 1 << 20
-"""The largest value of a key in ``_SIZES``; a larger value is refused."""
+"""The largest value of a key in ``_SIZES``. A larger value is refused."""
 _SIDES = ("forward", "backward")
 
 
@@ -40,7 +38,7 @@ def table_name(
 ) -> str:
     """Returns the file name of a table, such as ``h200_flash4_32x8x128.json``.
 
-    With ``value_dim`` 64 and ``window`` 1,024 it is ``h200_flash4_32x8x128-64_w1024.json``."""
+    With ``value_dim`` 64 and ``window`` 1,024 the name is ``h200_flash4_32x8x128-64_w1024.json``."""
     short = re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia")).strip("-")
     dims = f"{head_dim}-{value_dim}" if value_dim else head_dim
     return f"{short}_{kernel}_{heads}x{kv_heads}x{dims}{f'_w{window}' if window else ''}.json"
@@ -76,7 +74,7 @@ def find_table(
         heads: query heads on one rank.
         kv_heads: key/value heads on one rank.
         head_dim: size of a query or key head.
-        window: the number of keys that a query sees; 0 without a limit.
+        window: the number of keys that a query sees; 0 for all keys.
         value_dim: size of a value head; 0 stands for ``head_dim``.
         folder: the folder with the tables.
 
@@ -100,11 +98,11 @@ def find_table(
 
 
 def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value_dim: int = 0) -> TableCost:
-    """Returns the measured costs in a file that the user names, with seconds scaled to ``heads``.
+    """Returns the measured costs in a user's file, with seconds scaled to ``heads``.
 
     Raises:
-        PlanError: the file is not a usable table, has a window, or has other head sizes or another number of query
-            heads per key/value head.
+        PlanError: the file is not a usable table, or was measured with a window. Or its head sizes, or its query heads
+            per key/value head, differ from those of the arguments.
     """
     content = _read(Path(path))
     if window := content.get("window", 0):
@@ -127,13 +125,13 @@ def _size(head_dim: int, value_dim: int) -> str:
 
 
 def load_table(path: str | Path) -> TableCost:
-    """Returns the measured costs in a file, for the heads that were measured. Keys of the file:
+    """Returns the measured costs in a file, for the number of heads with which they were measured.
 
-    - Required are heads, kv_heads, head_dim, q_rows [Q], kv_rows [V], forward_seconds and backward_seconds [Q][V].
-      Seconds are what a task adds to a large batch, or null if they were not measured.
-    - Optional are block, value_dim, value_bytes and window.
-    - load_factors is optional: kv_rows, forward and backward, [L] each (:class:`LoadFactors`).
-    - linear is optional: hidden, ffn, forward_s_per_token, backward_s_per_token and fp8 (:class:`LinearRate`).
+    - The file must have heads, kv_heads, head_dim, q_rows [Q], kv_rows [V], forward_seconds and backward_seconds
+      [Q][V]. Seconds are those by which a task makes a kernel's call with many tasks longer; null if unknown.
+    - It may have block, value_dim, value_bytes and window.
+    - It may have load_factors, with kv_rows, forward and backward, [L] each (:class:`LoadFactors`).
+    - It may have linear, with hidden, ffn, forward_s_per_token, backward_s_per_token and fp8 (:class:`LinearRate`).
 
     Raises:
         PlanError: there is no such file, a key is missing, or a value is not usable.
@@ -167,7 +165,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> TableCost:
-    """Returns the table, with attention seconds scaled from the measured number of heads to ``heads``."""
     try:
         q_rows, kv_rows = (np.asarray(content[key], np.float64) for key in ("q_rows", "kv_rows"))
         scale = heads / content["heads"]
@@ -175,7 +172,7 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
         sizes = content["head_dim"], content.get("value_bytes", 2), content.get("value_dim", 0)
         shape = AttentionShape(heads, kv_heads, *sizes)
         block, load = content.get("block", 128), LoadFactors.of(content)
-        # LinearRate is per weight, so it is not scaled.
+        # LinearRate has seconds per weight, which do not depend on heads.
         return TableCost(
             shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content), content.get("window", 0)
         )

@@ -1,18 +1,11 @@
-"""Lays out a micro-batch: which tokens each home rank holds, and in which nano-batch they are computed.
+"""Lays out a micro-batch: chooses the home rank, the row and the nano-batch of each token.
 
-Each token is one row of the tensors on one rank, its *home rank*. A micro-batch is computed as one or two
-*nano-batches*, ping and pong: the transfers of one run during the computation of the other. If a document is cut in
-two, its first rows are in ping and its last rows in pong. ``step.py`` calls :func:`lay_out`, which places documents in
-one of five ways:
-
-- "spread": ranks get about equal attention work in ping and pong together (``shares.py``, ``home_rows.py``);
-- "spread_by_nano_batch": ranks get about equal attention work in each nano-batch (``by_nano_batch.py``);
-- "whole": documents stay whole, as far as ranks have room (``whole.py``);
-- "in_order": one document after the other, cut where a rank is full;
-- on given ranks, with ``rank_of``.
+The *home rank* of a token computes the token's linear layers. A micro-batch is computed as one or two *nano-batches*,
+ping and pong: the transfers of one run during the computation of the other. If a document has rows in both, its first
+rows are in ping and its last rows in pong. ``step.py`` calls :func:`lay_out`.
 
 Array legend: D documents of the micro-batch, R ranks. Arrays are int64. A *shard* is a range of one document on one
-rank. A *stream* is ranges of documents, in the order in which ranks get the ranges.
+rank. A *stream* is ranges of documents, in the order in which they are laid on ranks.
 """
 
 from __future__ import annotations
@@ -66,19 +59,19 @@ def lay_out(
         lengths: [D] tokens per document, each at least 1.
         ranks: number of home ranks.
         nano_batches: 1, or 2 for ping and pong.
-        rank_of: [D] home rank of each document. Documents then stay whole on their ranks, and each rank deals its
-            documents to the nano-batches.
-        align: the rows of all ranks but the last are multiples of this, unless ``rank_of`` is given.
-        dealing: how documents are dealt to two nano-batches of equal tokens. "in_order": the first documents go to
-            ping. "even": documents are dealt by length, for about equal attention work. "lean": like "even"; but if the
-            placement is "spread", documents on several ranks may be wholly in pong. Unless the placement is "spread",
-            ping may get up to 1/32 more tokens, so that a document's short tail is not cut off.
-        placement: which tokens of a nano-batch are on which rank. "in_order": one document after the other, cut where a
-            rank is full. "spread": ranks get about equal attention work and equal tokens, ping and pong together.
-            "spread_by_nano_batch": like "spread", but for each nano-batch by itself; this placement also replaces
-            "spread" if long documents do not fit. "whole": documents lie whole on ranks with equal tokens; documents
-            for which no rank has room are cut. With ``rank_of`` the placement is always "in_order".
-        cost: seconds of attention, for all placements but "in_order"; None stands for the number of query-key pairs.
+        rank_of: [D] home rank of each document. Documents then stay whole on these ranks, and ``align``, ``placement``
+            and ``cost`` are not used.
+        align: the rows of all ranks but the last are multiples of this.
+        dealing: how documents are dealt to two nano-batches. "in_order": the first documents go to ping. "even": ping
+            and pong get about equal attention work. "lean": like "even", but with the placement "spread" a document on
+            several ranks may be in pong alone. Unless the placement is "spread", ping may get up to 1/32 more tokens,
+            so that pong does not get only few rows of a document.
+        placement: which tokens are on which rank. "in_order": one document after the other, cut where a rank is full.
+            "spread": ranks get about equal attention work, summed over ping and pong. "spread_by_nano_batch": ranks get
+            about equal attention work in each nano-batch; also used in place of "spread" if ``home_rows.py`` finds no
+            room for a document. "whole": only documents for which no rank has room are cut.
+        cost: gives the seconds of attention, which "spread", "spread_by_nano_batch" and "whole" balance. With None they
+            balance the number of query-key pairs.
         ranks_per_node: consecutive ranks that share a node; "spread" deals to nodes first. 0 if all ranks share one
             node.
 
@@ -86,7 +79,8 @@ def lay_out(
         One layout per nano-batch.
 
     Raises:
-        PlanError: an argument is out of its range, or with "whole" a document has more tokens than a rank.
+        PlanError: an argument is out of its range, or with "whole" a document is longer than each rank's part of all
+            tokens.
     """
     length = np.asarray(lengths, dtype=np.int64).reshape(-1)
     _check(length, ranks, nano_batches, rank_of, align, dealing, placement)
@@ -116,7 +110,6 @@ def _check(
     dealing: str,
     placement: str,
 ) -> None:
-    """Raises PlanError for arguments that cannot be used."""
     if ranks < 1:
         raise PlanError(f"A layout needs at least one rank, not {ranks}.")
     if nano_batches not in (1, 2):
@@ -150,8 +143,7 @@ def _place_nano_batches(
     if nano_batches == 2 and dealing != "in_order":
         documents = dealt_evenly(length, documents, ping_first=True)
     if nano_batches == 2:
-        # If the cut moves to the end of a short tail, it is rounded up to a multiple of ``ranks * align``. Ping's
-        # tokens then divide evenly over the ranks.
+        # A cut that moves is rounded up to a multiple of ``ranks * align``, so that ping's tokens divide evenly.
         cut = without_short_tail(length, documents, cut, ranks * align)
     placed = []
     for stream, bounds in zip(
@@ -160,7 +152,7 @@ def _place_nano_batches(
         if cost is None or not bounds[-1]:
             placed.append(_cut_at_ranks(stream, bounds))
             continue
-        # Pong is placed backwards, so that the rank that reads most keys in ping does not read most keys in pong too.
+        # Pong is placed backwards, or the same rank would read most keys in ping and in pong.
         found, rank = spread(stream, np.diff(bounds), cost, backwards=len(placed) == 1)
         goes_on = np.zeros(len(length), bool)
         goes_on[stream.document] = stream.stop < length[stream.document]
@@ -169,29 +161,21 @@ def _place_nano_batches(
 
 
 def _half(total: int, align: int) -> int:
-    """Returns ping's tokens: half of ``total``, rounded up to a multiple of ``align``."""
     return min(total, -(-total // (2 * align)) * align)
 
 
 def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
-    """Returns [R + 1] borders for each nano-batch: rank r gets the tokens from bounds[r] up to bounds[r + 1].
-
-    With two nano-batches, ping has ``cut`` of the ``total`` tokens."""
+    """Returns [R + 1] bounds of each nano-batch: rank r gets the tokens [bounds[r], bounds[r + 1])."""
     return [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
 
 
 def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
-    """Returns [R + 1] borders that divide ``tokens`` about evenly, all but the last in multiples of ``align``.
-
-    Example: 10 tokens for 3 ranks in multiples of 2 are cut at 0, 2, 6 and 10."""
+    """Returns [R + 1] bounds. Example: 10 tokens for 3 ranks in multiples of 2 are cut at 0, 2, 6 and 10."""
     return np.minimum(np.arange(ranks + 1) * -(-tokens // align) // ranks * align, tokens)
 
 
 def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
-    """Cuts a stream wherever a rank's rows end; returns shards, and [R] rows per rank.
-
-    Example: borders are 0, 5 and 7, and ranges have 3 and 4 rows. Rank 0 gets shards of 3 and 2 rows, and rank 1 gets a
-    shard of 2 rows."""
+    """Lays a stream end to end on ranks, and cuts it at ``bounds``; returns shards, and [R] rows per rank."""
     placed, rank = laid_end_to_end(stream, np.diff(bounds))
     own = placed.stop - placed.start
     row = np.cumsum(own) - own - bounds[rank]
@@ -202,10 +186,9 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
 def _in_shares(
     length: np.ndarray, ranks: int, nano_batches: int, align: int, cost: CostModel, ranks_per_node: int, lean: bool
 ) -> list[tuple[Shards, np.ndarray]] | None:
-    """Places the documents of ping and pong together by work.
+    """Places documents by their work in ping and pong together, as "spread" does.
 
-    Returns the shards and the [R] rows per rank of each nano-batch; None if documents do not fit. With ``lean``,
-    documents on several ranks are first tried wholly in pong."""
+    Returns the shards and the [R] rows per rank of each nano-batch; None if there is no room for a document."""
     if not len(length):
         return None
     total = int(length.sum())
@@ -230,8 +213,8 @@ def _in_shares(
 def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
     """Numbers the rows of placed ranges on their ranks; returns the shards, and [R] rows per rank.
 
-    A rank's rows are in order of document and position. But documents with ``goes_on`` [D], which have rows in ping and
-    in pong, come last. So in ping, the keys that pong needs again are consecutive rows."""
+    ``goes_on`` [D] is true for documents with rows in ping and in pong. They come last on each rank.
+    :func:`_layout` relies on this order."""
     order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
     document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
     row = np.cumsum(stop - start) - (stop - start) - bounds[rank]
@@ -241,7 +224,6 @@ def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.n
 def _place_whole(
     length: np.ndarray, ranks: int, nano_batches: int, rank_of: np.ndarray, dealing: Dealing
 ) -> list[tuple[Shards, np.ndarray]]:
-    """Places whole documents on their ranks ``rank_of`` [D]; each rank deals its documents to the nano-batches."""
     nothing = Stream(*(np.zeros(0, np.int64),) * 3)
     return _dealt_at_home(length, ranks, nano_batches, rank_of, nothing, nothing.document, dealing)
 
@@ -249,7 +231,6 @@ def _place_whole(
 def _fill_whole(
     length: np.ndarray, ranks: int, nano_batches: int, align: int, cost: CostModel, dealing: Dealing
 ) -> list[tuple[Shards, np.ndarray]]:
-    """Places documents whole on ranks of about equal tokens, and cuts those for which no rank has room."""
     room = np.diff(_even_bounds(int(length.sum()), ranks, align))
     if len(length) and length.max() > room.max():
         raise PlanError(
@@ -272,11 +253,8 @@ def _dealt_at_home(
 ) -> list[tuple[Shards, np.ndarray]]:
     """Deals each rank's whole documents to the nano-batches. Pieces of cut documents go to the last nano-batch.
 
-    A *whole* document is on one rank, and a *cut* document has pieces on several ranks.
-
-    Unless dealing is "in_order", a rank's longest document goes to the nano-batch that has less work so far.
-    ``rank_of`` [D] is the rank of each whole document, and -1 for cut documents. ``rest`` has the N pieces of cut
-    documents, and ``rank_of_rest`` [N] their ranks."""
+    ``rank_of`` [D] is the rank of each document that is whole on one rank, and -1 for cut documents. ``rest`` has the
+    N pieces of cut documents, and ``rank_of_rest`` [N] their ranks."""
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
     ahead = 0.0  # query-key pairs of ping minus those of pong, on the ranks dealt so far
@@ -284,7 +262,7 @@ def _dealt_at_home(
         mine, pieces = np.flatnonzero(rank_of == rank), np.flatnonzero(rank_of_rest == rank)
         if nano_batches == 2 and dealing != "in_order":
             mine = dealt_evenly(length, mine, ping_first=ahead <= 0)
-        # Ping gets about half of the rank's tokens, from the rank's whole documents.
+        # Ping gets about half of the rank's tokens.
         tokens, more = int(length[mine].sum()), int((rest.stop - rest.start)[pieces].sum())
         cut = without_short_tail(length, mine, min(-(-(tokens + more) // 2), tokens)) // align * align
         streams = streams_of(length, mine, nano_batches, cut)
@@ -327,8 +305,8 @@ def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previo
         split = np.flatnonzero(first > 0)
         head = np.isin(previous.q.document, split)
         np.add.at(carried_rows, previous.q.rank[head], (previous.q.stop - previous.q.start)[head])
-        # On each rank of the previous nano-batch, documents that go on come last. The rows before them, "skipped", are
-        # not carried. Carried rows are numbered from 0, and this nano-batch's rows follow.
+        # On each rank of the previous nano-batch, documents that go on in this one come last. The rows before them,
+        # "skipped", are not carried. Carried rows are numbered from 0, and this nano-batch's rows follow.
         skipped = previous.q_rows - carried_rows
         document, start, stop, rank, row = (column[head] for column in previous.q.columns())
         carried = (document, start, stop, rank, row - skipped[rank])

@@ -1,11 +1,10 @@
 """Deals documents to *ping* and *pong*, the two nano-batches of a micro-batch, before documents are placed on ranks.
 
-Ping and pong get about equally many tokens, so that the transfers of one can run during the computation of the other.
-The documents are put in an order and laid end to end. The tokens before a *cut* are ping's, and the tokens behind it
-pong's. ``lay_out.py`` deals documents in this way unless it places ping and pong together.
+The transfers of one nano-batch run during the computation of the other, so both get about equally many tokens.
+``lay_out.py`` puts documents in an order and lays them end to end. The tokens before a *cut* are ping's, and the tokens
+behind it are pong's.
 
-Array legend: D documents, N ranges, R ranks. Constants were compared with other values:
-``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
+Array legend: D documents, N ranges, R ranks. ``benchmarks/planner_constants.py`` compares the constants with others.
 """
 
 from __future__ import annotations
@@ -18,25 +17,24 @@ import numpy as np
 from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
-"""How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even" and "lean": documents are
-dealt by length, for about equal work. "even" and "lean" differ only where ``lay_out.py`` places ping and pong
-together."""
+"""How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even" and "lean":
+:func:`dealt_evenly`. :func:`distca.plan.place.lay_out.lay_out` says what "lean" changes."""
 _DEALT_ONE_BY_ONE = 64
-"""This many of the longest documents are dealt one by one, by their work. Shorter documents are dealt in turns, which
-is faster. With 8 instead, the slowest server takes 0.1 % longer."""
+"""The number of longest documents that :func:`dealt_evenly` deals one by one. Shorter documents are dealt in turns.
+With 8 instead, attention on the slowest rank takes 0.1 % longer."""
 _SHORT_TAIL = 1 / 32
-"""A document's tail behind the cut moves to ping if it has at most this part of the head's rows. The cut moves by at
-most this part of ping's tokens."""
+"""The cut moves to the end of a document if the rows behind the cut are at most this part of the rows before it. It
+stays if ping's tokens would grow by more than this part."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Ranges of documents, in the order in which ranks get the ranges. Arrays are int64.
+    """Ranges of documents, in the order in which they are laid on ranks. Arrays are int64.
 
     Attributes:
-        document: [N] document of each range.
-        start: [N] first row.
-        stop: [N] one past the last row.
+        document: [N] index of each range's document.
+        start: [N] the range's first position in the document.
+        stop: [N] one past the range's last position.
     """
 
     document: np.ndarray
@@ -45,12 +43,11 @@ class Stream:
 
 
 def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarray]:
-    """Lays ranges end to end over ranks with [R] tokens of ``room``, and cuts them where a rank's room ends.
+    """Lays ranges end to end over ranks that have room for ``room`` [R] tokens, and cuts ranges where a rank is full.
 
-    Returns the pieces of ranges, and the rank of each piece. Example: ranges have 3 and 4 rows, and ranks have room for
-    5 and 2. Rank 0 gets pieces of 3 and 2 rows, and rank 1 a piece of 2 rows."""
-    # All tokens are on one line. Ranges end at "ends", and the room of ranks ends at "tops". A piece begins at each
-    # "cut": where a range begins, or where a rank's room ends.
+    Returns the pieces of ranges, and the rank of each piece. Example: ranges have 3 and 4 tokens, and ranks have room
+    for 5 and 2. Rank 0 gets pieces of 3 and 2 tokens, and rank 1 gets a piece of 2 tokens."""
+    # All tokens are on one line. Ranges end at "ends", and ranks are full at "tops". A piece begins at each of "cuts".
     ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(room)
     begins = ends - (ranges.stop - ranges.start)
     cuts = merged(begins, tops[tops < (ends[-1] if len(ends) else 0)])
@@ -62,7 +59,6 @@ def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarra
 
 
 def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, Stream]:
-    """Lays ``documents`` end to end; returns the ranges before the token ``cut``, and the ranges behind it."""
     own = length[documents]
     ends = np.cumsum(own)
     in_ping = np.clip(cut - (ends - own), 0, own)
@@ -75,10 +71,10 @@ def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, 
 
 
 def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit: int = 1) -> int:
-    """Returns the token at which to cut the line of ``documents``: usually ``cut`` itself.
+    """Returns the token at which to cut ``documents``, laid end to end: usually ``cut`` itself.
 
-    If only a short tail of a document lies behind ``cut``, the cut moves to the document's end, rounded up to a
-    multiple of ``unit``. Otherwise a rank would need all keys and values of the document for a few queries."""
+    If a document has only few rows behind ``cut``, the cut moves to the document's end, rounded up to a multiple of
+    ``unit``. These few queries in pong would read all keys and values of the document again."""
     ends = np.cumsum(length[documents])
     at = int(np.searchsorted(ends, cut))
     if at == len(ends):
@@ -92,8 +88,7 @@ def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit
 
 
 def streams_of(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut: int) -> list[Stream]:
-    """Returns the ranges of each nano-batch. Of two nano-batches, ping has the first ``cut`` tokens of ``documents``,
-    laid end to end."""
+    """Returns the ranges of each nano-batch. Of two, ping has the first ``cut`` tokens."""
     if nano_batches == 1:
         return [Stream(documents, np.zeros(len(documents), np.int64), length[documents])]
     return list(_deal(length, documents, cut))
@@ -102,16 +97,16 @@ def streams_of(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut
 def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) -> np.ndarray:
     """Returns ``documents`` in an order whose first and second half have about equal attention work.
 
-    The longest documents go one by one to the nano-batch with less work. Shorter documents go to ping, pong, pong,
-    ping, and so on. Ping's documents come first, then pong's. The middle, where the line is cut into equal halves, has
-    the shortest documents of ping and of pong. All other documents are in order of their indices.
+    The longest documents go one by one to the nano-batch with less work so far. Shorter documents go in turns to ping,
+    pong, pong and ping. In the order that is returned, ping's documents come first, then pong's. The cut may divide a
+    document, so the shortest documents of ping and of pong are in the middle.
 
     Args:
         length: [D] tokens of all documents.
         documents: indices of the documents to order.
         ping_first: whether ping gets the longest document.
     """
-    # "ranking" has the longest documents first. "ahead" is ping's work minus pong's, where work is rows squared.
+    # "ahead" is ping's work minus pong's. A document's work is its tokens squared.
     ranking = documents[np.argsort(-length[documents], kind="stable")]
     in_ping = (np.arange(len(ranking)) + 1) // 2 % 2 == 0
     ahead = 0.0 if ping_first else 1.0
@@ -121,8 +116,8 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     ping, pong = ranking[in_ping], ranking[~in_ping]
     difference = abs(int(length[ping].sum()) - int(length[pong].sum()))
 
-    # If ping and pong have unequal tokens, the middle is not where pong begins. So the shortest documents, with
-    # "difference" tokens together or a little more, stand on either side of pong's begin.
+    # The cut is up to "difference" tokens away from pong's first document. So documents of at least so many tokens, the
+    # shortest ones, are on either side of it. All others keep the order of their indices.
     def near_cut(nano: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shortest = nano[::-1]
         count = int(np.searchsorted(np.cumsum(length[shortest]), difference)) + 1

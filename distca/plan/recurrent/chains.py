@@ -1,11 +1,11 @@
-"""The states of recurrent layers (linear attention, SSM) that travel between ranks.
+"""Plans which ranks send each other states of recurrent layers (linear attention, SSM).
 
 A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is a range of a document's rows on one rank
-in one nano-batch. With the state S before a piece, the state behind the piece is A·S + B. A is the piece's
-*transition*, and B its *own state*. Both together are its *summary*.
+in one nano-batch. It turns the recurrent state S before the piece into A·S + B. A is the piece's *transition*, and B is
+its *own state*. Both together are its *summary*.
 
-A rank with a piece receives the summaries of all earlier pieces of the document, and computes the state before its own
-piece. Example: a document has pieces 0, 1 and 2 on ranks 0, 1 and 2.
+A rank receives the summaries of all pieces that come before its own piece in the document, and computes the state
+before its own piece. Example: a document has pieces 0, 1 and 2 on ranks 0, 1 and 2.
 
 - Rank 0 sends B0 to ranks 1 and 2. Rank 1 sends A1 and B1 to rank 2.
 - The state before piece 1 is B0. The state before piece 2 is A1·B0 + B1.
@@ -29,13 +29,13 @@ from distca.plan.sorting import expand
 
 @dataclass(frozen=True)
 class Link:
-    """One piece in a :class:`ChainRoute`'s list of a document's pieces.
+    """A piece, as one rank sees it.
 
     Attributes:
-        piece: the piece's number among this rank's pieces of the nano-batch. It is -1 for pieces of other ranks, and
+        piece: index of the piece among this rank's pieces of the nano-batch. It is -1 for pieces of other ranks, and
             for the first piece of a document.
-        state: row of B among the own states that this rank received; -1 if the rank does not read B.
-        transition: row of A among the transitions that this rank received; -1 if the rank does not read A.
+        state: index of B among the own states that this rank receives; -1 if it does not receive B.
+        transition: index of A among the transitions that this rank receives; -1 if it does not receive A.
     """
 
     piece: int
@@ -45,14 +45,14 @@ class Link:
 
 @dataclass(frozen=True)
 class ChainRoute:
-    """The summaries that one rank sends and receives in one nano-batch and direction, and what it computes with them.
+    """The summaries that one rank sends and receives in one nano-batch and direction.
 
     Attributes:
-        sends_state: numbers of this rank's pieces whose own state is sent, in the order in which they are sent.
-        sends_transition: numbers of this rank's pieces whose transition is sent, in the order in which they are sent.
-        states: the transfer of own states between all ranks; each is one row.
-        transitions: the transfer of transitions between all ranks; each is one row.
-        chains: for each document whose states this rank computes, the document's number, and the document's links in
+        sends_state: indices of this rank's pieces whose own state is sent, in the order of the sent tensor.
+        sends_transition: indices of this rank's pieces whose transition is sent, in the order of the sent tensor.
+        states: the transfer of own states; each is one row.
+        transitions: the transfer of transitions; each is one row.
+        chains: for each document of which this rank computes a state, the document's index, and links for its pieces in
             order.
     """
 
@@ -65,14 +65,14 @@ class ChainRoute:
 
 @dataclass(frozen=True)
 class ChainReads:
-    """The summaries that each rank reads in one direction. In backward, a document's last piece counts as its first.
+    """The summaries that each rank reads, to compute states before its own pieces, in one direction.
 
     Attributes:
         order: [P] index of each piece in ``DocumentPieces``.
         document: [P] document of each piece.
         home: [P] rank of each piece.
-        first: [P] bool, whether the piece is the first of its document.
-        last: [P] bool, whether the piece is the last of its document.
+        first: [P] bool, whether the piece is the first of its document; in backward, whether it is the last.
+        last: [P] bool, whether the piece is the last of its document; in backward, whether it is the first.
         piece: [Q] index of the piece whose summary is read.
         reader: [Q] the rank that reads the summary; it may be the piece's own rank.
     """
@@ -87,7 +87,6 @@ class ChainReads:
 
     @staticmethod
     def of(pieces: DocumentPieces, backward: bool) -> ChainReads:
-        """Returns all reads of a micro-batch."""
         order = np.arange(len(pieces))[:: -1 if backward else 1]
         first = (pieces.closes if backward else pieces.opens)[order]
         last = (pieces.opens if backward else pieces.closes)[order]
@@ -95,23 +94,14 @@ class ChainReads:
         return ChainReads(order, pieces.shards.document[order], home, first, last, *_readers(first, home, pieces.ranks))
 
     def sent(self, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays of indices of pieces: those that send their own state, and those that send a transition.
-
-        ``some`` [P] bool chooses the pieces to look at."""
+        """Returns two arrays of indices, of the pieces in ``some`` [P] whose own state or transition is sent."""
         return np.flatnonzero(some & ~self.last), np.flatnonzero(some & ~self.last & ~self.first)
 
 
 def chain_routes(pieces: DocumentPieces, nano_batches: int, rank: int, backward: bool) -> tuple[ChainRoute, ...]:
-    """Returns the route of ``rank`` for each nano-batch.
-
-    Args:
-        pieces: the pieces of the micro-batch.
-        nano_batches: number of nano-batches.
-        rank: the rank.
-        backward: whether the route is for backward.
-    """
-    # own: this rank's pieces that need the state before them. state_at and transition_at: for each piece, the rows of B
-    # and A on this rank. Pieces in "own" or "state_at" get links.
+    """Returns the route of ``rank`` for each nano-batch of a micro-batch with these ``pieces``."""
+    # "own" is this rank's pieces that need the state before them. "state_at" and "transition_at" map pieces to the rows
+    # in which this rank receives B and A.
     reads = ChainReads.of(pieces, backward)
     order, document, home, first = reads.order, reads.document, reads.home, reads.first
     nano, number = pieces.nano[order], pieces.number[order]
@@ -142,8 +132,8 @@ def _readers(first: np.ndarray, home: np.ndarray, ranks: int) -> tuple[np.ndarra
 
     A rank reads all pieces before its own last piece of the document. Example: the pieces 0, 1, 2 and 3 are on ranks 0,
     1, 0 and 2. Rank 0 reads pieces 0 and 1, rank 1 reads piece 0, and rank 2 reads pieces 0, 1 and 2."""
-    # A document and a rank become one number, the "key". ends: for each key, the rank's last piece of the document. The
-    # rank reads the pieces [begin, ends).
+    # A document and a rank become one number, the "key". For each key, "ends" is the rank's last piece of the document.
+    # The rank reads the pieces [begin, ends).
     begins = np.flatnonzero(first)
     which = np.cumsum(first) - 1
     key = which * ranks + home
@@ -159,7 +149,7 @@ def _exchange(
     """Plans a transfer in which each piece of ``sent`` sends one row to the ranks that read it.
 
     Returns the part of ``rank``, and a dict from a piece to its row among the rows that ``rank`` receives."""
-    # source [P]: the row of each sent piece in the tensor that its rank sends; -1 for other pieces.
+    # "source" is the row of each sent piece in the sender's tensor; -1 for other pieces.
     source = np.full(len(home), -1)
     source[sent] = numbered(home[sent])
     pairs = np.flatnonzero(source[piece] >= 0)

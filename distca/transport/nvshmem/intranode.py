@@ -1,19 +1,16 @@
-"""A rank writes rows to its *intra-node peers* (the other ranks of its node), and copies the rows that it keeps.
+"""Writes a rank's rows to its *intra-node peers* (the other ranks of its node), and copies rows that stay on the rank.
 
-- receive buffer: the memory of a rank into which its peers write. Every peer has an address of the buffer.
+- receive buffer: the memory of a rank into which its peers write.
 - exchange: one movement of rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
-- slot: a 64-bit word. To signal, a rank writes an exchange's number to a slot of a peer.
-- arrived: the rows lie in the receiver's buffer. Then the sender signals to the receiver.
-- consumed: the receiver has copied the rows out of its buffer. Then the receiver signals to the senders.
-- room: a peer has room if it has consumed the rows that new rows will overwrite.
+- slot: a 64-bit word in a rank's memory. To signal, a peer writes an exchange's number into the slot.
+- "arrived": with this signal a sender says that the exchange's rows are in the receive buffer.
+- "consumed": with this signal a receiver says that it has copied the exchange's rows out of the receive buffer.
+- room: a peer has room for new rows when it has consumed the rows that the new ones overwrite.
 
 Copy engines make large transfers, and take no multiprocessors from compute. A kernel writes small or scattered rows.
 Copy engines and the kernel have a side stream each, with these steps:
 
-    wait until the peers have room · write to one peer after the other · signal to all of them
-
-Copy engines are idle for a while when their stream signals. So the stream signals after each 256 MiB of copies and at
-the end of an exchange.
+    wait until the peers have room · write to one peer after the other · signal "arrived" to all of them
 """
 
 from __future__ import annotations
@@ -34,17 +31,18 @@ from distca.transport.nvshmem.interface import Put
 
 @dataclass(frozen=True)
 class CopyPolicy:
-    """Limits by which a rank chooses between copy engines and kernels. They change speed, not results.
+    """Limits by which a rank chooses between copy engines and kernels.
 
     Measured on H200: up to about 16 MiB to a peer, a kernel is as fast as copy engines
     (benchmarks/results/transport_ways.json). Kernels take multiprocessors from compute, so the limit is 8 MiB.
 
     Attributes:
-        push_below_bytes: a kernel writes the rows for a peer if they have fewer bytes in all.
+        push_below_bytes: a kernel writes the rows for a peer if they have fewer bytes than this in all.
         push_below_bytes_per_range: a kernel also writes them if their contiguous ranges have fewer bytes on average.
         push_blocks: the largest number of the kernel's thread blocks. 32, 64 and 96 were measured.
-        signal_after_bytes: bytes of copies after which the stream signals to the peers.
-        keep_from_bytes: a kernel copies rows that stay on the rank if they have fewer bytes in all.
+        signal_after_bytes: the stream of copy engines signals when it has copied so many bytes. Copy engines are idle
+            for a while when their stream signals.
+        keep_from_bytes: a kernel copies rows that stay on the rank if they have fewer bytes than this in all.
         keep_from_bytes_per_range: a kernel also copies them if their contiguous ranges have fewer bytes on average.
     """
 
@@ -58,13 +56,13 @@ class CopyPolicy:
 
 @dataclass(frozen=True)
 class Sent:
-    """A token for one exchange's writes, which are queued on side streams.
+    """One exchange's writes or copies, which are queued on side streams.
 
     Attributes:
-        events: CUDA events of the ends of the writes.
-        held: tensors that must stay alive until then.
-        peers: peers that must have room before the writes.
-        reuses: the peers have room after they have consumed this exchange; 0 for no wait.
+        events: CUDA events at their ends.
+        held: tensors that must stay alive until the events.
+        peers: the peers that must consume exchange ``reuses`` before the writes begin.
+        reuses: number of an exchange; 0 for no wait.
     """
 
     events: list[Event]
@@ -73,7 +71,6 @@ class Sent:
     reuses: int
 
     def wait(self) -> None:
-        """Makes the current stream wait for the events."""
         for event in self.events:
             event.wait(torch.cuda.current_stream())
 
@@ -105,12 +102,12 @@ class Queue(Streams, Protocol):
 
 @dataclass(frozen=True)
 class Addresses:
-    """Addresses of receive buffers and slots. The entry of the rank itself is not used.
+    """Addresses of receive buffers and slots.
 
     Attributes:
-        receive_buffers: [ranks] first byte of each rank's receive buffer.
-        consumed_here: [ranks] uint64, this rank's slots; rank r signals "consumed" to slot r.
-        arrived_there: [ranks] uint64, one slot on each rank; this rank signals "arrived" to it.
+        receive_buffers: [ranks] address of each rank's receive buffer.
+        consumed_here: [ranks] uint64 addresses of slots on this rank; rank r signals "consumed" to slot r.
+        arrived_there: [ranks] uint64 addresses of slots, one on each rank, to which this rank signals "arrived".
     """
 
     receive_buffers: Sequence[int]
@@ -119,11 +116,7 @@ class Addresses:
 
 
 class IntranodePeers:
-    """Writes one rank's rows to its intra-node peers, and copies the rows that stay on the rank.
-
-    Attributes:
-        policy: the limits for copy engines and kernels.
-    """
+    """Writes one rank's rows to its intra-node peers, and copies the rows that stay on the rank."""
 
     def __init__(self, addresses: Addresses, device: torch.device | str, queue: Queue = cuda_ops) -> None:
         self.policy = CopyPolicy()
@@ -136,9 +129,9 @@ class IntranodePeers:
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """Queues the writes and signals of exchange ``number``, after the current stream's earlier work.
+        """Queues the writes and signals of exchange ``number``, behind what the current stream has queued so far.
 
-        ``puts`` has the rows by peer. Writes to a peer wait until the peer has consumed exchange ``reuses``."""
+        ``puts`` has the rows for each peer. Writes to a peer wait until the peer has consumed exchange ``reuses``."""
         ready = self._queue.mark(self._queue.current_stream())
         small = {peer: pieces for peer, pieces in puts.items() if self._is_small(pieces)}
         large = {peer: pieces for peer, pieces in puts.items() if peer not in small}
@@ -151,8 +144,8 @@ class IntranodePeers:
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
         """Copies the rows of ``parts`` that stay on this rank.
 
-        Copy engines copy rows in few, long ranges, after the writes of the token ``behind``. A kernel on the current
-        stream copies other rows. Returns a token for the copy engines; None if they copy nothing."""
+        Copy engines copy a part in few, long ranges, when the writes ``behind`` have ended. A kernel on the current
+        stream copies other parts. Returns the copy engines' copies; None if there are none."""
         by_engine = []
         for part in parts:
             if self._is_long(part):
@@ -186,7 +179,7 @@ class IntranodePeers:
         return bool(pieces) and sum(piece.bytes for piece in pieces) < limit
 
     def _groups(self, puts: dict[int, list[Put]]) -> Iterator[dict[int, list[Put]]]:
-        """Yields groups of peers. After the copies to a group, the stream signals to the group's peers."""
+        """Yields groups of peers with about ``signal_after_bytes`` bytes for each group together."""
         group: dict[int, list[Put]] = {}
         size = 0
         for peer, pieces in puts.items():
@@ -211,9 +204,9 @@ class IntranodePeers:
 
     def _push(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
         stream = self._stream("push")
-        # The stream waits for room. A kernel that waited would occupy multiprocessors.
+        # The stream waits for room, because a kernel that waited would occupy multiprocessors.
         self._begin(puts, stream, reuses, ready)
-        # ranges[0, 1] is the place, in rows, of this rank's first row among all rows that the peer gets.
+        # ranges[0, 1] is the first row at the peer, counted from put.begin.
         pieces = [
             (put.source, put.rows, self._at.receive_buffers[peer] + put.begin + int(put.ranges[0, 1]) * put.row_bytes)
             for peer, pieces in puts.items()
@@ -224,10 +217,9 @@ class IntranodePeers:
         return self._end(puts, stream)
 
     def _begin(self, puts: dict[int, list[Put]], stream: Any, reuses: int, ready: Any) -> None:
-        """Makes a stream wait for the source rows, for the peers' room, and for earlier writes on the other stream.
-
-        A peer's slot holds only the newest number. So writes to a peer must end in the order of exchanges."""
+        """Makes a stream wait for the source rows, for the peers' room, and for earlier writes on the other stream."""
         stream.wait_event(ready)
+        # Writes to a peer must end in the order of exchanges, because its slot holds only the last number written.
         for peer in puts:
             if peer in self._last and self._last[peer][0] is not stream:
                 stream.wait_event(self._last[peer][1])
@@ -242,7 +234,7 @@ class IntranodePeers:
         return done
 
     def _stream(self, name: str, priority: int = -1) -> Any:
-        """Returns the side stream of this name. Priority -1 is above the computing stream's."""
+        # Priority -1 is above the computing stream's.
         if name not in self._streams:
             self._streams[name] = self._queue.create_stream(priority)
         return self._streams[name]
