@@ -106,13 +106,14 @@ class CAD:
 
     Attributes:
         options: the options of the planner.
-        pool: this rank's kernel, transport and record of times.
+        pool: this rank's attention kernel, transport between ranks, and record of times.
         folder: the folder for the file that is written if the planner fails; by default the working directory.
 
     Raises:
         SupportError: a field of the configuration or an argument is not supported; or Transformer Engine's linear
             layers give wrong products on this machine.
-        KernelError, TransportError: the kernel or transport cannot run here, or gives wrong results.
+        KernelError, TransportError: the attention kernel or the transport between ranks cannot run here, or gives wrong
+            results.
         PlanError: the table of the kernel's speeds, ``cost_table``, is not usable.
         LaunchError: a server without a model did not start.
     """
@@ -183,7 +184,7 @@ class CAD:
 
     def _terms(self) -> PoolTerms:
         spec = attention_spec(self.config, self._kinds, self.device, self._given)
-        # layers: the numbers, from 0, of a stage's attention layers, which are the same for all stages.
+        # layers: the numbers, from 0, of a stage's layers with attention. Every stage has the same numbers.
         of_stage = self._kinds.recurrences[: len(self._kinds.recurrences) // self._stages]
         layers = tuple(number for number, recurrence in enumerate(of_stage) if recurrence is None)
         return PoolTerms(self.options, spec, self._how, layers)

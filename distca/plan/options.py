@@ -37,8 +37,8 @@ class PlanOptions:
         cost: seconds of a task.
         nano_batches: parts in which a micro-batch is computed, 1 or 2. With 2, the transfers of each part run during
             the computation of the other.
-        align: the rows of a nano-batch on a rank are a multiple of this, except on the last rank. ``align`` must be a
-            multiple of ``shares``.
+        align: the number of rows of a nano-batch on a rank is a multiple of ``align``, except on the last rank.
+            ``align`` must be a multiple of ``shares``.
         shares: tensor-parallel ranks that split the rows of a data-parallel rank; 1 without sequence parallelism.
         resend: True if homes send q, k and v again for backward; False if servers keep q, k and v from forward. With
             several stages and ``disaggregate``, ``resend`` must be True.

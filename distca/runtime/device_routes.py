@@ -7,7 +7,7 @@
 - route: one rank's part of a plan. ``distca/plan/routes.py`` makes routes as numpy arrays.
 - region: the contiguous k,v rows of one task, which the kernel reads. All regions are one tensor.
 - nano-batch: the whole micro-batch, or one of its two parts, *ping* (first) and *pong* (second).
-- kind: a set of layers with equal window, scale and softcap.
+- kind: a set of attention layers with equal window, scale, softcap and use of sinks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SharedRows:
 
     Attributes:
         first: first row of the range in the buffer.
-        places: for each copy (first row, counted from ``first``; first row in the regions; number of rows). The last
-            copy ends at the end of the range.
+        places: for each copy (first row in the range, first row in the regions, number of rows). The last copy ends at
+            the end of the range.
     """
 
     first: int
@@ -145,7 +145,7 @@ class NanoRoutes:
         q_rows: number of rows that this rank holds as a home, without padding.
         prefix: in pong, ranges [first, end) of ping's rows on this rank whose documents go on in pong. Pong sends k and
             v of these rows to servers that have not kept them from ping.
-        backward: ``forward`` itself if the forward and backward plans are one object.
+        backward: route of the backward plan; ``forward`` itself if the forward and backward plans are one object.
     """
 
     q_rows: int
@@ -180,7 +180,7 @@ class NanoRoutes:
 
 
 LayerRoutes = tuple[NanoRoutes | RecurrentRoutes, ...]
-"""One layer's routes for each nano-batch; :class:`RecurrentRoutes` are for linear attention and SSM layers."""
+"""A rank's routes in one layer, one for each nano-batch. Linear attention and SSM have :class:`RecurrentRoutes`."""
 
 
 @dataclass(frozen=True)

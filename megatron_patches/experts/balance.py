@@ -162,7 +162,7 @@ class MicroBatchBalance:
         rows_times_topk = best_DE.sum(1, keepdim=True).clamp(min=1)
         share_DE = best_DE / rows_times_topk * best_DE.shape[1]
         if self.per_document:
-            whole = best_DE.sum(0, keepdim=True)
+            whole = best_DE.sum(0, keepdim=True)  # c_i of "aux_loss", over all documents
             whole = whole / whole.sum().clamp(min=1) * best_DE.shape[1] * coefficient(config, "aux_loss")
             return share_DE[nano_batch.document_N.clamp(min=0)] * coefficient(config, "seq_aux_loss") + whole
         return share_DE * coefficient(config, "aux_loss")

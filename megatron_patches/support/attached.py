@@ -30,8 +30,8 @@ _MAY_CHANGE = {
 """Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them in every step."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""Paths in a layer, "" for the layer itself, of modules whose ``forward`` never runs if other ranks compute parts of
-the layer's core attention: only the modules' parts are called."""
+"""Paths in a layer, "" for the layer itself, of modules whose ``forward`` never runs if the model is disaggregated
+(:attr:`Attached.disaggregated`). Only the modules' parts are called then."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Attached:
         pool: the attention kernel and transport of the CAD that attached the model. No two CADs share a pool.
         fields: values of the model's configuration, by field.
         modules: for each module inside the model its name, the module that holds it, and the module itself.
-        disaggregated: whether other ranks compute parts of this rank's core attention.
+        disaggregated: whether other ranks may compute parts of this rank's core attention.
     """
 
     pool: AttentionPool

@@ -5,7 +5,7 @@ rows (tokens) on one rank in one nano-batch. A recurrent layer begins with a cau
 So a piece needs the ``width`` rows of its document before the piece: its *halo* rows.
 
 In each nano-batch, ranks send the rows of this nano-batch that are halo rows of a piece in ping or pong. A rank
-receives a row once, and its pieces pick their halo rows from all rows received so far.
+receives a row once, also from itself, and its pieces pick their halo rows from all rows received so far.
 
 Array legend: H pairs of a piece and one of its halo rows; G rows of one rank. Arrays are int64.
 """

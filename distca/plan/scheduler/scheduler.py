@@ -123,7 +123,7 @@ def schedule(
 
 @dataclass
 class _Search:
-    """Tries limits, each for a whole plan, until a plan keeps to its limit.
+    """Tries limits, each for a whole plan, until a plan has no server above its limit.
 
     Attributes:
         moved_bytes: bytes that travel for a query row, and for a key/value row, that leaves its home.
@@ -154,6 +154,7 @@ class _Search:
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
         for tried, aim in enumerate((*usual, *more)):
+            # Limits below ``least`` are left out, and limits that the best plan already keeps to.
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
