@@ -2,7 +2,7 @@
 
 A *server* is a process that computes core attention (attention without projections). Every rank is a server; the
 argument ``servers`` adds processes without a model. The argument ``backward`` says how a server has q, k and v in
-backward: with "keep" it keeps them from forward, with "resend" ranks send them once more.
+backward: with "keep" the server keeps them from forward, with "resend" ranks send them once more.
 """
 
 from __future__ import annotations
@@ -200,14 +200,9 @@ def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
 
 
 def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, unlike: bool = False) -> None:
-    """Refuses ``level`` "time" where it cannot help: if no rank is ever idle, or idle ranks could not compute
-    attention.
+    """Raises SupportError if ``level`` is "time", but no rank is ever idle or idle ranks could not compute attention.
 
-    Args:
-        unlike: whether servers differ in speed, or some servers have no model.
-
-    Raises:
-        SupportError: ``level`` is "time", and cannot help.
+    ``unlike`` says whether servers differ in speed, or some servers have no model.
     """
     if level != "time" or (disaggregate and (stages > 1 or unlike) and ping_pong):
         return

@@ -1,15 +1,11 @@
 """Exchanges of rows between ranks: the rows that each rank sends, receives and keeps for attention.
 
 A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers. A
-*server* is a rank that computes attention. A *task* is a range of query rows of one document on one server. A
-*nano-batch* is a whole micro-batch, or one of its two parts.
+*server* is a rank that computes attention. A *task* is a range of query rows of one document on one server.
 
-In each nano-batch, q goes from homes to servers in one exchange, and k and v in another exchange. Between nodes, k and
-v may first go to one server of a node, the *gateway*. A third exchange then brings k and v to other servers of the
-gateway's node. o, dQ, dK and dV return by the same exchanges, with source and destination swapped.
-
-An exchange is a list of *segments*. A segment copies consecutive rows of the sender's tensor to consecutive rows of the
-receiver's tensor.
+q goes from homes to servers in one exchange, and k and v in another. Between nodes, k and v may first go to one server
+of a node, the *gateway*. A third exchange then brings them to other servers of the node. o, dQ, dK and dV return by the
+same exchanges, with source and destination swapped.
 
 Array legend: R ranks, T tasks, N ranges of rows; all arrays are int64.
 """
@@ -27,7 +23,7 @@ from distca.plan.sorting import order_by
 
 @dataclass(frozen=True)
 class Segments:
-    """Ranges of rows that move, sorted by (peer, destination).
+    """Ranges of rows that are copied between two tensors, sorted by (peer, destination).
 
     Attributes:
         peer: [N] the rank at the other end.
@@ -51,7 +47,6 @@ class Segments:
 
     @property
     def total(self) -> int:
-        """Returns the rows of all segments together."""
         return int(self.rows.sum())
 
     def per_peer(self, ranks: int) -> np.ndarray:
@@ -80,13 +75,11 @@ class RowExchange:
         send: rows that this home sends to other servers.
         receive: rows that this server receives from other homes.
         keep: rows from this rank's home tensor to its own server buffer.
-        repeat: copies from the server buffer to regions. In backward, the gradients of a row's copies are added. Empty
-            if the buffer already consists of the regions.
-        before: copies from the previous nano-batch's server buffer to regions. In backward, gradients of the copies are
-            added to the gradients of that buffer.
+        repeat: copies from the server buffer to regions. Empty if the buffer already consists of the regions.
+        before: copies to regions from the server buffer of the micro-batch's first part, if this is the second part.
         travelling: number of rows that travel, summed over all ranks. If it is 0, all ranks skip the exchange.
-        ahead_at_server: [R] rows that each server receives from ranks below this rank. A server stores received rows in
-            the order of senders, so this rank's rows begin at this offset.
+        ahead_at_server: [R] rows that each server receives from ranks below this rank: the offset of this rank's rows
+            among the rows that the server receives.
         ahead_at_home: [R] rows that each home gets back from ranks below this rank.
         most_to_server: the most rows that any server receives from other ranks.
         most_to_home: the most rows that any home gets back from other ranks.
@@ -143,8 +136,7 @@ class Pieces:
         destination = offset[reads.task] + start - begin[reads.task]
         from_home, on, gateway = reads.in_hops(links, ranks)
         home, server, rows = reads.home, reads.server, reads.rows
-        # Piece on[n] comes from a gateway's server buffer. The gateway itself reads the piece gateway[n], which begins
-        # with the same row.
+        # Piece on[n] comes from a gateway, which itself reads piece gateway[n]. Both pieces begin with the same row.
         return (
             Pieces(home[from_home], server[from_home], source[from_home], destination[from_home], rows[from_home]),
             Pieces(server[gateway], server[on], destination[gateway], destination[on], rows[on]),
@@ -165,7 +157,6 @@ class Exchanges:
         home, server, rows = pieces.sender, pieces.server, pieces.rows
         source, destination = pieces.source, pieces.destination
         self._ranks, self._source_rows = ranks, source_rows
-        # Rows to send are grouped by home, rows to receive by server.
         self._by_home = _Grouped(home, Segments(server, source, destination, rows), ranks, only)
         self._by_server = _Grouped(server, Segments(home, source, destination, rows), ranks, only)
         away = np.flatnonzero(home != server)

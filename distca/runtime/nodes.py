@@ -1,7 +1,6 @@
-"""The base class of ``AttentionCall`` and ``RecurrentCall``: transfers and autograd nodes.
+"""The base class of ``AttentionCall`` and ``RecurrentCall``, which run a layer's core as a chain of autograd nodes.
 
-The *core* of a layer is its attention or recurrence. A *nano-batch* is one of the two parts of a micro-batch, ping and
-pong. The core runs as a chain of autograd nodes, and rows travel between two nodes.
+The *core* of a layer is its attention or recurrence. Rows travel after one autograd node and before the next.
 """
 
 from __future__ import annotations
@@ -17,13 +16,9 @@ from distca.transport.interface import sent_by
 
 
 class LayerCall:
-    """The core of one layer for one nano-batch, with at most one transfer at a time.
+    """The core of one layer for a micro-batch's first part (``nano`` 0) or second part (``nano`` 1).
 
-    Args:
-        pool: holds this rank's timeline.
-        layer: layer number, which the timeline shows.
-        nano: 0 for ping, 1 for pong; the timeline shows it.
-        transport: moves the call's rows.
+    At most one transfer may be under way at a time.
     """
 
     def __init__(self, pool: AttentionPool, layer: int, nano: int, transport: Transport) -> None:
@@ -48,7 +43,7 @@ class LayerCall:
 def graph_token(device: torch.device) -> torch.Tensor:
     """Returns a dummy scalar, which gives autograd an edge from one node to the next.
 
-    ``device`` must be the rows' device. Autograd has a thread for each device, and runs nodes in reverse order of
+    ``device`` must be the rows' device: autograd has a thread for each device, and runs nodes in reverse order of
     creation only within a thread."""
     return torch.empty((), device=device)
 

@@ -1,10 +1,10 @@
 """The compute of a *server*: a rank that computes attention for its own rows and for rows of other ranks.
 
-- task: a range of a document's queries, with all keys and values that they see.
+- task: a range of a document's queries, with all keys and values that they attend to.
 - buffer: the k,v rows that came to the server. A row that several tasks read is there once.
-- region: a contiguous copy of one task's k,v rows, for the kernel. Backward adds up the regions' gradients.
-- range (``SharedRows``): a run of buffer rows, which one or more tasks read; ``first`` is the first row. ``places`` has
-  three numbers for each task: first row, counted from ``first``; first row in the regions; number of rows.
+- region: a contiguous copy of one task's k,v rows, for the kernel.
+- range (``SharedRows``): a run of buffer rows from row ``first``, which one or more tasks read. ``places`` has three
+  numbers for each task: first row, counted from ``first``; first row in the regions; number of rows.
 - ping, pong: the first and the second part of a micro-batch. Tasks of pong may read k,v rows that arrived in ping.
 
 Shape suffixes: T query rows of the tasks; U k,v rows of the buffer; V k,v rows that arrived in ping; S k,v rows of all
@@ -27,7 +27,7 @@ from distca.transport import Transport
 
 
 def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route: ServerRoute) -> torch.Tensor:
-    """Returns kv_S2GD, the regions of all tasks; ``kv_U2GD`` itself if it can serve as the regions.
+    """Returns kv_S2GD, the regions of all tasks; ``kv_U2GD`` itself if its rows already lie region by region.
 
     ``route.repeats`` has the ranges of ``kv_U2GD``, and ``route.before`` those of ``before_V2GD``."""
     if not route.repeats:
@@ -62,7 +62,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) 
 
 
 Sums = dict[int, torch.Tensor]
-"""Gradients of row ranges in the buffer, by first row; in float32, or in float64 for rows in float64."""
+"""Gradients of ranges of the buffer, by the range's first row; float32, or float64 for rows in float64."""
 
 
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
@@ -73,7 +73,6 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
     Args:
         dkv_S2GD: gradients of the regions.
         later: in ping, gradients that pong's tasks computed for rows of this buffer. They are added last.
-        route: this server's tasks, and the places of their k,v rows.
     """
     # The last task of a range reads up to the range's end. Its gradients are copied, and then the rows that other tasks
     # also read are overwritten with the sums.
@@ -101,8 +100,8 @@ def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
     """Returns the gradients of a range's first rows, summed over tasks in float32.
 
     Example: two tasks read rows [0, 4) and [0, 7) of the range. The result has 4 rows, since only the last task reads
-    the others. A single task's rows are all in the result."""
-    # If the last task begins behind the range's first row, zeros take the place of its gradients before.
+    rows [4, 7). With a single task the result has all rows of the range."""
+    # If the last task begins behind the range's first row, zeros stand for the rows that the task does not read.
     *others, (offset, place, rows) = shared.places
     longest = max((offset + rows for offset, _, rows in others), default=rows)
     wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)
@@ -116,9 +115,9 @@ def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
 def compute_forward(
     kernel: Kernel, route: ServerRoute, q_THD: torch.Tensor, kv_S2GD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns o_THD and lse_TH (log-sum-exp of scores) of this server's tasks, with one kernel call for each batch.
+    """Returns o_THD and lse_TH (log-sum-exp of scores) of this server's tasks.
 
-    A batch has consecutive tasks with equal window, scale and softcap."""
+    ``route.batches``: runs of tasks with equal window, softmax scale and softcap, one kernel call each."""
     if len(route.batches) == 1:
         (only,) = route.batches
         return kernel.forward(q_THD, *keys_and_values(kv_S2GD, q_THD.shape[2]), only.batch, only.kind)
@@ -161,14 +160,14 @@ def compute_backward(
 class AttentionPool:
     """The objects with which a rank exchanges and computes attention rows.
 
-    A *pool* is a group of ranks that compute attention for each other. The *home* of a row is the rank that holds it
-    between layers.
+    A *pool* is a group of ranks that compute attention for each other. The *home* of a row is the rank that holds the
+    row between layers.
 
     Attributes:
         transport: moves rows between the ranks of the pool.
         kernel: computes attention on this rank.
         timeline: records the times of this rank's compute and transfers.
-        backward: "keep" if servers keep q, k and v until backward; "resend" if homes keep these and send them again.
+        backward: "keep" if servers keep q, k and v until backward; "resend" if homes send them again.
         offload: host memory for rows that homes keep with "resend", and for the inputs of recomputed layers; with None
             both stay on the device.
         homes: transport between the ranks with a model, for recurrent layers (linear attention, SSM); None takes

@@ -1,8 +1,7 @@
 """Megatron's transformer block with another forward, in which ranks compute core attention for each other.
 
-The *core* of a layer is softmax(QKᵀ)V, or the recurrence in its place. Its inputs travel to the ranks that compute the
-core, and its outputs travel back. A micro-batch may be split into two *nano-batches*: one is computed while rows of
-the other travel (``distca/runtime/ping_pong.py``).
+The *core* of a layer is softmax(QKᵀ)V, or the recurrence in its place. A micro-batch may be split into two
+*nano-batches*: one is computed while the other's rows travel to the ranks that compute cores, or back.
 
 A training script builds its model with the spec from ``distca.CAD.block_spec``. Then ``CAD.attach`` gives the model's
 block the new forward.
@@ -54,10 +53,8 @@ class DisaggregatedForward(MegatronModule):
     """The forward that a GPTModel's block and a HybridModel's stack share.
 
     Attributes:
-        pool: the kernel that computes cores, and the transport that moves rows between ranks.
-        pre_process: whether this is the first pipeline stage.
-        input_tensor: the stage's input, if it is not the first stage.
-        recompute_segments: whether backward computes everything but cores again.
+        pool: the kernel that computes attention cores, and the transport that moves rows between ranks.
+        recompute_segments: whether backward recomputes everything but cores.
         in_phases: whether this project's pipeline schedule runs the model. In that schedule all stages run forward at
             the same time, then all run backward. The i-th layers of all stages run together.
     """
@@ -126,8 +123,7 @@ class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
 def refuse_other_schedule() -> NoReturn:
     """Raises SupportError: in Megatron's own pipeline schedules stages would wait for each other's attention forever.
 
-    Those schedules call ``no_sync_func`` of a model's configuration before any stage waits. ``distca.CAD`` puts this
-    function there.
+    ``distca.CAD`` sets this function as ``no_sync_func``, which those schedules call before any stage waits.
     """
     raise SupportError(
         "A disaggregated model with pipeline stages was run by another schedule than its own. There stages would wait "
@@ -144,7 +140,7 @@ def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) 
 def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
     """Gives a GPTModel's block the forward of :class:`DisaggregatedForward`, with ``pool`` and ``recompute_segments``.
 
-    A HybridModel's stack is built with that forward, so only these two attributes are set.
+    A HybridModel's stack already has that forward.
 
     Raises:
         SupportError: a field of the block's configuration is not supported.
@@ -170,8 +166,7 @@ def block_spec(
     Args:
         layer: Megatron's spec of a layer with an MLP, local or with Transformer Engine. None takes the local spec.
         options: settings of the model for which ``config`` has no field.
-        disaggregate: whether layers are cut at their cores. False leaves Megatron's own layers, unless ``options`` or
-            experts need this project's.
+        disaggregate: False keeps Megatron's own layers, unless ``options`` or experts need this project's layers.
         te: whether linear layers are Transformer Engine's.
 
     Raises:
@@ -218,7 +213,7 @@ def layer_spec(
     norm = norm_class(config, options.norm_bias)
     parts.input_layernorm = IdentityOp if options.norms == "post" else norm
     parts.pre_mlp_layernorm = IdentityOp if options.norms == "post" or options.parallel_mlp else norm
-    # Like Transformer Engine, Megatron's checkpoints name a norm after the linear layer that reads the norm's output.
+    # Checkpoints must name a norm after the linear layer that reads its output, as with Transformer Engine.
     parts.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention

@@ -1,7 +1,4 @@
-"""Prepares the import of Megatron-Core on machines without a GPU or without Triton.
-
-``megatron_patches/__init__.py`` calls :func:`compile_on_gpus_only` and :func:`do_without_triton`.
-"""
+"""Prepares the import of Megatron-Core on machines without a GPU or without Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 def compile_on_gpus_only() -> None:
     """Makes torch.compile return Megatron's functions unchanged if there is no GPU.
 
-    Call this function before Megatron is imported. Megatron decorates functions with torch.compile, which on CPUs needs
+    It must be called before Megatron is imported. Megatron decorates functions with torch.compile, which on CPUs needs
     a C++ compiler.
     """
     if not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
@@ -24,8 +21,7 @@ def compile_on_gpus_only() -> None:
 
 
 class _BeforeMegatron:
-    """A finder in ``sys.meta_path`` that finds nothing, but replaces torch.compile once a part of Megatron-Core is
-    imported.
+    """A finder in ``sys.meta_path`` that finds nothing, but replaces torch.compile when Megatron-Core is imported.
 
     Until then torch need not be imported.
     """
@@ -33,7 +29,6 @@ class _BeforeMegatron:
     done = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Returns None, so that Python asks other finders for the module."""
         # Python also looks for ``megatron.core`` itself, to read the installed version. That needs no torch.
         if self.done or not name.startswith("megatron.core."):
             return
@@ -56,7 +51,7 @@ def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def do_without_triton() -> None:
-    """Puts an empty module in place of Megatron's module of Triton kernels, if Triton is missing.
+    """Puts a stub in place of Megatron's module of Triton kernels, if Triton is missing.
 
     Newer versions of Megatron import that module with every model, but only experts on GPUs need it.
     """

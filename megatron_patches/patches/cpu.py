@@ -1,8 +1,4 @@
-"""Replaces torch functions that name CUDA, so that Megatron-Core runs on CPUs, for tests and small trials.
-
-Megatron-Core asks for CUDA as device of small tensors, for random states, and in type names, for example. The replaced
-functions take the CPU instead.
-"""
+"""Replaces torch functions, so that Megatron-Core, which asks for CUDA in many places, runs on CPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ _replaced = False
 
 
 def use_cpu() -> None:
-    """Makes Megatron-Core run on CPUs in this process from now on. Further calls do nothing."""
+    """Makes Megatron-Core run on CPUs in this process from now on."""
     global _replaced
     if _replaced:
         return
@@ -35,7 +31,7 @@ def use_cpu() -> None:
     torch.cuda.Stream, torch.cuda.stream = HostStream, nullcontext  # type: ignore[assignment,misc]
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     for absent in (torch.cuda, torch.xpu, torch.mtia):
-        # Until a device starts, torch stores the call stack with each seed. These devices never start.
+        # torch would store each seed with its call stack until the device starts, which never happens here.
         absent.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[attr-defined]
@@ -58,11 +54,9 @@ class HostStream(torch.cpu.Stream):
     """Takes the place of CUDA's streams and events. CPU calls return when their work is done, so waits do nothing."""
 
     def record_event(self) -> HostStream:  # type: ignore[override]
-        """Returns this object, which also takes the place of an event."""
         return self
 
-    def synchronize(self) -> None:
-        """Does nothing."""
+    def synchronize(self) -> None: ...
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +74,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_types_of_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Tensor.type``: it returns names such as torch.cuda.FloatTensor, with which Megatron compares."""
+    """Wraps ``Tensor.type`` to return names such as torch.cuda.FloatTensor, which Megatron expects."""
 
     @wraps(function)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -61,8 +61,8 @@ class PackedMicroBatch:
     Attributes:
         batch: the borders between this rank's documents, for the attention kernel.
         rows: number of rows that belong to documents; padding comes after them.
-        recurrent: borders of documents for recurrent layers, by the number of rows before a row that the layer's causal
-            convolution reads.
+        recurrent: borders of documents for recurrent layers, by ``Recurrence.halo_rows``: the number of rows before a
+            row that the layer's causal convolution reads.
         document_lengths: [N] int64 length of each row's document; None if the model's position embedding does not need
             lengths.
         documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.

@@ -1,8 +1,6 @@
 """Brings figures of single tokens, such as losses, from ranks' order to documents' order, and back.
 
-A rank holds some tokens of some documents, in an order that the plan chose. Each such token is a *row* of the rank. The
-function ``gather_documents`` makes figures of documents from figures of all ranks' rows. The function ``rows_of`` (for
-users ``distca.rows_of``) does the reverse for one rank.
+A *row* of a rank is a token that the rank holds. The plan chooses the rows of each rank and their order.
 """
 
 from __future__ import annotations
@@ -19,10 +17,11 @@ from megatron_patches.steps.step import Batch, Step
 
 
 def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Returns the figures of all documents of a step, the same on every data-parallel rank; all ranks call it together.
+    """Returns the figures of all documents of a step, the same on every data-parallel rank.
+
+    All ranks must call this together.
 
     Args:
-        step: the step that was run.
         values: for each micro-batch [1, rows], a figure for each row of this rank; empty on pipeline stages without
             figures.
 
@@ -47,8 +46,8 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 
     Args:
         batch: a micro-batch of ``step.batches``.
-        documents: for each document of the micro-batch [n], a figure for each of its n tokens, all on one device. The
-            order of documents is that of ``step.documents``, which may not be the caller's.
+        documents: for each document of the micro-batch [n], a figure for each of its n tokens, all on one device.
+            Documents must be in the order of ``step.documents``, which a plan may change.
 
     Raises:
         PlanError: the number of documents, or of a document's figures, is wrong.
@@ -80,11 +79,8 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 def _places(batch: Batch, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns for each row of this rank the token's place in the list of all documents' tokens, one after the other.
 
-    Example: documents have 3 and 4 tokens. This rank has token 2 of document 0, token 1 of document 1, and padding. The
-    places are 2, 4 and 0.
-
-    Returns:
-        [rows] int64 places, 0 in padding; and [rows] bool, false in padding.
+    Example: documents have 3 and 4 tokens. This rank has token 2 of document 0, token 1 of document 1, and a padding
+    row. The results are [2, 4, 0] and [True, True, False].
     """
     numbers, positions = batch.documents.flatten(), batch.positions.flatten()
     starts = torch.tensor([0, *lengths], device=numbers.device).cumsum(0)

@@ -1,9 +1,9 @@
 """Makes the planner's options from Megatron's configuration and process groups, and from the arguments of ``CAD``.
 
-The planner divides core attention into tasks, and gives each task to a *server*, which is a rank or a process without a
-model. All servers are to be busy for about the same seconds. Seconds come from a *cost table*, which ``distca
-profile`` measures for a GPU model, a kernel and a shape of heads. Without a table seconds are estimated. Servers with
-unlike GPUs or kernels have unlike tables. Layers of one *kind* have the same window, softmax scale, softcap and sinks.
+The planner divides core attention into tasks, and gives each task to a *server*: a rank, or a process without a model.
+The seconds of tasks come from a *cost table*, which ``distca profile`` measures for a GPU model, a kernel and a shape
+of heads; without a table they are estimated. Servers of one *sort* have the same GPU model and kernel. Layers of one
+*kind* have the same window, softmax scale, softcap and sinks.
 """
 
 from __future__ import annotations
@@ -56,19 +56,18 @@ def plan_options(
     how: How,
     remote: RemoteServers | None = None,
 ) -> PlanOptions:
-    """Returns the planner's options, the same on every rank; all ranks call it together.
+    """Returns the planner's options, the same on every rank. All ranks must call this together.
 
     Args:
-        layer_kinds: the kinds of the model's layers.
         kernel: the attention kernel of this rank.
         given: the arguments of ``CAD``.
         how: "keep" if servers keep q, k and v for backward, "resend" if servers get them once more.
-        remote: the processes that compute attention and have no model; None without such processes.
+        remote: the servers without a model; None without such servers.
 
     Raises:
-        PlanError: the cost table is unusable or for other heads; ``level`` is "time" and there are no measured seconds
-            of linear layers; ``speeds`` is not one number above 0 for each server; or ``ranks_per_node`` does not
-            divide the number of servers.
+        PlanError: the cost table is unusable or was measured for other heads than the model's; ``level`` is "time" and
+            there are no measured seconds of linear layers; ``speeds`` is not one number above 0 for each server; or
+            ``ranks_per_node`` does not divide the number of servers.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -84,10 +83,9 @@ def plan_options(
     if given.disaggregate:
         find = partial(_costs_on, kinds=layer_kinds.kinds, cost=cost, cost_table=given.cost_table)
         costs = costs_by_sort(costs, sorts, find, warns=dist.get_rank() == 0 and not given.speeds)
-        # Alike servers need about equal seconds for linear layers, so it is enough to make attention's seconds equal.
         unlike = stages > 1 or bool(given.servers or given.speeds) or isinstance(costs[0], PoolCost)
-        # Times of CPU ranks mislead, as ranks may share cores. With NVSHMEM a server that computes no linear layers
-        # could get more rows than its receive memory holds. In both cases "auto" does not mean "time".
+        # "auto" must not mean "time" on CPUs, where ranks may share cores, nor with NVSHMEM: a server that computes no
+        # linear layers could get more rows than its receive memory holds.
         auto_is_time = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         works = partial(layer_works, config, given.hybrid_layer_pattern, given.recompute == "all")
         non_attention = _non_attention(config, cost, given.level, auto_is_time, works)
@@ -95,7 +93,7 @@ def plan_options(
         non_attention = replace(non_attention, factors=linear_factors(costs[0], training))
     if given.speeds:
         check_speeds(given.speeds, training + len(machines))
-    # A server of speed s takes its cost table's seconds divided by s, for attention and for linear layers.
+    # A server of speed s takes 1/s times the seconds of its cost table, for attention and for linear layers.
     if speeds := speeds_beside_others(given.speeds, training, [] if remote is None else remote.sharing):
         costs = tuple(at_speeds(each, speeds) for each in costs)
         if non_attention is not None:
@@ -124,11 +122,7 @@ def plan_options(
 
 
 def check_speeds(speeds: Sequence[float], servers: int) -> None:
-    """Refuses ``speeds`` unless it has one finite number above 0 for each of the ``servers`` servers.
-
-    Raises:
-        PlanError: there are more or fewer speeds, or a speed is 0, negative, infinite or nan.
-    """
+    """Raises PlanError unless ``speeds`` has one finite number above 0 for each of the ``servers`` servers."""
     if len(speeds) != servers or not all(0 < speed < math.inf for speed in speeds):
         raise PlanError(
             f"`speeds` is {tuple(speeds)}; give one number above 0 for each of the pool's {servers} servers, or leave "
@@ -150,12 +144,11 @@ def attention_shape(config: TransformerConfig) -> AttentionShape:
 def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | None = None) -> CostModel:
     """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
 
-    If ``cost_table`` is a file, the object is the file's table. Otherwise it is a table for ``sort`` (GPU and kernel)
-    and these heads, from the folder ``cost_table`` or from the package. If there is no such table, it is an estimate.
-    For the reference kernel the estimate counts pairs of query and key.
+    If ``cost_table`` is a file, the object is the file's table. Otherwise it is a table for ``sort`` and these heads,
+    from the folder ``cost_table`` or else from the package. Without such a table, it is an estimate.
 
     Raises:
-        PlanError: the named file is not usable or was measured for other heads; or neither the named folder nor the
+        PlanError: the file is not usable or was measured for other heads; or neither the folder ``cost_table`` nor the
             package has a table.
     """
     shape = attention_shape(config)
@@ -209,9 +202,7 @@ def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, w
 def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table: str | None) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
-    For a kind with a window the object is a measured table of this window, if there is one and ``cost`` is a table.
-    Otherwise it is derived from ``cost``.
-    """
+    If ``cost`` is a table, this is a table of the kind's window; without such a table it is derived from ``cost``."""
     if kind.window and isinstance(cost, TableCost):
         table = _first_ranks(lambda: _table_of(sort, cost.shape, cost_table, kind.window))
         if table is not None:
@@ -223,13 +214,10 @@ def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table:
 def _costs_on(
     sort: ServerSort, kinds: Sequence[AttentionKind], cost: CostModel, cost_table: str | None
 ) -> tuple[CostModel, ...] | None:
-    """Returns for each kind of layer the cost table of another sort of servers; None if there is none.
+    """Returns the costs of each kind of layer on servers of the sort ``sort``.
 
-    Args:
-        sort: the GPU model and kernel.
-        cost: the costs on the first server, with the shape of heads. The result is None if ``cost`` is no table.
-        cost_table: a folder, which is searched before the package. With a file the result is None, as that file is for
-            all servers.
+    The result is None without a table for the sort; if ``cost``, of the first server, is no table; or if ``cost_table``
+    is a file, which holds for all servers.
     """
     if not isinstance(cost, TableCost):
         return None
@@ -251,12 +239,10 @@ def _non_attention(
 ) -> NonAttention | None:
     """Returns the seconds that linear layers take for a row (a token's hidden state).
 
-    The result is None if plans make only attention's seconds equal.
+    The result is None if plans make only attention's seconds equal on all servers.
 
     Args:
         cost: the seconds of attention tasks; ``cost.linear`` has the seconds of linear layers, or is None.
-        level: what a plan makes equal: "attention", "time" (attention and linear layers together), or "auto".
-        auto_is_time: whether ``level`` "auto" means "time".
         works: a function that counts the weights of the linear layers in each layer with attention.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()

@@ -63,7 +63,7 @@ class Step:
     """One global batch, ready to run.
 
     Attributes:
-        documents: the documents, by micro-batch of the plan, which may have moved them to other micro-batches.
+        documents: the documents, by micro-batch of the plan. The plan may move documents to other micro-batches.
         plan: the plan of all ranks.
         balance: each rank's estimated seconds of compute as planned, and without balancing.
         routes: this rank's routes; None if every rank computes the attention of its own rows.
@@ -74,7 +74,7 @@ class Step:
         announced: the number of the step in orders to servers without a model; 0 without such servers, and on ranks
             other than 0.
         generation: how often the set of servers without a model had changed when the step was planned.
-        queued: must be called once the step is queued on the device; ``CAD.plan_ahead`` then plans the next step.
+        queued: must be called once all work is queued on the device; ``CAD.plan_ahead`` then plans the next step.
     """
 
     documents: StepDocuments
@@ -255,8 +255,8 @@ def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
     """Refuses token ids that the model does not have: an embedding split over ranks would return zeros for them.
 
-    ``drawn[m][d]``: the micro-batch, and the place in it, in which the caller gave document d of the plan's micro-batch
-    m.
+    ``drawn[m][d]``: the micro-batch and the place in it, both from 0, in which the caller gave document d of the plan's
+    micro-batch m.
     """
     for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))

@@ -41,7 +41,7 @@ LIMITS = {
         "rows go to experts by exchanges of our own, which take the place of the alltoall dispatcher", ("alltoall",)
     ),
     "expert_tensor_parallel_size": Limit("a rank has whole experts, also with tensor parallelism", (1,)),
-    "moe_expert_capacity_factor": Limit(_DROPS, (None,), "moe_pad_expert_input_to_capacity"),
+    "moe_expert_capacity_factor": Limit(_DROPS, (None,), inert="moe_pad_expert_input_to_capacity"),
     "moe_expert_rank_capacity_factor": Limit(_DROPS, (None,)),
     "moe_token_dropping": Limit(_DROPS, (False,)),
     "moe_latent_size": Limit("experts read and write whole rows", (None,)),
@@ -68,7 +68,7 @@ _LOSSES = ("none", "aux_loss", "seq_aux_loss")
 
 
 def check_expert_groups(stage_ranks: int, ep: int) -> None:
-    """Raises SupportError if expert parallelism over ``ep`` ranks does not divide a stage's ``stage_ranks`` ranks."""
+    """Raises SupportError unless ``ep`` expert-parallel ranks divide the ``stage_ranks`` ranks of a pipeline stage."""
     if stage_ranks % ep:
         raise SupportError(
             f"expert_model_parallel_size is {ep}, which does not divide the {stage_ranks} ranks of a pipeline stage: "

@@ -1,7 +1,6 @@
 """Megatron's wrappers of Transformer Engine's linear layers, changed for layers that run a micro-batch in two parts.
 
-A layer runs forward of part 1, then of part 2. Later it runs backward of part 2, then of part 1. Importing this module
-imports Transformer Engine.
+A layer runs forward of part 1, then of part 2. Later it runs backward of part 2, then of part 1.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ earlier steps, from which scales are computed."""
 
 
 class _Linear:
-    """The changes to Megatron's wrappers of column-parallel and row-parallel layers."""
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._is_fp8 = is_fp8(self.weight)  # type: ignore[attr-defined]
@@ -34,8 +31,7 @@ class _Linear:
             break_reference_cycle(self.weight)  # type: ignore[attr-defined]
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
-        """Ignores ``.cuda()``, ``.bfloat16()`` and the like if the weight is FP8, also for the bias. The weight is on
-        the GPU already, and would be rounded again."""
+        """Ignores ``.cuda()``, ``.bfloat16()`` and the like if the weight is in FP8, which would be rounded again."""
         return self if self._is_fp8 else super()._apply(function, recurse)  # type: ignore[misc]
 
     @property
@@ -52,7 +48,6 @@ class _Linear:
             self.__dict__.get("_fp8_workspaces", {}).clear()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the output, and the bias if the caller has to add it, else None."""
         with in_fp8(self._recipe, self.config):  # type: ignore[attr-defined]
             output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(x)  # type: ignore[misc]
         if self._is_fp8 and (product := output[0].grad_fn) is not None:
@@ -66,14 +61,10 @@ class _Linear:
     def _recipe(self) -> Any:
         return make_recipe(self.config)  # type: ignore[attr-defined]
 
-    # Transformer Engine's own extra state is a pickle, which can run code when it is loaded. So this class overrides it
-    # with a dictionary of tensors.
+    # Transformer Engine's own extra state is a pickle, which can run code when it is loaded; this one has only tensors.
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
-        """Returns the scales of delayed scaling and the largest values of earlier steps.
-
-        None without delayed scaling, and before the first forward.
-        """
+        """Returns the state of delayed scaling; None without delayed scaling, and before the first forward."""
         meta = self.fp8_meta  # type: ignore[attr-defined]
         if self._recipe is None or not self._recipe.delayed() or "scaling_fwd" not in meta:
             return None
@@ -84,10 +75,9 @@ class _Linear:
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Sets the state that :meth:`get_extra_state` returned.
+        """Sets the state that :meth:`get_extra_state` returned; does nothing without delayed scaling.
 
-        Does nothing without delayed scaling, or with a state that is no dictionary. If the history has another length,
-        the state begins anew, with a warning.
+        If the state's history has another length than this run's, the state begins anew, with a warning.
         """
         if self._recipe is None or not self._recipe.delayed() or not isinstance(state, dict):
             return

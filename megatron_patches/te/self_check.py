@@ -1,7 +1,4 @@
-"""Compares matrix products of a Transformer Engine linear layer with float64, on this machine's GPU.
-
-The layer runs in bfloat16, and in FP8 if the model does.
-"""
+"""Compares matrix products of a Transformer Engine linear layer with float64, on this rank's GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from megatron_patches.te.quantization import fp8_of, in_fp8
 logger = logging.getLogger(__name__)
 
 _WIDTH, _OUT, _ROWS = 256, 384, 512
-"""Inputs, outputs and rows of the layer that is checked."""
+"""The layer's inputs, outputs and rows."""
 _MOST = {"none": 0.0078, "current": 0.10, "delayed": 0.10, "blockwise": 0.10}
 """The largest relative error that passes, for each way of scaling to FP8; "none" is bfloat16.
 
@@ -32,11 +29,7 @@ least-squares fit over all elements. Rounding averages out in it; a wrong scale 
 
 
 def check_products(config: TransformerConfig, device: torch.device) -> str | None:
-    """Checks the output and both gradients of a linear layer; all ranks call it together.
-
-    Args:
-        config: the model's configuration, which says whether and how tensors are scaled to FP8.
-        device: this rank's GPU.
+    """Checks a linear layer in bfloat16, and in FP8 if ``config`` has FP8. All ranks must call this together.
 
     Returns:
         Why products in bfloat16 are wrong, as part of a sentence and the same on every rank; None if they are right.
@@ -67,7 +60,7 @@ def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str
 
 
 def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], fp8: Fp8) -> str | None:
-    """Returns why products are wrong, as part of a sentence; None if rounding explains the difference from float64."""
+    """Returns why ``actual`` is wrong, as part of a sentence; None if rounding explains how far it is off ``exact``."""
     for name, expected in exact.items():
         values, square = actual[name].double(), expected.square().sum()
         off = float(((values - expected).square().sum() / square).sqrt())

@@ -1,4 +1,4 @@
-"""Builds Megatron's AdamW and its learning-rate schedule, for the trainer of ``distca``."""
+"""Builds Megatron's AdamW and learning-rate schedule, for the trainer of ``distca``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from megatron_patches.te.fp8_weights import has_fp8_weights
 
 
 class OptimizerSettings(Protocol):
-    """The settings of the optimizer and its schedule."""
-
     @property
     def lr(self) -> float: ...
     @property
@@ -46,8 +44,6 @@ class OptimizerSettings(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerAndSchedule:
-    """The optimizer, and the schedule of its learning rate."""
-
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
 
@@ -79,10 +75,9 @@ def build_optimizer(
 
     Args:
         model: from ``wrap_for_data_parallel``.
-        settings: learning rates, Adam's factors and the kind of schedule.
-        steps: number of steps of the whole run; the learning rate decays until the last.
+        steps: number of steps of the whole run; the learning rate decays until the last step.
         warmup_steps: number of steps in which the learning rate rises linearly.
-        dtype: dtype of the model's weights, before any is stored in FP8.
+        dtype: dtype of the model's weights that are not in FP8.
         decay_steps: number of steps of the decay at the run's end, for the schedule "wsd" (warm-up, stable, decay).
         moments: dtype of Adam's moments, torch.float32 or torch.bfloat16. bfloat16 needs Transformer Engine's Adam.
 
@@ -111,7 +106,7 @@ def build_optimizer(
             group["fused"] = True  # one kernel reads weights, moments and gradients once
     schedule = OptimizerParamScheduler(
         optimizer,
-        # Megatron's warm-up takes init_lr for the first step. With its default, 0, that step would change nothing.
+        # Megatron's warm-up takes init_lr for the first step. A step with init_lr 0 would change nothing.
         init_lr=settings.lr / max(warmup_steps, 1),
         max_lr=settings.lr,
         min_lr=min_lr,
@@ -133,8 +128,8 @@ def build_optimizer(
 
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
     """Returns the fields that Megatron's OptimizerConfig needs for bfloat16 moments or for FP8 weights; else none."""
-    # With fp8_recipe "tensorwise" the optimizer keeps a float32 copy of each FP8 weight. With "delayed" Transformer
-    # Engine's Adam would keep 16 bits of the copy, as a bfloat16 weight has the other 16. An FP8 weight has not.
+    # With fp8_recipe None and bfloat16 moments the optimizer would keep only the 16 bits of a float32 copy that a
+    # bfloat16 weight lacks. An FP8 weight lacks more, and needs the whole copy.
     held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
         return held
@@ -148,8 +143,7 @@ def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[s
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yields torch's Adam optimizers inside Megatron's optimizer; none if Megatron took Transformer Engine's or
-    Apex's."""
+    """Yields torch's Adam optimizers inside Megatron's optimizer, which may also have those of other libraries."""
     for adam in inner_adams(optimizer):
         if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
             yield adam

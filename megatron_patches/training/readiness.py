@@ -55,7 +55,7 @@ def made_ready(
         forward_only: True if no gradients are computed.
 
     Returns:
-        A function that calls ``forward_step`` and checks what it returns.
+        A function that calls ``forward_step`` and checks what ``forward_step`` returns.
 
     Raises:
         SupportError: the step was planned for another model or CAD; or gradients or updates of weights would be wrong.

@@ -1,7 +1,7 @@
 """Computes a step's gradients with Megatron: the wrapper for data parallelism, the schedule, and the loss.
 
 Losses are summed over tokens, so gradients are sums too. At the step's end gradients are divided by the number of
-*target tokens* in the global batch, which are the tokens whose loss counts. A *row* is one token's place on a rank.
+*target tokens* in the global batch: the tokens whose loss counts.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ def wrap_for_data_parallel(
 ) -> DistributedDataParallel:
     """Wraps a model in Megatron's DistributedDataParallel, which reduces gradients over data-parallel ranks.
 
-    Without pipeline stages gradients are reduced during backward of a step's last micro-batch, a bucket at a time.
-    Megatron counts how often backward adds a gradient to each weight's sum. It reduces a bucket once each of its
-    weights has as many gradients as in the first step. So these numbers must be equal in every step, also on a rank
-    without tokens.
+    Without pipeline stages gradients are reduced during backward of a step's last micro-batch. Megatron reduces a
+    bucket once each of its weights got as many gradients as in the first step. So each weight must get the same number
+    of gradients in every step, also on a rank without tokens.
 
     Args:
-        model: the model, which is cast to bfloat16 where its configuration says so.
+        model: the model, which is cast to bfloat16 if its configuration has ``bf16``.
         distributed_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
         gradients: the dtype in which gradients are added up and reduced, torch.float32 or torch.bfloat16.
     """
@@ -69,7 +68,6 @@ def wrap_for_data_parallel(
 
 
 def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
-    """Returns a function that calls the model's ``no_sync``, but does not keep the model alive."""
     here = weakref.ref(wrapped)  # the configuration holds the function, and may outlive the model
 
     def no_sync() -> Any:
@@ -81,11 +79,7 @@ def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
-    """Adds the attribute ``weights_gathered`` to the model.
-
-    A distributed optimizer changes a shard of the weights on each rank, and then gathers all shards. The attribute
-    becomes True when it first does so. Without such an optimizer it is True from the start.
-    """
+    """Adds the attribute ``weights_gathered``: False if a distributed optimizer has not yet gathered its shards."""
 
     def noting(gather: Callable[..., None]) -> Callable[..., None]:
         def noted(*args: Any, **options: Any) -> None:
@@ -95,7 +89,7 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
         return noted
 
     wrapped.weights_gathered = not wrapped.ddp_config.use_distributed_optimizer
-    # Newer versions of Megatron-Core call start_param_sync of bucket groups, and not that of the model.
+    # Newer versions of Megatron-Core call start_param_sync of bucket groups, not of the model.
     for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         group.start_param_sync = noting(group.start_param_sync)
 
@@ -103,7 +97,7 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
     """Finishes the reduction of a step's gradients, and divides them by the target tokens of the global batch.
 
-    Schedules call it in place of Megatron's ``finalize_model_grads``, which would make the host wait for the number of
+    Schedules call this function in place of ``finalize_model_grads``, with which the host would wait for the number of
     tokens.
 
     Args:
@@ -129,8 +123,8 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 def _check_uses(model: DistributedDataParallel) -> None:
     """Refuses a step whose last micro-batch gave a weight more or fewer gradients than in the first step.
 
-    A gradient that comes after its bucket was reduced would be lost. The first step itself is refused if a weight got
-    no gradient, but others of its bucket group did.
+    A gradient that comes after its bucket was reduced would be lost. The first step itself is refused if some weights
+    of a bucket group got gradients and others did not.
     """
     groups = model.bucket_groups + model.expert_parallel_bucket_groups
     for group in groups if model.ddp_config.overlap_grad_reduce else ():
@@ -152,8 +146,6 @@ def _check_uses(model: DistributedDataParallel) -> None:
 
 
 def _overlaps_reduction() -> bool:
-    """Whether gradients are reduced during backward; not with pipeline stages, which end backward at different
-    times."""
     return parallel_state.get_pipeline_model_parallel_world_size() == 1
 
 
@@ -167,7 +159,7 @@ of any type.
 
 
 def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
-    """Returns a function that calls ``forward_step`` and checks what it returns.
+    """Returns a function that calls ``forward_step`` and checks what ``forward_step`` returns.
 
     Megatron would also accept a loss without a number of tokens, and divide gradients by the number of micro-batches.
 
@@ -191,8 +183,6 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
 
 class _OneBatch(Iterator[Batch]):
-    """Yields one batch and refuses a second ``next``."""
-
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches, self.taken = batches, False
 
@@ -204,7 +194,6 @@ class _OneBatch(Iterator[Batch]):
 
 
 def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor) -> Any:
-    """Calls the loss function, and checks and returns its three values."""
     returned = loss_function(output)
     if not (isinstance(returned, tuple | list) and len(returned) == 3):
         given = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
@@ -220,8 +209,8 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
             "The loss function's second value is no integer tensor; return the number of target tokens, for example "
             "(loss_mask > 0).sum().int()."
         )
-    # Megatron's 1F1B frees the memory of the tensor that a stage returns, and refuses views. A reshaped [1] loss would
-    # be a view, so it is summed.
+    # Megatron's 1F1B frees the memory of the tensor that a stage returns, and refuses views, so ``total`` must not be
+    # reshaped.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
 
 
@@ -236,7 +225,7 @@ def run_schedule(
 
     Args:
         model: from :func:`wrap_for_data_parallel`.
-        batches: this rank's rows, by micro-batch; all data-parallel ranks have the same number of micro-batches.
+        batches: this rank's micro-batches; their number is the same on all data-parallel ranks.
         forward_step: from :func:`with_counted_tokens`.
         forward_only: whether to leave out backward.
 
@@ -258,9 +247,7 @@ def run_schedule(
 
 
 def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """Runs a language model on one micro-batch, with output layer and loss as one operation.
-
-    The loss function reports [2] float64: the summed loss and the number of target tokens."""
+    """A :data:`ForwardStep` for training. Its report is [2] float64: summed loss and number of target tokens."""
     batch = next(batches)
     loss = model(
         batch.tokens,
@@ -274,9 +261,7 @@ def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor
 
 
 def log_probabilities_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """Runs a language model on one micro-batch, forward only.
-
-    The loss function reports [1, rows], the log-probability of each row's label."""
+    """A :data:`ForwardStep` for forward only. Its report is [1, rows]: the log-probability of each token's label."""
     batch = next(batches)
     output = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, log_probabilities=True)
     return output, lambda values: (values.sum(), batch.loss_mask.sum().int(), values.detach().clone())
@@ -286,7 +271,7 @@ def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch
     """A loss function for Megatron's schedules.
 
     Args:
-        loss_mask: [1, rows] bool, or float32 weights; rows above 0 are target tokens.
+        loss_mask: [1, rows] bool, or float32 weights. Tokens with a value above 0 are target tokens.
         total: the model's output, which is the summed loss.
 
     Returns:
@@ -300,7 +285,7 @@ def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch
 def sum_over_ranks(reports: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the summed loss and the number of target tokens of the global batch, float64 scalars on the device.
 
-    All ranks call it together. ``reports`` are this rank's reports of :func:`summed_loss_step`.
+    All ranks must call this together. ``reports`` are this rank's reports of :func:`summed_loss_step`.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for report in reports:  # empty on stages without the loss

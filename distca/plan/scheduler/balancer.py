@@ -1,20 +1,17 @@
 """Moves attention work from servers above their limit to other servers, and chooses moves for which few bytes travel.
 
-``scheduler.py`` and ``unlike.py`` run a :class:`Balancer`.
-
 - A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row.
-- A *piece* is a range of query rows of one document on one server. At first every server has the pieces of its own
-  rows.
-- A server's *load* is the seconds of attention that it has. Its *target* is what it should have, and its *limit* is a
-  little more.
-- In each step a *sender*, a server above its limit, gives work to *receivers*, servers with room for more.
-- A server that can give nothing away is *stuck*. It keeps its work.
+- A *piece* is a range of query rows of one document on one server.
+- A server's *load* is the seconds that its pieces take. Its *target* is the load that it should have. Its *limit* is a
+  little more than its target.
+- A *sender* is a server above its limit that gives work away. *Receivers* are servers with room for more.
+- A *stuck* server is above its limit and can give nothing away.
 
 Moves are tried in this order: several whole pieces; a part that is cut out of a piece; one whole piece; one piece in
 exchange for a smaller piece.
 
-Array legend: K directions (forward, backward, or both), R ranks, P pieces of the sender, N chosen ranks, G places of a
-cut. Most constants were compared with other values: ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
+Array legend: K directions (one, or both of forward and backward), R ranks, P pieces of the sender, N chosen ranks.
+``benchmarks/planner_constants.py`` compares the tuned constants with other values.
 """
 
 from __future__ import annotations
@@ -36,23 +33,21 @@ _TRIES = 3
 """The most pieces of a sender that are tried for a cut, cheapest first."""
 _FAILED = 64
 """Balancing ends after more than this many failed cuts, if all servers are close to their targets (``enough`` of
-:meth:`Balancer.run`). Receivers have hardly any room by then, and filling this room takes long."""
+:meth:`Balancer.run`). A cut fails if receivers have too little room, or if it adds too much time."""
 _FAILED_UNLIKE = 2
-"""The limit in place of ``_FAILED`` if servers are not equally fast. Balancing then ends even if servers are far above
-their targets: ``unlike.py`` raises limits and tries again."""
+"""The value in place of ``_FAILED`` if servers are not equally fast. Balancing then ends even if servers are far above
+their targets: ``unlike.py`` raises limits and balances again."""
 _PARTNERS = 8
-"""The most receivers that are tried for an exchange of pieces: those with most room."""
+"""The most receivers that are tried for an exchange of pieces, beginning with those with most room."""
 _CRUMB = 64
-"""A piece is a *crumb* if it takes less than 1/64 of the seconds that the sender should lose. Crumbs move together,
-because a thousand moves of one crumb each take long to plan."""
+"""A piece is a *crumb* if it takes less than 1/64 of the seconds that the sender should lose. Crumbs move together."""
 _MOST_EXCHANGED = 1024
-"""The most pieces of each server that are tried for an exchange: the shortest. All pairs of two servers' pieces are
-compared."""
+"""The most pieces of each of two servers that are tried for an exchange, beginning with the shortest."""
 _NO_DOCUMENT = -1
 """The result of :meth:`Balancer._move` if whole pieces moved."""
 _KV_SHARE = 0.56
-"""An estimate for every model: the part of a range's bytes that are keys and values. A receiver that already has these
-keys and values is cheaper by this part. It is the value for 32 query heads and 8 key/value heads."""
+"""An estimate for all models: the part of a range's bytes that are keys and values, with 32 query heads and 8 key/value
+heads. A receiver that already has these keys and values is cheaper by this part."""
 
 
 class Balancer:
@@ -66,13 +61,10 @@ class Balancer:
 
     Attributes:
         unit: [K, 1] mean load of a server, in seconds.
-        stuck: [R] bool.
         prices: for each node, what :meth:`_prices_from` returned.
         place: [R] position of every rank in ``state.order``.
         lately: [R] all ranks in the order that :meth:`_falling` found last.
-        failed: number of failed cuts: no receiver had enough room, or the cut added too much time.
         unlike: whether servers are not equally fast.
-        patience: balancing may end after more failed cuts than this.
     """
 
     def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
@@ -114,8 +106,8 @@ class Balancer:
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
         """Returns the next sender, usually the server furthest above its limit; None if no server is above its limit.
 
-        Ranks that computed rows of ``document``, which was cut last, come first: some receivers now have its k,v rows.
-        ``free`` [R] is how far servers are below their limits, in parts of the mean load."""
+        ``document`` was cut last. Ranks that had rows of it at the beginning come first, as some receivers now have its
+        k,v rows. ``free`` [R] is how far servers are below their limits, in parts of the mean load."""
         state = self.state
         excess = -free
         excess[self.stuck] = 0.0
@@ -137,7 +129,7 @@ class Balancer:
             free: [R] ``room`` in parts of the mean load, in the direction with least room.
 
         Returns:
-            The document of the range that was cut; ``_NO_DOCUMENT`` if whole pieces moved; None if nothing moved.
+            The document that was cut; ``_NO_DOCUMENT`` if whole pieces moved; None if nothing moved.
         """
         need = -room[:, sender]
         wanted = -float(free[sender])
@@ -149,7 +141,6 @@ class Balancer:
             return _NO_DOCUMENT
         for best in _cheapest(price):
             if (_CRUMB * pieces.seconds[:, best] < need).all():
-                # Planning takes as long for all crumbs together as for one.
                 crumbs = (_CRUMB * pieces.seconds < need[:, None]).all(axis=0)
                 if self._move_whole(sender, pieces, np.where(crumbs, price, np.inf), need, room, free, wanted):
                     return _NO_DOCUMENT
@@ -163,12 +154,11 @@ class Balancer:
     def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
         """Returns the [P] price of each piece: bytes for each query-key pair of the cheapest range in the piece.
 
-        The range takes the time ``work``, in parts of the mean load, or is the whole piece if that takes less. The
-        middle of the range is as near as possible to the row where such a range needs the fewest bytes
-        (``cheapest_middle``)."""
+        The range takes the time ``work``, in parts of the mean load; if the whole piece takes less, the range is the
+        whole piece. The middle of the range is as near as possible to the row where a range of that time needs the
+        fewest bytes (``cheapest_middle``)."""
         if not len(pieces) or work <= ENOUGH:
             return np.full(len(pieces), np.inf)
-        # numpy takes twice as long for mixed types, so rows become floats at once.
         _, start, stop = pieces.place.astype(np.float64)
         whole = range_pairs(start, stop)
         seconds = pieces.seconds / self.unit
@@ -195,7 +185,7 @@ class Balancer:
         returns whether any piece went.
 
         The [P] ``price`` of a piece that must stay is infinite. ``need`` [K] is what the sender should lose, in
-        seconds. ``wanted`` is the larger direction of ``need``, in parts of the mean load. ``room`` and ``free`` are
+        seconds; ``wanted`` is the same in parts of the mean load, in the direction with most. ``room`` and ``free`` are
         those of :meth:`_move`."""
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False
@@ -211,8 +201,7 @@ class Balancer:
     def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Gives one whole piece to the receiver with most room; returns whether it did.
 
-        The shortest piece is taken that relieves the sender of all of ``need``. If no piece does, the longest piece
-        that fits is taken."""
+        It takes the shortest piece that fits and covers all of ``need``, or else the longest piece that fits."""
         receiver = self._one_receiver(free, np.inf)
         fits = (self.state.on(receiver, sender, pieces) <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
@@ -227,8 +216,7 @@ class Balancer:
 
         Receivers are tried from most room to least. At the first with a pair of pieces that fits, the fitting pair with
         fewest rows is taken."""
-        # Arrays over all pairs, [K, given piece, taken piece], have the seconds that the sender loses and the receiver
-        # gains.
+        # ``lost`` and ``gained``: [K, given piece, taken piece] seconds that the sender loses and the receiver gains.
         given = pieces.shortest(_MOST_EXCHANGED)
         for receiver in self._falling(free)[:_PARTNERS].tolist():
             theirs = self.state.pieces_of(receiver)
@@ -259,8 +247,8 @@ class Balancer:
     def _falling(self, worth: np.ndarray) -> np.ndarray:
         """Returns [N] the ranks whose ``worth`` [R] is above 0, highest first. Ranks of equal worth are in
         ``state.order``."""
-        # numpy sorts a nearly sorted array faster, so the order of the last call is sorted. If this leaves ranks of
-        # equal worth in the wrong order, ``state.order`` is sorted instead.
+        # numpy sorts a nearly sorted array faster, so the sort begins with the order that the last call found. If this
+        # leaves ranks of equal worth in the wrong order, the sort begins with ``state.order`` instead.
         found = -worth.take(self.lately)
         at, some = found.argsort(kind="stable"), np.count_nonzero(worth)
         self.lately = self.lately.take(at)
@@ -283,7 +271,7 @@ class Balancer:
     def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Cuts ranges out of a piece for the cheapest receivers; returns whether this worked.
 
-        Servers that would then read too many k,v rows are receivers only if the other servers do not suffice."""
+        Servers that would read too many k,v rows with a range are receivers only if other servers do not suffice."""
         state = self.state
         pieces = state.pieces_of(sender)
         document, start, stop = pieces.place[:, piece].tolist()
@@ -313,8 +301,8 @@ class Balancer:
         """Returns the ranks with room, first those to which few bytes travel for each second of work.
 
         If a range takes t seconds and a byte has the price p, a second of work costs about p / sqrt(t). A rank's room
-        limits t. So ranks are sorted by "worth", room / p², highest first. p is lower for a rank that
-        already has k,v rows of the document."""
+        limits t. So ranks are sorted by room / p², highest first. p is lower for a rank that already has k,v rows of
+        the document."""
         state, network = self.state, self.state.links.network_price
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared
