@@ -87,5 +87,7 @@ def cheapest_middle(wanted: np.ndarray, q_per_kv: float) -> np.ndarray:
 
 
 def rows_around(middle: np.ndarray, wanted: np.ndarray, least: float) -> np.ndarray:
-    """Returns [N] rows of ranges around ``middle`` with ``wanted`` pairs. A middle is at least ``least``."""
+    """Returns [N] number of rows of ranges around ``middle`` with ``wanted`` pairs.
+
+    A middle below ``least`` counts as ``least``."""
     return wanted / np.maximum(middle, least)

@@ -23,7 +23,8 @@ from distca.plan.plan import Plan
 from distca.plan.sorting import order_by
 
 _LEAST_GB = 0.25
-"""The least memory for received rows, in GiB. With few tokens per rank, a server may receive more rows per token."""
+"""The least memory for received rows, in GiB. With few tokens per rank, a rank may receive more rows per token than
+:func:`receive_buffer_gb` counts."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def imbalance(seconds: np.ndarray) -> float:
-    """Returns the slowest of [R] ``seconds`` over their mean; 1 if there is no work at all."""
+    """Returns the largest of [R] ``seconds`` over their mean; 1 if all are 0."""
     mean = float(seconds.mean())
     return float(seconds.max()) / mean if mean > 0 else 1.0
 
@@ -189,7 +190,7 @@ def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks
     fail. Without pipeline stages, the documents of tests/plan/test_receive_buffer.py fit.
 
     Args:
-        shape: heads of one rank.
+        shape: heads of one tensor-parallel rank.
         tokens: tokens of a micro-batch per rank.
         resend: whether backward sends q, k, v and o again, with dO.
         sinks: whether heads have learned scores in the softmax. With sinks, each row's log-sum-exp travels too.

@@ -101,7 +101,8 @@ class Recurrence:
     def transition_shape(self) -> tuple[int, int, int]:
         """Returns the shape of the transitions of all heads.
 
-        With the delta rule, a head's transition is a matrix. Without it, a transition has as many factors as g."""
+        With the delta rule, a head's transition is a matrix. Without it, a head's transition is one factor, or one for
+        each channel of k if g has one for each channel."""
         if self.delta:
             return self.heads, self.key_dim, self.key_dim
         return self.heads, self.key_dim if self.decay_by_channel else 1, 1

@@ -166,7 +166,7 @@ def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segm
     """Returns the copies that fill regions: from servers' buffers, and from their buffers of the previous nano-batch.
 
     A server copies nothing if its tasks share no rows, and need no rows from the previous nano-batch: its buffer then
-    consists of the regions. ``peer`` is the server of each copy. :class:`Routes` explains the other arguments."""
+    consists of the regions. ``peer`` is the server of each copy. ``Routes.__init__`` explains the arguments."""
     # A region consists of "kept" rows from the previous nano-batch, and then of rows from the server's buffer. Two
     # copies become one if their rows follow each other in the buffer and in the regions. "is_last" says whether a task
     # is the last one of its context.

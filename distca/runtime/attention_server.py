@@ -64,8 +64,7 @@ class PoolTerms:
         options: the planner's options.
         spec: core attention on a home: heads, dtype, device, and kinds (such as window and scale) of the layers.
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send these rows again.
-        layers: the numbers of a pipeline stage's layers with attention, which the timeline shows; empty if all layers
-            have attention.
+        layers: the numbers, from 0, of the layers with attention in each pipeline stage; empty if all have attention.
     """
 
     options: PlanOptions
@@ -192,7 +191,7 @@ def serve(
 def _serve(
     meeting: PoolStore, me: Comer, device: torch.device, watch: PoolWatch, patience: timedelta, measure: Measure | None
 ) -> int:
-    """Offers to serve, chooses a kernel and serves; the rest is as in :func:`serve`."""
+    """Offers to serve, chooses a kernel and serves; errors are those of :func:`serve`."""
     if not meeting.has("generation/0"):
         meeting.put(f"server/{me.number}", me)
     asked: KernelTerms = meeting.take("kernel", patience, "No homes have come that ask for servers without a model.")

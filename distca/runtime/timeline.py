@@ -186,7 +186,7 @@ class Timeline:
         return {direction: sum(seconds) for direction, seconds in self.take_serves().items()}
 
     def take(self, rank: int) -> list[dict[str, Any]]:
-        """Ends recording; returns for each span a dict of rank, track, name, start_us, duration_us and perhaps args."""
+        """Ends recording; returns for each span its rank, track, name, start_us and duration_us, and args if given."""
         self.close()
         self.recording = False
         spans, self._spans = self._spans, []

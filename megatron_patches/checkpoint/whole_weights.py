@@ -1,6 +1,6 @@
 """Reads the weights of a Megatron checkpoint as tensors of a Hugging Face folder, without building the model.
 
-No model gives the names of parameters, so they are in tables here and in ``hybrid_names.py``. A *slot*
+Without a model, the names of parameters come from tables here and in ``hybrid_names.py``. A *slot*
 (``hugging_face/slots.py``) says which of the folder's tensors make up a parameter.
 """
 

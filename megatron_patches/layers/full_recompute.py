@@ -25,8 +25,8 @@ def recompute_layers(block: TransformerBlock) -> None:
 def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
     """Returns the same values as a tensor that requires a gradient.
 
-    Without such an input autograd skips the backward of a checkpointed function. With a frozen embedding, the first
-    layer's weights would then get no gradients.
+    Without such an input autograd skips the backward of a checkpointed function. With a frozen embedding, no layer
+    would then get gradients.
     """
     return hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
 

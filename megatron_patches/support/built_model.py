@@ -216,8 +216,7 @@ def _latent_parts(config: Any, column: Any, row: Any, norm: Any) -> dict[str, An
 
 
 def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
-    """Raises SupportError if a norm of query or key heads is missing with ``qk_layernorm``, is present without it, or
-    has another class than ``options`` name."""
+    """Raises SupportError unless norms of query and key heads are as ``config`` and ``options`` ask."""
     norm = norm_class(config, options.norm_bias)
     head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
     for name, wanted in zip(("q_layernorm", "k_layernorm"), head_norms, strict=True):

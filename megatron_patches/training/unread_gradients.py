@@ -1,8 +1,8 @@
 """Finds optimizers that train nothing because they read ``weight.grad``.
 
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips such
-weights without an error. So after each step of an optimizer, a hook looks whether it holds weights of a trained model,
-and none of these has a ``grad``. Megatron's own optimizers pass, as they set ``grad`` or hold copies of weights.
+weights without an error. A hook after every step finds optimizers that hold weights of a trained model, none of them
+with a ``grad``. Megatron's own optimizers pass, as they set ``grad`` or hold copies of weights.
 """
 
 from __future__ import annotations

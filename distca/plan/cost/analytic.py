@@ -21,7 +21,7 @@ from distca.plan.geometry import causal_pairs, keys_seen, pairs
 from distca.plan.kinds import AttentionKind
 
 _LONG = 32768
-"""The tokens of the document whose seconds are compared to scale a formula (:func:`cost_of_kind`)."""
+"""The tokens of the document by whose seconds a formula is scaled (:func:`cost_of_kind`). This document fills a GPU."""
 
 _WAYS = ("forward", "backward")
 

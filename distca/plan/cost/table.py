@@ -25,7 +25,7 @@ from distca.plan.geometry import causal_pairs
 
 _STEPS = 8
 """The number of grid steps between a power of two and the next power. Example: there are lines at 8, 9, 10, ..., 16
-rows. Seconds at measured points between lines change a little."""
+rows. Interpolation changes the seconds of measured points between lines a little."""
 _FEW = 8
 """Up to this many tasks are computed in plain Python, and more in numpy. Eight take 12 µs in Python and 19 µs in numpy,
 as measured on a CPU."""
@@ -278,8 +278,8 @@ def _interpolated(
 def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the index of the ``axis`` interval that contains log2(``rows``), and the place in the interval, 0 to 1.
 
-    Rows outside count as the nearest end. Example: for the axis [1, 2, 3], 6 rows have log2 2.58, index 1 and place
-    0.58."""
+    Rows outside the axis count as its nearest end. Example: for the axis [1, 2, 3], 6 rows have log2 2.58, index 1 and
+    place 0.58."""
     at = np.clip(np.log2(rows), axis[0], axis[-1])
     low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, max(len(axis) - 2, 0))
     width = axis[np.minimum(low + 1, len(axis) - 1)] - axis[low]

@@ -49,7 +49,7 @@ def schedule_unlike(
         work: gives the work of ranges.
         target: gives each server's target.
         tolerance: how far a server may be above its target, as a part of the mean work of a server.
-        moved_bytes: bytes of a query row, and of a key/value row, that travels.
+        moved_bytes: bytes that travel for a query row, and for a key/value row.
         links: which ranks share a node, and prices of bytes between ranks.
         growth: how much work cuts are expected to add; limits include it. The new plan's value replaces the old one.
     """
