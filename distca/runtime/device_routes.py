@@ -4,7 +4,7 @@
 - server: a rank that computes attention. Every home is a server too; further servers have no model.
 - task: a range of a document's queries, with all keys and values that these queries see.
 - plan: which server computes which task.
-- route: one rank's part of a plan. ``distca/plan/routes.py`` makes routes as numpy arrays.
+- route: one rank's part of a plan.
 - region: the contiguous k,v rows of one task, which the kernel reads. All regions are one tensor.
 - nano-batch: the whole micro-batch, or one of its two parts, *ping* (first) and *pong* (second).
 - kind: a set of attention layers with equal window, scale, softcap and use of sinks.
@@ -35,7 +35,6 @@ class SharedRows:
     task needs all seven rows, copied to row 4. Then ``first`` is 10 and ``places`` are (0, 0, 4) and (0, 4, 7).
 
     Attributes:
-        first: first row of the range in the buffer.
         places: for each copy (first row in the range, first row in the regions, number of rows). The last copy ends at
             the end of the range.
     """
@@ -62,8 +61,7 @@ class KindBatch:
 
     Attributes:
         batch: the borders of tasks, counted from this batch's first row.
-        q: the batch's rows in the server's query buffer.
-        kv: the batch's rows in the tensor of regions.
+        q, kv: the batch's rows in the server's query buffer and in the tensor of regions.
     """
 
     kind: AttentionKind
@@ -101,9 +99,7 @@ class ServerRoute:
         kv_to_home: moves of dK and dV to homes, which add up the gradients that several servers computed for a row.
         repeats: copies from this server's k,v buffer to the regions. Empty if the buffer itself serves as the regions.
         before: in pong, copies to the regions from the k,v buffer that this server has kept from ping.
-        q_rows: number of rows of the server's query buffer.
-        kv_rows: number of rows of the server's k,v buffer. A row that several tasks read counts once.
-        region_rows: number of rows of all regions.
+        q_rows, kv_rows, region_rows: rows of the server's query buffer, of its k,v buffer, and of all regions.
     """
 
     q_to_server: RowMoves
@@ -192,8 +188,7 @@ class StepRoutes:
 
     Attributes:
         own: [micro-batches][layers] routes of this stage's micro-batches.
-        served_forward: for each forward phase, [layers] routes if this stage has no micro-batch; else None.
-        served_backward: for each backward phase, [layers] routes if this stage has no micro-batch; else None.
+        served_forward, served_backward: for each phase, [layers] routes if this stage has no micro-batch, else None.
     """
 
     own: tuple[tuple[LayerRoutes, ...], ...]

@@ -56,7 +56,7 @@ def save_checkpoint(
     state = _sharded_state(model, optimizer, is_loading=False)
     state["extra"] = extra
     writer = TorchWriter(staging)
-    # Data-parallel ranks have copies of many tensors. This wrapper chooses one rank to write each tensor.
+    # Of the data-parallel ranks with copies of a tensor, this wrapper chooses one to write it.
     parallel = FullyParallelSaveStrategyWrapper(writer, parallel_state.get_data_parallel_group())
     dist_checkpointing.save(state, str(path), parallel, content_metadata=_metadata())
     return writer.write

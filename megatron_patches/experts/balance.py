@@ -49,7 +49,6 @@ class MicroBatchBalance:
     Args:
         layers: numbers of this stage's layers with experts, from 1.
         documents_N: int64 number of each row's document, for this rank's rows in all nano-batches; -1 for padding.
-        nano_rows: number of this rank's rows in each nano-batch.
         documents: number of documents in the micro-batch, over all ranks.
         peers: [expert-parallel ranks, nano-batches] each rank's number of rows, as an asynchronous copy to the host.
             None without expert parallelism.
@@ -192,7 +191,6 @@ class NanoBatch:
 
     @property
     def real_N(self) -> torch.Tensor:
-        """Bool, false for padding rows."""
         return self.document_N >= 0
 
 

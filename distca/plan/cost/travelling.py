@@ -72,12 +72,9 @@ def with_travel(
     """Returns ``cost`` with travel time added for servers without rows of their own.
 
     Args:
-        cost: the seconds of the servers' kernels.
         has_rows: [R] bool, whether a server has rows of its own.
         bytes_per_s: [R] bytes per second that a server can receive while it sends equally many.
-        resend: whether homes send q, k and v again in backward.
-        sinks: whether heads have *sinks*, learned scores in the softmax, for which one more number travels with each
-            query row and head.
+        resend, sinks: arguments of :meth:`~distca.plan.cost.model.AttentionShape.moved_bytes`.
     """
     # ways: the bytes of a query row and of a key/value row, in forward and in backward. made: the index of the new
     # table for each index of an old table and bytes per second.

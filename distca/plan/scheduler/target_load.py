@@ -90,8 +90,7 @@ class TargetLoad:
         self._other = other
 
     def of(self, mean: np.ndarray) -> np.ndarray:
-        """Returns [K, R] attention for each server, for [K] ``mean`` attention per server; [K, 1] if all get the
-        mean."""
+        """Returns each server's target [K, R] for ``mean`` [K] attention per server; [K, 1] if all get the mean."""
         if self.alike:
             return mean[:, None]
         assert self._other is not None

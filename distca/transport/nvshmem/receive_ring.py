@@ -46,17 +46,12 @@ class RingPlace:
 
 
 class ReceiveRing:
-    """Computes the places of exchanges, with equal results on every rank.
-
-    Args:
-        capacity: bytes of the receive buffer.
-        setting: name of the option that sets ``capacity``, for error messages.
-    """
+    """Computes the places of exchanges; ``setting`` is the name of the option that sets ``capacity``, in bytes."""
 
     def __init__(self, capacity: int, setting: str) -> None:
         self.capacity = capacity
         self._setting = setting
-        self._next = 0  # first byte behind the newest exchange
+        self._next = 0  # first byte behind the newest exchange's place
         self._number = 0  # number of the newest exchange
         self._reused = 0  # the largest ``reuses`` so far
         self._in_use: deque[tuple[int, int, int]] = deque()  # places in use: (number, begin, end), oldest first
@@ -67,7 +62,6 @@ class ReceiveRing:
 
         Args:
             sizes: for each part of each hop, bytes on the rank that receives most.
-            hops: 1 or 2.
 
         Raises:
             TransportError: the place would not fit, or would overlap the newest exchange's place. Nothing was sent.
@@ -96,7 +90,7 @@ class ReceiveRing:
         return self._number
 
     def why_not(self, sizes: tuple[int, ...]) -> str | None:
-        """Returns the message of the error that :meth:`place` would raise, or None. All ranks get the same answer."""
+        """Returns the message of the error that :meth:`place` would raise, or None; the same on all ranks."""
         _, size = _offsets(sizes)
         return None if self._is_free(size, self._next_place(size)[1]) else self._too_small(size)
 
