@@ -29,9 +29,8 @@ class NanoPlan:
 
     Attributes:
         layout: the home and row of every token.
-        forward: the tasks and their servers in forward.
-        backward: the tasks and their servers in backward.
-        cost: seconds per task in these layers.
+        forward, backward: the tasks and their servers.
+        cost: seconds per task.
         share: the fraction of the model's layers that are of this kind.
     """
 
@@ -51,9 +50,9 @@ class Bytes:
     """Bytes that travel for one layer of one micro-batch, all ranks together.
 
     Attributes:
-        q: bytes of query rows to servers in forward.
-        o: bytes of output rows to homes in forward, with the log-sum-exp of scores if homes need it.
-        kv: bytes of key and value rows to servers in forward.
+        q: bytes of query rows in forward.
+        o: bytes of output rows in forward, with the log-sum-exp of scores if homes need it.
+        kv: bytes of key and value rows in forward.
         backward: bytes of all rows and gradients in backward.
     """
 
@@ -97,12 +96,12 @@ class MicroBatchPlan:
 
     @property
     def nano_batches(self) -> tuple[NanoPlan, ...]:
-        """Returns the plan of each nano-batch, for layers of the first kind."""
+        """Returns the plan of each nano-batch in layers of the first kind."""
         return self.by_kind[0]
 
     @property
     def by_kind(self) -> tuple[tuple[NanoPlan, ...], ...]:
-        """Returns the plan of each nano-batch, for each kind of layer."""
+        """Returns, for each kind of layer, the plan of each nano-batch."""
         # All pipeline stages run their layer i together. The kinds of these layers are a *combination*. Here there is
         # one stage, so a combination is one kind.
         step, options = self.step, self.step.options

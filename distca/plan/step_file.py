@@ -44,7 +44,6 @@ class StepInputs:
 
     Attributes:
         lengths: for each micro-batch, tokens per document.
-        options: the options of planning.
         homes: for each micro-batch, the rank of each document; None lets documents span ranks.
         room: for each micro-batch, the most tokens, if documents may change their micro-batch; else None.
     """
@@ -68,6 +67,7 @@ def write_step(path: Path, inputs: StepInputs) -> None:
 
     Raises:
         OSError: the file cannot be written.
+        TypeError: the options have a cost model of an unknown class.
     """
     options = inputs.options
     content = {

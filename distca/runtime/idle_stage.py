@@ -1,7 +1,7 @@
 """Computes attention for other ranks, in a phase in which this rank has no micro-batch of its own.
 
 In a *phase* all pipeline stages run forward, or all run backward; a stage has one micro-batch or none. In each layer,
-ranks of all stages send q, k, v and outputs to each other, and every rank must take part. So a rank without a
+ranks of all stages exchange q, k, v and outputs, and every rank must take part in these exchanges. So a rank without a
 micro-batch runs stand-ins for layers, with q, k and v of 0 rows. A micro-batch is computed in one or two parts, the
 *nano-batches* ping (first) and pong (second).
 """
@@ -30,9 +30,6 @@ class EmptyLayer:
     Attributes:
         heads: number of query heads on this tensor-parallel rank.
         kv_heads: number of key/value heads on this tensor-parallel rank.
-        head_dim: number of elements of a query or key head.
-        dtype: dtype of q, k and v.
-        device: device of q, k and v.
         value_dim: number of elements of a value head; 0 if it equals ``head_dim``.
     """
 
@@ -77,11 +74,7 @@ class EmptyRecurrentLayer:
     """A stand-in for a layer with a recurrent core (linear attention, SSM), with 0 rows.
 
     Attributes:
-        recurrence: the formula and shapes of the core.
-        core_kernel: the kernel that computes the core.
-        core_parameters: the core's weights, without gradients.
-        dtype: dtype of the core's inputs.
-        device: device of the core's inputs.
+        core_parameters: the core's weights, which must not require gradients.
     """
 
     recurrence: Recurrence
@@ -148,7 +141,7 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
         # All ranks must start exchanges, and wait for them ("join"), in autograd's order: last layer first, and pong
-        # before ping. Autograd joins the gradients of the layer above right before it launches dO of this layer.
+        # before ping. Autograd joins layer i + 1's gradients right before it launches layer i's gradients of outputs.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

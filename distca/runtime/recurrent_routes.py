@@ -32,8 +32,7 @@ class StateRoutes:
     Attributes:
         sends_state: numbers of this rank's pieces whose own state is sent, in sending order.
         sends_transition: numbers of this rank's pieces whose transition is sent, in sending order.
-        states: moves of own states, a row for each state.
-        transitions: moves of transitions, a row for each transition.
+        states, transitions: moves of own states and of transitions; each is one row.
         chains: for each document whose summaries this rank reads, the document's number, and a link for each piece. A
             link says in which received rows A and B of the piece lie.
     """
@@ -61,13 +60,11 @@ class RecurrentRoutes:
 
     Attributes:
         pieces: each piece's rows, and the indices of its halo rows among the halo rows that arrived.
-        opens: for each piece, whether it is the first of its document.
-        closes: for each piece, whether it is the last of its document.
+        opens, closes: for each piece, whether it is the first and whether it is the last of its document.
         given: int64 numbers of this rank's rows that any piece reads as halo rows.
         halo_to_pieces: moves of halo rows to the ranks of the pieces that read them.
         halo_to_home: moves of the gradients back; gradients of one row are added up.
-        forward: transfers of summaries.
-        backward: transfers of transitions and of states' gradients.
+        forward, backward: transfers of summaries.
     """
 
     pieces: PieceRows
@@ -100,7 +97,8 @@ class RecurrentRoutes:
     def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
         """Returns these routes with the backward transfers of ``other``.
 
-        With pipeline stages, micro-batches of all stages share transfers: in backward with others than in forward."""
+        With pipeline stages, a micro-batch shares transfers with those of other stages. In backward these are other
+        micro-batches than in forward."""
         return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 

@@ -30,17 +30,14 @@ class RowMoves:
     source to destination on the same rank.
 
     Attributes:
-        source_rows: number of rows of the source, without padding.
-        destination_rows: number of rows of the destination, without padding.
-        send_counts: for each rank, the number of rows sent to it.
-        receive_counts: for each rank, the number of rows received from it.
+        source_rows, destination_rows: number of rows of each tensor, which may have padding rows behind them.
+        send_counts, receive_counts: number of rows to and from each rank.
         send_index: int64 source rows to send, in packed order.
         receive_index: int64 destination rows of received rows, in packed order.
         send_ranges: for each receiving rank, [N, 3] int64 on the host. Each line is a range of rows: first source row,
             first row among all packed rows that the receiver gets from all ranks, number of rows.
         most_received: the most rows that any rank receives.
-        keep_source: int64 source rows of kept rows.
-        keep_destination: int64 destination rows of kept rows.
+        keep_source, keep_destination: int64 source and destination rows of kept rows.
         keep_ranges: [N, 3] int64 on the host. Each line is a range of kept rows: first source row, first destination
             row, number of rows.
         reduction: the additions, if a destination row gets several values; else None.
@@ -85,7 +82,6 @@ class RowMoves:
         Args:
             exchange: the planner's numpy arrays of the rows that travel to servers or are kept.
             ranks: number of ranks that exchange rows.
-            device: device of the index tensors.
             adds: whether rows that come back are added to values that their destination rows have already.
         """
         # "sent" and "kept" are rows of a home's tensor, "received" and "placed" are rows of a server's buffer.
@@ -167,8 +163,7 @@ class Reduction:
     [([0], [0]), ([2], [0])].
 
     Attributes:
-        single: int64 packed rows for single home rows.
-        single_home: int64 home rows of ``single``.
+        single, single_home: int64 packed rows for single home rows, and these home rows.
         shared_home: int64 shared home rows, ascending.
         copies: int64 packed rows for shared home rows, grouped by home row, in packed order.
         borders: [len(shared_home) + 1] int64; copies[borders[i]:borders[i+1]] are added to home row shared_home[i].
@@ -190,7 +185,6 @@ class Reduction:
         Args:
             home_rows: [N] int64 home row of each packed row.
             kept_rows: [M] int64 home rows that have a value already.
-            device: device of the index tensors.
         """
         # "writers" is the number of values of each home row. "packed" are the packed rows for shared home rows, and
         # "place" are their indices in "shared_home". Round n has the n-th packed row of each shared home row.
@@ -237,9 +231,7 @@ def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahea
     result is {1: [[5, 10, 3], [20, 13, 2]]}.
 
     Args:
-        peer: [N] receiving rank of each range, ascending.
-        source: [N] first source row.
-        rows: [N] number of rows.
+        peer, source, rows: [N] receiving rank of each range, ascending; first source row; number of rows.
         ahead: [ranks] number of rows that each receiver gets from ranks below this one.
     """
     if not len(peer):

@@ -137,7 +137,6 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
     All ranks must call this at the same time, and all get the same answer.
 
     Args:
-        group: process group of the pool.
         between_nodes: whether NVSHMEM may also be used between nodes.
     """
     ranks = dist.get_process_group_ranks(group)

@@ -33,12 +33,12 @@ _IN_PARTS: Final = {
 }
 """Parameters that a checkpoint stores as several tensors. Their keys end in these parts: ``in_proj.weight.z``."""
 _NORM_KEYS: Final = {DELTA_NET: "self_attention.in_proj.layer_norm_weight", MAMBA: "mixer.in_proj.layer_norm_weight"}
-"""The keys of the first parameters. In checkpoints, a norm is named after the linear layer that reads it."""
+"""The keys of these norms. In checkpoints, a norm is named after the linear layer that reads it."""
 _PREFIXES: Final = {
     ATTENTION: ("input_layernorm.", "self_attention."),
     **dict.fromkeys((MLP, EXPERTS), ("pre_mlp_layernorm.", "mlp.")),
 }
-"""The beginnings of parameter names in the other layers."""
+"""The beginnings of parameter names in layers that are not recurrent."""
 
 
 def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:

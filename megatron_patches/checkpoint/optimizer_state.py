@@ -215,7 +215,7 @@ def _boxes_of(
         piece_start = data.storage_offset() - weight.storage_offset()
         low, high = max(start, piece_start), min(stop, piece_start + data.numel())
         stacked = piece.prepend_axis_num  # number of axes before the weight's own, such as one for layers
-        at = low - start  # index in ``values``
+        at = low - start
         for offsets, sizes in boxes(low - piece_start, high - piece_start, tuple(data.shape)):
             count = math.prod(sizes)
             shape = (*(1 for _ in range(stacked)), *sizes)

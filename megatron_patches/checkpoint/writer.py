@@ -38,9 +38,9 @@ class TorchWriter:
         self._later: tuple[dict[str, Any], str | Path] | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Copies this rank's tensors to host memory; writes them without staging, or if a node has too little memory.
+        """Copies this rank's tensors to host memory. All ranks call this method together.
 
-        All ranks call this method together.
+        Without ``staging``, or if a node has too little host memory, the method writes the tensors at once.
 
         Args:
             sharded_state_dict: Megatron's descriptions of tensors and objects.

@@ -18,7 +18,7 @@ def is_latent(config: TransformerConfig) -> bool:
 
 
 def latent_dims(config: Any) -> tuple[int, int]:
-    """Returns the elements of a query or key head, and the elements of a value head."""
+    """Returns the number of elements of a query or key head, and the number of elements of a value head."""
     return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
 
 

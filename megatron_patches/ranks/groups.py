@@ -53,7 +53,7 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() / 60),
     )
-    for group in dist.distributed_c10d._world.pg_map:  # Megatron 0.16.1 leaves some out
+    for group in dist.distributed_c10d._world.pg_map:  # Megatron 0.16.1 does not set all
         if group is not dist.group.WORLD:
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
     if pp > 1:

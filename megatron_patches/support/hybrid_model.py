@@ -51,7 +51,7 @@ def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
     Args:
         model: the model as it was built, with no part replaced yet.
         pattern: the ``hybrid_layer_pattern`` that the user gave to :class:`megatron_patches.api.CAD`.
-        options: the ``model_options`` that the user gave to it.
+        options: the ``model_options`` that the user gave to CAD.
 
     Raises:
         SupportError: an argument or a module is not supported; the message names the first.

@@ -4,8 +4,9 @@ In a *phase* all stages run forward, or all run backward; each stage runs one mi
 layer i at the same time, and share the core attention of these layers. A stage without a micro-batch only *serves*: it
 computes core attention for other stages.
 
-A *tick* is a forward phase and then a backward phase. With p stages, stage s runs the forward of micro-batch m in tick
-m + s, and the backward in tick m + 2(p − 1) − s. Stage s holds activations of at most 2(p − 1 − s) + 1 micro-batches.
+A *tick* is a forward phase, then a backward phase. With p stages, the first p − 1 ticks have no backward phase, and the
+last p − 1 have no forward phase. Stage s runs the forward of micro-batch m in tick m + s, and the backward in tick m +
+2(p − 1) − s. It holds activations of at most 2(p − 1 − s) + 1 micro-batches.
 
 All ranks must start all transfers in the same order, so that no rank waits for another forever.
 """
@@ -68,7 +69,7 @@ def run_ticks(
         plan: the plan of all ranks, with the micro-batch of each stage in each phase.
         routes: the rows of q, k, v and outputs that this rank sends and receives in each phase.
         pool: this rank's attention kernel, and the transport to the ranks that share core attention.
-        forward_only: whether to leave out backward.
+        forward_only: True leaves out backward.
 
     Returns:
         The loss function's reports, by micro-batch; empty on stages other than the last.
@@ -106,14 +107,13 @@ class _Stage:
         self._last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         self._inputs: dict[int, torch.Tensor | None] = {}
         self._outputs: dict[int, torch.Tensor] = {}
-        # The next forward phase takes the activations, the next backward phase the gradients.
         self._activations, self._gradients = StageTransfer(None, None, []), StageTransfer(None, None, [])
         device = batches[0].tokens.device
         group = parallel_state.get_pipeline_model_parallel_group()
         self._neighbours = Neighbours(group, self._config.pipeline_dtype, device)
         self.tokens = torch.zeros((), dtype=torch.int32, device=device)
         self.reports: list[Any] = []
-        units = units_in(self._gpt.decoder.layers)  # each has one mixer: attention or a recurrence
+        units = units_in(self._gpt.decoder.layers)
         self._layers = len(units)
         self._empties = [_empty_layer(unit.mixer, self._config, device) for unit in units]
 
@@ -227,8 +227,6 @@ class Neighbours:
 
     Attributes:
         group: Megatron's pipeline group: one rank of each stage, in the order of stages.
-        dtype: dtype of activations and gradients.
-        device: device of activations and gradients.
     """
 
     group: dist.ProcessGroup
@@ -240,7 +238,7 @@ class Neighbours:
 
         Args:
             step: 1 for activations, -1 for gradients.
-            sent: the contiguous tensor to send; None sends nothing.
+            sent: a contiguous tensor; None sends nothing.
             received_shape: shape of the tensor to receive; None receives nothing.
         """
         me = dist.get_rank(self.group)

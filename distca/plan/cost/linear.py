@@ -68,8 +68,7 @@ class NonAttention:
     """Seconds per row of the linear layers between two core attentions.
 
     Attributes:
-        forward: seconds in forward.
-        backward: seconds in backward.
+        forward, backward: the seconds.
         factors: for each rank that holds rows, a factor on these seconds; empty if all GPUs are equal.
     """
 
@@ -97,12 +96,11 @@ def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -
     Norms, rotation and activations do not count, and nor do recurrent layers.
 
     Args:
-        rate: seconds of matrix products.
         layers: a pipeline stage's layers with core attention, in order; at least one.
         tp: number of tensor-parallel ranks, which split the weights.
     """
-    # Between two attentions lie the products behind the first and those before the second: together one layer. So n
-    # layers have n - 1 layers' products between attentions.
+    # Between two core attentions lie the products of one layer: some behind the first, others before the second. So n
+    # layers have the products of n - 1 layers between attentions.
     forward = sum(rate.forward * each.weights for each in layers[:-1])
     backward = sum(rate.backward * each.weights + rate.forward * each.recomputed for each in layers[:-1])
     shared = len(layers) * tp

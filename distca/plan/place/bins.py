@@ -12,7 +12,8 @@ first dealt to bins that are nodes, and then, inside each node, to bins that are
   1,000 tokens. An item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
 - The surplus that a bin *lacks* is the work that it lacks, minus the work of filler in all of its free tokens.
 
-Array legend: I items, B bins, N parts of items. Most constants were chosen with ``benchmarks/planner_constants.py``.
+Array legend: I items, B bins, N parts of items. Most constants were compared with others:
+``benchmarks/planner_constants.py``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Items:
         rows: [I] tokens.
         work: [I] float64 work.
         added: [I] float64 work that each share of a cut item has in addition, because it reads keys again.
-        long: [I] bool, whether the item is long.
+        long: [I] bool.
         keys: [I] tokens of the whole document.
     """
 
@@ -67,7 +68,7 @@ class Items:
     keys: np.ndarray
 
     def of(self, item: np.ndarray, part: np.ndarray) -> Items:
-        """Returns [N] items: item n is the fraction ``part[n]`` of the old item ``item[n]``."""
+        """Returns [N] items; item n is the fraction part[n] of the old item item[n]."""
         rows, work = self.rows[item] * part, self.work[item] * part
         return Items(rows, work, self.added[item], self.long[item], self.keys[item])
 
@@ -77,13 +78,7 @@ class Items:
 
 
 class Parts(NamedTuple):
-    """The parts of items that bins got.
-
-    Attributes:
-        item: [N] index of the item.
-        bin: [N] index of the bin.
-        part: [N] fraction of the item.
-    """
+    """The parts of items that bins got: [N] indices of items, indices of bins, and fractions of the items."""
 
     item: np.ndarray
     bin: np.ndarray
@@ -94,7 +89,6 @@ class Filled(NamedTuple):
     """Bins and the parts of items in them.
 
     Attributes:
-        parts: what each bin got.
         mean: [B] float64 work that each rank of a bin should get.
         need: [B] float64 work that each bin still lacks; negative if it has too much.
         space: [B] float64 free tokens of each bin.
@@ -120,7 +114,6 @@ def deal_to_bins(
     A long item is cut into shares. Any other item is cut only if no bin can take it whole.
 
     Args:
-        items: the items, longest first.
         mean: work that each rank should get, about 1.
         room: [B] tokens that each bin has room for.
         ranks: [B] number of ranks in each bin.
@@ -172,8 +165,7 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     of an item are scaled so that their sum is what it was.
 
     Args:
-        items: the items that were dealt.
-        filled: the bins, which are ranks.
+        filled: the bins, which must be ranks.
         rate: the filler's work per token.
     """
     resizable = items.long & (items.work - rate * items.rows > _NO_SURPLUS * items.work)
@@ -273,7 +265,7 @@ class _Bins:
     def put_whole(self, item: int, rows: float, work: float) -> bool:
         """Puts an item whole into the bin that lacks most surplus among those with enough free tokens.
 
-        Returns False if no bin has enough, or if the bin would be too full (``OVERFULL``)."""
+        Returns False if there is no such bin, or if it would get too much work (``OVERFULL``)."""
         aside = []
         while self._heap and self._space[self._heap[0][1]] < rows:
             aside.append(heapq.heappop(self._heap))

@@ -8,7 +8,7 @@ each. ``shares.py`` is the other way to place documents, ping and pong together.
 - *Filler* is the shortest documents. It fills the room that other documents leave.
 - The *surplus* of a range of rows is its work minus the work of as many tokens of filler.
 
-Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Constants were chosen with
+Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Constants were compared with others:
 ``benchmarks/planner_constants.py``.
 """
 
@@ -38,7 +38,7 @@ Cutting is also repeated until the mean work of a rank changes by less than this
 _LEAST_PART = 0.05
 """No document is cut if a rank full of filler lacks less than this part of the mean work."""
 _PASSES = 3
-"""The most passes, each of which cuts all documents anew. Cuts add work, so a pass cuts for the mean of the last."""
+"""The most passes. Cuts add work, so each pass cuts all documents anew, for the higher mean work of ranks."""
 _CORRECTIONS = 2
 """How often the place of a document's first cut is guessed; each guess corrects the one before. With 1 instead, plans
 move 1.8 % more bytes."""

@@ -67,7 +67,7 @@ class DocumentPieces:
 
     @cached_property
     def closes(self) -> np.ndarray:
-        """Returns [P] bool, whether the piece is the last of its document."""
+        """Returns [P] bool, whether the piece is the last."""
         document = self.shards.document
         return np.append(document[1:] != document[:-1], True)[: len(self)]
 

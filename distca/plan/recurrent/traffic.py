@@ -30,10 +30,8 @@ class Summaries:
     """The numbers of summaries in forward or in backward of one nano-batch.
 
     Attributes:
-        states: number of own states that travel from rank to rank.
-        transitions: number of transitions that travel from rank to rank.
-        read: [R] int64 number of own states that each rank reads, from other ranks and from itself.
-        read_transitions: [R] int64 number of transitions that each rank reads, from other ranks and from itself.
+        states, transitions: for each pair of ranks, the number that travels.
+        read, read_transitions: [R] int64 own states and transitions that each rank reads, also of its own pieces.
     """
 
     states: PairRows
@@ -61,9 +59,7 @@ class RecurrentNano:
         last: [R] int64 rows in the last pieces of documents with several pieces.
         continuing: [R] int64 number of pieces that are not the first of their document.
         between: [R] int64 number of pieces that are neither the first nor the last of their document.
-        halo: number of halo rows that travel from rank to rank.
-        forward: the numbers of summaries in forward.
-        backward: the numbers of summaries in backward.
+        halo: for each pair of ranks, the number of halo rows that travel.
     """
 
     only: np.ndarray

@@ -6,7 +6,7 @@
   The three are in seconds; if servers are not equally fast, in seconds of a server of mean speed.
 
 Array legend: K directions (forward, backward, or both), R ranks, P pieces, M ranges that move, N chosen ranks.
-Constants were chosen with ``benchmarks/planner_constants.py``.
+Constants were compared with others: ``benchmarks/planner_constants.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Pieces(NamedTuple):
 
     @property
     def rows(self) -> np.ndarray:
-        """Returns [P] query rows."""
         return np.asarray(self.place[2] - self.place[1])
 
     def shortest(self, most: int) -> np.ndarray:
@@ -55,7 +54,6 @@ class Pieces(NamedTuple):
         If there are more, only one of several pieces with equal rows and stops is returned."""
         if len(self) <= most:
             return np.arange(len(self))
-        # Rows and stop become one number, which np.unique sorts.
         rows, stop = self.rows, self.place[2]
         return np.unique(rows * (int(stop.max()) + 1) + stop, return_index=True)[1][:most]
 
@@ -67,11 +65,9 @@ class MovedRanges(NamedTuple):
     """The ranges that leave a sender in one move.
 
     Attributes:
-        document: [M] document of each range.
-        start: [M] first query row.
-        stop: [M] one past the last query row.
+        start, stop: [M] first query row of each range, and one past the last.
         receiver: [M] server that gets the range.
-        seconds: [K][M] seconds on that server.
+        seconds: [K][M] seconds on the receiver.
     """
 
     document: list[int]
@@ -99,7 +95,6 @@ class HeldRows:
         Example: a document has rows [0, 4) on rank 0 and [4, 8) on rank 1. If rank 1 reads up to stop 6, 4 rows travel.
 
         Args:
-            document: the document.
             ranks: [N] ranks that read the document.
             stops: [G, N] for each of G cases, one past the last row that each rank reads; at most the document's rows.
             between_nodes: how much a row from another node counts; a row from the same node counts 1.
@@ -128,10 +123,9 @@ class SchedulerState:
 
     Attributes:
         load: [K, R] load of every server.
-        mean: [K] mean load.
+        mean: [K] mean load of servers.
         order: [R] ranks, sorted by the first row that they compute. Of equally good ranks, callers must take the first
             in this order, so that a plan does not depend on how ranks are numbered.
-        node: [R] node of every rank.
         kept: [R] number of k,v rows that every server reads.
         most_kept: the most k,v rows that a server should read.
         grew_by_joining: whether :meth:`joined` made the load of any server larger.
@@ -209,7 +203,6 @@ class SchedulerState:
         return float((self._above[:, rank] / self._mean).max())
 
     def most_above_target(self) -> float:
-        """Returns the largest :meth:`above_target` of all ranks."""
         return float((self._above / self._mean[:, None]).max())
 
     @property
@@ -263,11 +256,9 @@ class SchedulerState:
         """Updates loads, pieces, and the k,v rows that servers read, for one move.
 
         Args:
-            sender: the server that gives.
-            chosen: indices of the sender's pieces of which at least a part goes.
-            left: the parts of these pieces that stay with the sender.
+            chosen: indices of those pieces of the sender of which at least a part goes.
+            left: the parts of these pieces that stay.
             lost: [K] seconds that the sender loses.
-            moved: the ranges that go.
         """
         pieces = self.pieces_of(sender)
         more = []

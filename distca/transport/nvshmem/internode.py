@@ -59,7 +59,7 @@ class InternodeQueue(Streams, Protocol):
     """
 
     def put(self, to: int, source: int, size: int, peer: int, stream: Any) -> None:
-        """Starts copying ``size`` bytes from ``source``, in this rank's block, to ``to`` in the peer's block."""
+        """Starts copying ``size`` bytes from ``source`` in this rank's block to ``to`` in the peer's block."""
         ...
 
     def quiet(self, stream: Any) -> None: ...
@@ -100,12 +100,10 @@ class InternodeAddresses:
 
 @dataclass(frozen=True)
 class Slice:
-    """The rows of one put: N rows of one tensor for one peer.
+    """The rows of one put: N rows of the tensor ``source``.
 
     Attributes:
-        peer: the receiving rank.
-        source: the tensor.
-        rows: [N] int64 on the device, row numbers in ``source``.
+        rows: [N] int64 row numbers, on the device.
         staged: offset of the packed rows in their half of the staging memory, in bytes.
         lands: offset of the rows in the peer's receive buffer, in bytes.
         size: bytes of the N rows.
@@ -148,8 +146,6 @@ def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[S
 
 
 class InternodePeers:
-    """Sends one rank's rows and signals to its inter-node peers."""
-
     def __init__(self, addresses: InternodeAddresses, device: torch.device | str, queue: InternodeQueue) -> None:
         self._at, self._queue = addresses, queue
         self._half = addresses.staging_bytes // 2
@@ -225,7 +221,7 @@ class InternodePeers:
 
 
 class NvshmemQueue:
-    """CUDA streams and NVSHMEM's calls; NVSHMEM must have started."""
+    """CUDA streams and NVSHMEM's calls, after NVSHMEM has started."""
 
     create_stream = staticmethod(cuda_ops.create_stream)
     current_stream = staticmethod(cuda_ops.current_stream)
@@ -271,7 +267,6 @@ class SentInternode(Sent):
     written: Any
 
     def wait(self) -> None:
-        """Makes the current stream wait until all rows have arrived."""
         super().wait()
         torch.cuda.current_stream().wait_event(self.written)
 
@@ -285,7 +280,6 @@ class Peers:
         self._intranode, self._internode, self._internode_peers = intranode, internode, frozenset(internode_peers)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        """Queues the writes and signals of exchange ``number``; arguments are those of :meth:`InternodePeers.put`."""
         internode = {peer: pieces for peer, pieces in puts.items() if peer in self._internode_peers}
         if self._internode is None or not internode:
             return self._intranode.put(number, reuses, puts)
