@@ -76,8 +76,6 @@ def plan_phases(
 
     Args:
         layouts: for each micro-batch and nano-batch, the layout over one stage's ranks.
-        options: how to plan.
-        scheduler: plans one nano-batch.
     """
     stages, keeps = options.stages, options.keeps
 
@@ -142,7 +140,7 @@ def _of_combination(
 
 
 def _with_kinds(plan: Plan, nano: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
-    """Returns the plan with its fields ``windows`` and ``kind`` set; ``kinds`` has the kind of each stage's layer."""
+    """Returns the plan with ``windows`` and ``kind`` set, from the kind of each stage's layer (``kinds``)."""
     if not any(kinds) and not any(options.windows):
         return plan
     documents = [0 if layout is None else len(layout.first) for layout in nano]
@@ -183,8 +181,8 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
 def _with_travel(options: PlanOptions, layout: Layout) -> CostModel:
     """Returns the cost model of all servers.
 
-    A server without rows of its own waits until rows arrive. If linear layers are balanced too, the model adds part of
-    this time (``WAITED_FOR``) to the server's tasks."""
+    If linear layers are balanced too, a server without rows of its own has no work until rows arrive. So the model adds
+    part of this time (``WAITED_FOR``) to its tasks."""
     cost, has_rows = options.server_cost, layout.q_rows > 0
     if options.non_attention is None or not isinstance(cost, PoolCost) or has_rows.all():
         return cost

@@ -35,8 +35,8 @@ class Contexts:
     Attributes:
         last: the last task of each context; the context ends where this task stops.
         first: [L] first row of each context.
-        begin: [L] first row that is sent to the server. It has the rows [first, begin) from the previous nano-batch.
-        at: [L] where the rows [first, begin) are in the server's buffer of the previous nano-batch.
+        begin: [L] first row that enters the server's buffer; earlier rows are in the previous nano-batch's buffer.
+        at: [L] where the rows [first, begin) are in the previous nano-batch's buffer.
         of_task: [T] index of every task's context.
     """
 
@@ -48,7 +48,7 @@ class Contexts:
 
     @property
     def rows(self) -> np.ndarray:
-        """Returns [L] number of rows of each context that are sent to the server."""
+        """Returns [L] number of rows of each context that enter the server's buffer."""
         return self.last.stop - self.begin
 
 
@@ -76,7 +76,6 @@ class Plan:
 
     @property
     def kind_of_task(self) -> np.ndarray:
-        """Returns [T] int64 index in ``windows`` of each task's kind of layer."""
         return np.zeros(len(self.tasks), np.int64) if self.kind is None else self.kind[self.tasks.document]
 
     @cached_property
@@ -108,14 +107,10 @@ class Plan:
         return Contexts(last, first, begin, at, of_task)
 
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the rows of contexts that servers have from the previous nano-batch, given the last task of each.
+        """Returns ``begin`` and ``at`` of :class:`Contexts`, given the tasks ``before`` and each context's last task.
 
         Only whole shards count, because exchanges send a shard from its first row on. Example: the shards of a document
         are [0, 4), [4, 8) and [8, 12). In ping a server read the rows [0, 10). For pong only the rows [0, 8) count.
-
-        Returns:
-            Two [L] arrays: how many first rows of the context's document the server has; and where these rows begin in
-            the server's buffer of the previous nano-batch.
         """
         assert not any(self.windows), "kinds with a window keep no rows of the previous nano-batch"
         # stop [L]: the server read the rows [0, stop) of the context's document in the previous nano-batch; 0 if it

@@ -100,8 +100,8 @@ class AttentionCall(LayerCall):
         """Waits for this home's o and applies sinks; returns o_NHD, zero in padding rows."""
         return _Leave.apply(graph_token, sink_H, self)
 
-    # Ranks of a pipeline stage without a micro-batch serve backward of other stages. These ranks have no autograd
-    # nodes, so ``idle_stage.py`` calls the next four methods.
+    # Ranks of a pipeline stage without a micro-batch compute attention's backward for other stages. These ranks have no
+    # autograd nodes, so ``idle_stage.py`` calls the next four methods.
 
     @classmethod
     def for_backward(

@@ -68,7 +68,6 @@ def moved(
 
     Args:
         source: contiguous rows to send.
-        moves: the ranks and places to which the rows go.
         rows: number of rows of the destination.
         new: the method of Tensor that makes the destination.
 

@@ -76,7 +76,7 @@ class BalancedRouter(TopKRouter):
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores, scores).sum(-1)
             nano_batch.balance.count(self.layer_number, nano_batch, best, chosen, entropy)
-            # Rows are added once, also if backward runs the router again: then the first run has no gradients.
+            # If backward runs the router again, the first run has no gradients, so rows are added once.
             if graded and self.enable_expert_bias:
                 self.local_tokens_per_expert += (chosen & nano_batch.real_N[:, None]).sum(0)
         if graded and (coefficient(config, "aux_loss") or coefficient(config, "seq_aux_loss")):
@@ -85,10 +85,8 @@ class BalancedRouter(TopKRouter):
 
 
 class NanoBatchExperts(MoELayer):
-    """Megatron's layer with experts, whose forward sends rows by :class:`Exchange`."""
-
     def forward(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """Returns [rows, 1, hidden] each row's sum over its experts and the shared expert; and None for the bias."""
+        """Returns [rows, 1, hidden] the sum of the outputs of each row's experts and the shared expert; and None."""
         return last_of(self.parts(hidden, nano_batch)), None
 
     def parts(self, hidden: torch.Tensor, nano_batch: NanoBatch) -> Parts:
@@ -137,7 +135,7 @@ def last_of(parts: Parts) -> torch.Tensor:
 
 
 def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns ``function(*tensors)``. If ``again``, backward calls ``function`` once more in place of kept tensors."""
+    """Returns ``function(*tensors)``; if ``again``, backward calls ``function`` once more."""
     if not again:
         return function(*tensors)
     computed_twice: torch.Tensor = tensor_parallel.checkpoint(function, False, *tensors)

@@ -163,7 +163,6 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         Args:
             branch: the output of the mixer, or of an earlier layer's MLP. None if the residual already has it.
             hidden: [rows, 1, hidden] the residual.
-            nano_batch: as in :meth:`post`.
 
         Returns:
             The output of the MLP or experts, and the residual for :meth:`added`.
@@ -206,11 +205,9 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         return added, added, normed, norm
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's output: the residual plus the output of its MLP or experts."""
         return self._add(branch, residual, self.mlp_bda, self.post_mlp_layernorm)
 
     def _adds_plainly(self, branch: Branch, residual: torch.Tensor) -> bool:
-        """Whether there is no bias, norm, multiplier, dropout or cast between the branch and the sum."""
         output, bias = branch
         plain = bias is None and self.post_attention_layernorm is None and self.options.residual_multiplier == 1.0
         return plain and not (self.hidden_dropout and self.training) and output.dtype == residual.dtype

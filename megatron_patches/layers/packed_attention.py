@@ -28,7 +28,7 @@ class PackedAttention(MegatronModule):
 
     Attributes:
         layer: the layer's number in the whole model, from 0.
-        kind: which keys a query of this layer sees, and how scores are scaled.
+        kind: which keys a query attends to in this layer, and how scores are scaled.
         softmax_offset: [this rank's heads] the learned sinks, or None. A sink is one more score in a head's softmax,
             without a value.
         kernel: the attention kernel; set by ``CAD.attach``.
@@ -81,8 +81,7 @@ class PackedAttention(MegatronModule):
 
         Args:
             query: [rows, 1, heads, head_dim].
-            key: [rows, 1, kv_heads, head_dim].
-            value: [rows, 1, kv_heads, head_dim].
+            key, value: [rows, 1, kv_heads, head_dim].
             attention_mask: the micro-batch; rows beyond ``attention_mask.rows`` are padding.
         """
         assert self.kernel is not None and self.timeline is not None

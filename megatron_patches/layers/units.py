@@ -25,7 +25,7 @@ from megatron_patches.layers.rotations import RowRotations
 
 @dataclass
 class Unit:
-    """The layers of a unit.
+    """One unit.
 
     Attributes:
         mixer: the layer with attention or a recurrence.
@@ -108,8 +108,6 @@ class _Bound:
 
 @dataclass(frozen=True)
 class BoundUnit(_Bound):
-    """A unit with attention."""
-
     @property
     def sink(self) -> torch.Tensor | None:
         """[this rank's heads] the learned sinks, one further score in each head's softmax; None without sinks."""

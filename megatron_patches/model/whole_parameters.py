@@ -55,7 +55,6 @@ def share_of(
     """Returns this tensor-parallel rank's part of a whole parameter.
 
     Args:
-        name: the parameter's name.
         full: the parameter in a model without tensor parallelism.
         shape: shape of this rank's part.
         rank: this rank's number among the tensor-parallel ranks.
@@ -107,7 +106,7 @@ def gather_gradients(
 
     Args:
         names: from :func:`names_in_whole`.
-        weights: weights of the whole model, for their shapes.
+        weights: as in :func:`gather_whole`.
     """
     parts = {names[name]: p.main_grad for name, p in model.named_parameters()}
     return gather_whole(parts, weights, divisions_of(model))
@@ -125,7 +124,7 @@ def gather_whole(
         weights: weights of the whole model, for their shapes.
     """
     own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
-    # The ranks of one group have different experts or different layers.
+    # In each of these groups, ranks have different experts or different layers.
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
     for group in groups:
         if group.size() == 1:
@@ -148,7 +147,6 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: D
     All tensor-parallel ranks call this function together.
 
     Args:
-        name: the parameter's name.
         share: this rank's part.
         full: shape of the whole tensor.
     """
@@ -158,7 +156,7 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: D
     shares = [torch.empty_like(share) for _ in range(tp)]
     dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     whole = torch.empty(full, dtype=torch.float64)
-    # Element i of ``numbers`` is i. A rank's part of ``numbers`` says where the elements of its share belong.
+    # Element i of ``numbers`` is i, so a rank's part of ``numbers`` has the places of its elements.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
         whole.view(-1)[share_of(name, numbers, share.shape, rank, divisions).flatten()] = part.double().cpu().flatten()

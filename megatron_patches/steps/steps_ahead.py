@@ -35,7 +35,7 @@ class AgreedSteps:
     def ahead(self, steps: Iterable[Step], first: int) -> Generator[Step, None, None]:
         """Yields the steps, and makes each while the step before runs.
 
-        All ranks call it for the same loops in the same order.
+        All ranks call this method for the same loops in the same order.
 
         Args:
             steps: makes a step at each ``next``.
@@ -97,7 +97,7 @@ class StepsAhead:
             self._next = self._thread.submit(self._make, stream)
 
     def _make(self, stream: torch.cuda.Stream | None) -> Step | None:
-        with torch.cuda.stream(stream):  # the training loop's, which reads the step's tensors
+        with torch.cuda.stream(stream):  # the training loop's stream, which reads the step's tensors
             return next(self._steps, None)
 
     def close(self) -> None:

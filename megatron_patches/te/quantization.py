@@ -60,7 +60,6 @@ def keeps_inputs(linear: Any) -> bool:
 
 
 def make_recipe(config: TransformerConfig) -> Any:
-    """Returns Transformer Engine's recipe for a configuration; None without FP8."""
     from megatron.core.fp8_utils import get_fp8_recipe
 
     return get_fp8_recipe(config) if config.fp8 is not None else None
@@ -70,7 +69,7 @@ def make_recipe(config: TransformerConfig) -> Any:
 def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
     """Makes one of Transformer Engine's layers compute in FP8 inside the ``with`` block.
 
-    The block does nothing if an FP8 context is open already, for example one that Megatron opened around whole layers.
+    Nothing changes if an FP8 context is open already, for example one that Megatron opened around whole layers.
 
     Args:
         recipe: the scaling, from :func:`make_recipe`, or another recipe of Transformer Engine; None for no FP8.

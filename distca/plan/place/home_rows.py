@@ -4,7 +4,7 @@
   and tail to the same ranks, so queries in pong find the keys of the head there.
 - A document on several ranks is in *shares*. A share has a range of rows and its mirror image in the head, and a range
   and its mirror image in the tail.
-- *Filler* is the shortest documents. It fills the room that is left.
+- *Filler* is the shortest documents, which fill the room that is left.
 
 Example: two ranks have room for 6 tokens each, 3 of them in ping. A document of 8 rows is in two equal shares, and row
 4 is its first row in pong. In ping, rank 0 has the outer rows of the head, 0 and 3, and rank 1 has 1 and 2. In pong,
@@ -36,7 +36,6 @@ def home_rows(
 
     Args:
         length: [D] tokens of each document.
-        dealt: the documents on ranks.
         budgets: for each nano-batch, the [R] tokens of ranks.
         work: gives the attention time of query ranges.
         node: [R] node of every rank.

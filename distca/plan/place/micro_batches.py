@@ -43,7 +43,7 @@ def deal_over_micro_batches(
     order = np.argsort(-length, kind="stable")
     turn = list(range(len(tokens)))
     if stages > 1:
-        turn.sort(key=lambda number: min(number, len(tokens) - 1 - number))  # from both ends
+        turn.sort(key=lambda number: min(number, len(tokens) - 1 - number))  # the first and the last begin
     left, dealt = tokens.tolist(), np.empty(len(length), np.int64)
     sizes = length[order]
     firsts = np.flatnonzero(np.append(True, sizes[1:] != sizes[:-1])[: len(sizes)])

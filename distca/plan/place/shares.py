@@ -4,7 +4,7 @@
 - A micro-batch is computed as one *nano-batch*, or as two with about half of the tokens each: *ping*, then *pong*. A
   document's *head*, its first rows, may be in ping, and its other rows in pong.
 - A *long* document has more work or tokens than one rank should get. It is cut into *shares* for several ranks.
-- *Filler* is the shortest documents. It is dealt later, into the tokens that other documents leave free.
+- *Filler* is the shortest documents, which are dealt last, into the tokens that other documents leave free.
 - The *surplus* of a document is its work minus the work of as many tokens of filler.
 
 Array legend: D documents, F documents that are filler, I items (documents that are not filler), N ranges of rows, R
@@ -27,15 +27,14 @@ from distca.plan.sorting import in_turns, order_by
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
-"""For up to this many ranks, ``distca/plan/step.py`` may plan two placements and take the cheaper. For more ranks it
-plans one, to save time; with ping and pong, :func:`deal` then deals so that each rank reads the keys of few
-documents."""
+"""For up to this many ranks, ``distca/plan/step.py`` may plan two placements and take the cheaper. For more ranks, this
+would take too long; with ping and pong, :func:`deal` then lets each rank read the keys of few documents."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents are filler: as many as have at most this fraction of all work together. With 0.1 instead,
 plans move 3.5 % more bytes."""
 ONE_BY_ONE = 2048
-"""The most documents per rank that are dealt one by one. All shorter documents are filler. This limits planning time
-for millions of short documents."""
+"""The most documents per rank that are dealt one by one, which limits planning time. All shorter documents are
+filler."""
 _PING = 0.25
 """The fraction of a document's work in the first half of its rows. Ping gets at most this fraction of all work if long
 documents are wholly in pong, otherwise at least this fraction. With 0.15 instead, plans move 1.1 % more bytes."""
@@ -94,15 +93,13 @@ class NanoSplit:
         """Returns the split of a micro-batch.
 
         If a long document has rows in ping and in pong, ranks read the keys of its head twice, which takes time. So
-        ``lean`` puts long documents wholly into pong, if ping has enough other work. Pong then needs more memory, since
-        it reads more keys at once.
+        ``lean`` puts long documents wholly into pong, if ping has enough other work.
 
         Args:
             shared: fraction of all work that long documents have.
             rows: fraction of all rows that long documents have.
             sparse: work of a rank that has only documents with little work per token (``_DENSE`` in ``bins.py``).
             longest_other: rows of the longest document that is not *long*, divided by the largest budget.
-            lean: whether long documents may be wholly in pong.
         """
         # A head with the fraction f of a document's rows has about f² of its work.
         if shared <= _FEW_SHARED or not lean:
@@ -128,7 +125,6 @@ class Dealt:
         left: (document, low, high) of each range that found no room, as in :class:`Shares`.
         work: [D] work of every document.
         short_rate: the filler's work per token.
-        split: the split of work between ping and pong.
         long: [D] bool, whether a document is long. Another document has several shares if it fitted on no rank whole.
     """
 
@@ -164,7 +160,6 @@ def deal(
         budgets: [R] tokens per rank; they add up to all tokens.
         work: the function that :func:`work_of` returns for these documents.
         node: [R] node of every rank, ascending.
-        nano_batches: 1, or 2 for ping and pong.
         lean: whether long documents may be wholly in pong.
     """
     # "order" has documents longest first. The first "count" are dealt one by one, and the others are filler. "filler"

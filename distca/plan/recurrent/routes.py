@@ -23,16 +23,12 @@ from distca.plan.recurrent.pieces import DocumentPieces
 
 @dataclass(frozen=True)
 class PieceRoute:
-    """One rank's part of one nano-batch.
-
-    Array legend: P pieces of this rank and nano-batch, in the order of their rows.
+    """One rank's [P] pieces of one nano-batch, in the order of their rows.
 
     Attributes:
         ranks: number of ranks that hold rows.
-        begin: [P] int64 first row of each piece in the rank's tensor.
-        end: [P] int64 one past the last row of each piece.
-        opens: [P] bool, whether the piece is the first of its document.
-        closes: [P] bool, whether the piece is the last of its document.
+        begin, end: [P] int64 first row of each piece in the rank's tensor, and one past its last row.
+        opens, closes: [P] bool, whether the piece is the first of its document, and whether it is the last.
         halo: the halo rows that travel, and those that each piece reads.
         forward: the summaries that travel in forward.
         backward: the summaries that travel in backward; there, B is a gradient of a state.
@@ -56,8 +52,7 @@ def piece_routes(layouts: Sequence[Layout], rank: int, halo_rows: int) -> tuple[
     """Returns the route of ``rank`` for each nano-batch.
 
     Args:
-        layouts: for each nano-batch, the ranks and rows of documents.
-        rank: the rank.
+        layouts: for each nano-batch, the ranks that hold the rows of documents.
         halo_rows: number of earlier rows that the convolution reads for each row.
     """
     pieces = DocumentPieces.of(layouts)

@@ -25,14 +25,14 @@ from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
 """The most seconds that a cut may add, divided by the seconds of the range that moves. A cut adds time because both of
-its sides read the same keys. Costlier cuts are not made, unless the caller sets ``Timer.most_overhead``."""
+its sides read the same keys. Costlier cuts are not made."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
 """The places that are tried for the part, from the piece's begin (0) to its end (1). Early rows attend to few keys, so
 more query rows must travel for the same work. Late rows need more keys and values."""
 _LEAST_BLOCKS = 8
-"""The least that a sender gives up, in kernel tiles of query rows at the piece's middle, even if less would do. With 32
-instead, plans move 1.5 % more bytes."""
+"""The least work that a sender gives up, as kernel tiles of query rows in the piece's middle, even if less would do.
+With 32 instead, plans move 1.5 % more bytes."""
 _FEW = 8
 """For up to this many receivers, the sizes of ranges are corrected once; for more, up to three times. With 2 instead,
 the slowest rank takes 0.16 % longer."""
@@ -55,9 +55,8 @@ class Timer:
 
     Attributes:
         work: gives the seconds of a range on every rank.
-        unit: [K] mean seconds of all ranks.
-        most_overhead: the most seconds that a cut may add, divided by the seconds of the range that moves.
-        sender: the rank that gives up ranges.
+        unit: [K] seconds that a rank computes, as a mean over ranks.
+        most_overhead: replaces ``MOST_OVERHEAD``.
         receivers: [C] the ranks that may take ranges.
     """
 
@@ -94,8 +93,7 @@ class Excess(NamedTuple):
     """A piece, and the time that the sender should save.
 
     Attributes:
-        start: first query row.
-        stop: one past the last query row.
+        start, stop: the first query row, and one past the last.
         seconds: [K] seconds of the whole piece.
         need: [K] seconds that the sender should save; negative in a direction where it has time left.
     """
@@ -107,10 +105,9 @@ class Excess(NamedTuple):
 
 
 class Receivers(NamedTuple):
-    """The ranks that may take ranges, in order of preference.
+    """The ranks that may take ranges, [C] in order of preference.
 
     Attributes:
-        rank: [C] the ranks.
         room: [K, C] seconds that each receiver may still gain.
         distant: [C] float64, 1 for receivers on another node than the sender's, else 0.
         price: returns the price of each place, [G]: the bytes that must travel; bytes between nodes count more.
@@ -161,9 +158,10 @@ def least_of(directions: np.ndarray) -> np.ndarray:
 
 
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
-    """Returns ranges for receivers, at the place with the lowest price; None if every range is bad.
+    """Returns ranges for receivers, at the place with the lowest price.
 
-    The ranges save the sender ``excess.need`` seconds, or less if receivers have too little room."""
+    The ranges save the sender about ``excess.need`` seconds, or less if receivers have too little room. The result is
+    None if no range fits its receiver and is worth its cut."""
     # The size of a range is its number of query-key pairs. Sizes are guessed, and corrected in the loop.
     whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
@@ -334,7 +332,6 @@ def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer
 
 
 def _over(split: RangeSplit) -> list[bool]:
-    """Returns [N] whether each range takes more seconds than its receiver has room for."""
     over = [False] * len(split.chosen)
     for room, moved in zip(split.room, split.moved, strict=True):
         over = [was or own > most * (1 + 1e-9) for was, own, most in zip(over, moved, room, strict=True)]

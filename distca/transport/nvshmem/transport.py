@@ -5,7 +5,7 @@ bytes in the receive buffers, the same on all ranks. A receiver *consumes* an ex
 buffer to their destination tensors. Then later exchanges may use these bytes.
 
 Rows for another node may take two *hops*: to one rank of that node, and from there to its other ranks. Gradients go
-back the same way. Each hop has its own number (1, 2, 3 and so on).
+back the same way. Other exchanges have one hop. Hops are numbered 1, 2, 3 and so on, equally on all ranks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class OneSidedTransport:
             self._note_fallback(reason)
             return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
         two, last = bool(hops.second), len(hops.first)
-        # With two hops, ``place.number`` is the number of the second.
+        # ``place.number`` is the number of the last hop.
         place = self._ring.place(sizes, hops=1 + two)
         begins = [place.begin + offset for offset in place.offsets]
         first = Landing(place.number - two, place.reuses, hops.first, begins[:last])
@@ -151,13 +151,13 @@ class OneSidedTransport:
 
         Args:
             landings: the hops whose rows are copied.
-            tokens: tokens of this rank's writes.
+            tokens: a token for each hop's writes by this rank; :meth:`Fabric.join` waits for it.
             beside: token of the second hop's side stream; None without a second hop.
             kept: token of the copies of rows that stay on this rank; None for no wait.
         """
         if beside is not None:
             self._fabric.join(beside)
-        # Received rows may be added to destination rows that the copies on this rank write first.
+        # Received rows may be added to rows that stay on this rank. These must be copied first.
         adds = any(part.moves.reduction is not None for landing in landings for part in landing.parts)
         for landing in landings:
             self._fabric.arrived(landing.number, landing.senders)
