@@ -43,6 +43,7 @@ class GroupHeads:
         rows: of this rank.
         most: rows of the group's fullest rank.
         place: [T] int64, where each token is among all ranks' rows.
+        token: [C · M] int64, the inverse; 0 where no token is.
         routes: of the whole documents, by rows of halo.
     """
 
@@ -50,6 +51,7 @@ class GroupHeads:
     rows: int
     most: int
     place: torch.Tensor
+    token: torch.Tensor
     routes: Mapping[int, RecurrentRoutes]
 
     @staticmethod
@@ -63,7 +65,10 @@ class GroupHeads:
         device: Destination,
     ) -> GroupHeads:
         """``lengths``: of the group's documents, as ``place`` has them."""
-        return GroupHeads(group, rows, most, to_device(place, device), routes_of(lengths, halos, device))
+        token = np.zeros(group.size * most, np.int64)
+        token[place] = np.arange(len(place))
+        routes = routes_of(lengths, halos, device)
+        return GroupHeads(group, rows, most, to_device(place, device), to_device(token, device), routes)
 
     def recur(
         self,
@@ -118,7 +123,8 @@ class GroupHeads:
         return received_CMF.flatten(0, 1).index_select(0, self.place)
 
     def _to_rows(self, x_TF: torch.Tensor) -> torch.Tensor:
-        spread = x_TF.new_zeros(self.group.size * self.most, x_TF.shape[1]).index_copy(0, self.place, x_TF)
+        # Not index_copy, for which autograd would keep all rows. No rank reads rows where no token is.
+        spread = x_TF.index_select(0, self.token)
         received_CMF = _Exchange.apply(spread.unflatten(0, (self.group.size, -1)), self.group.group)
         rows: torch.Tensor = received_CMF[:, : self.rows].transpose(0, 1)
         return rows

@@ -13,6 +13,7 @@ from typing import Literal
 
 from distca.device.sizes import LOGITS_BYTES
 from distca.models.expert_bytes import ExpertBytes
+from distca.models.hybrid import DELTA_NET
 from distca.models.shape import LayerKind, ModelShape
 from distca.sizes.fp8_shapes import Fp8
 
@@ -103,13 +104,21 @@ class LayerBytes:
 
     def kept_by_core(self) -> int:
         """Bytes that a recurrent core and the gated norm behind it keep at home: the rows before the convolution, its
-        gates, o and its gate; and of a gate behind attention. What is multiplied by a gate is kept too, unless all is
-        recomputed. Of attention itself nothing: where its tensors are is the caller's to say."""
+        gates, o and its gate; and of a gate behind attention. Unless all is recomputed, what the norm keeps for itself
+        and its gated output are kept too. Of attention itself nothing: where its tensors are is the caller's to say."""
         hybrid, again = self.shape.hybrid, self.recompute != "all"
         if not self.kind.recurrent:
             return self.value * self.o * (1 + again) if hybrid.output_gate else 0
-        elements = hybrid.channels + (2 + again) * hybrid.values
-        return (self.value * elements + 8 * (1 + again) * hybrid.value_heads) // self.tp
+        of_norm = self._kept_by_gated_norm() if again else 2 * self.value
+        rows = self.value * hybrid.channels + of_norm * hybrid.values
+        return (rows + 8 * (1 + again) * hybrid.value_heads) // self.tp
+
+    def _kept_by_gated_norm(self) -> int:
+        """Bytes for each channel of a recurrent core's output. A gated delta net's norm keeps o and the gate, and what
+        it multiplies by the gate: torch.compile saves a kernel's output, and never runs the kernel again. Mamba-2's
+        keeps x, the gate and its SiLU, their product, and that normalised, all in float32. The output projection keeps
+        what it reads."""
+        return 4 * self.value if self.kind.recurrent == DELTA_NET else self.value + 5 * 4
 
     def core_at_work(self) -> int:
         """Bytes of a token in the backward of a recurrent core: of each head q, k, v and their gradients twice, dO,

@@ -140,7 +140,8 @@ class FlaDeltaRule:
         for run in _runs(spans, do_NHV.device):
             own = _named(rows, run)
             own["g"] = self._sums(own["g"], chunk_size=CHUNK_ROWS, scale=1 / np.log(2), **run.borders)
-            _, _, solved = self._within(k=own["k"], v=own["v"], g=own["g"], beta=own["beta"], **run.borders)
+            # The index frees the other two results at once.
+            solved = self._within(k=own["k"], v=own["v"], g=own["g"], beta=own["beta"], **run.borders)[2]
             with self._gradients_within_chunks():
                 dq, dk, dv, dbeta, dg, dstates, _, _ = self._fla.chunk_gated_delta_rule_bwd(
                     **own,

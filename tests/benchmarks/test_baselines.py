@@ -296,3 +296,20 @@ def test_parts_for_fla_are_equal_and_begin_with_padding(monkeypatch, rank, own):
     assert calls["convolution"] == ((1, 4, what.channels), ([0, 1, 4, 8], "its group", 4, [0, 1, 4, 8]))
     assert calls["rule"] == ((1, 4, 4, 8), (1, 4, 4, 8), (1, 4, 4), (1, 4, 4), 8**-0.5)
     assert torch.equal(o[:own].flatten(1), mixed[:own, 32:]) and not o[own:].any() and o.shape == (6, 4, 6)
+
+
+def test_rows_that_come_back_from_heads_are_not_kept_for_backward(monkeypatch):
+    from benchmarks.baselines import heads
+
+    monkeypatch.setattr(heads._Exchange, "apply", lambda parts, _: parts.clone())
+    place = np.array([0, 2, 3])  # of two ranks with room for two rows, of which the first has one
+    whole = heads.GroupHeads.of(SimpleNamespace(group=None, size=2), 1, 2, place, np.array([3]), (), CPU)
+    rows, kept = torch.arange(1.0, 7.0).reshape(3, 2).requires_grad_(), []
+
+    def keep(each):
+        kept.append(each)
+        return each
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
+        found = whole._to_rows(rows)
+    assert found.flatten().tolist() == [1, 2, 3, 4] and not any(each.is_floating_point() for each in kept)

@@ -142,17 +142,33 @@ class _Rotate(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """One compiled function: it keeps what it is given, and the number that multiplies each head."""
+    """One compiled function: it keeps what it is given."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        ctx.save_for_backward(x, gate, weight, x.new_zeros(x.shape[:-1], dtype=torch.float32))
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, gate)
         return torch.zeros_like(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        x, gate, weight, _ = ctx.saved_tensors
-        return torch.zeros_like(x), torch.zeros_like(gate), None if weight is None else torch.zeros_like(weight)
+        x, gate = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(gate)
+
+
+class _GatedNorm(torch.autograd.Function):
+    """One compiled function with a kernel of a norm in it: it keeps what it is given, the number that multiplies each
+    head, and the kernel's output, as torch.compile never runs such a kernel again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        scale = x.new_zeros(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, gate, weight, scale, torch.zeros_like(x))
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, gate, weight, *_ = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(gate), torch.zeros_like(weight)
 
 
 def allocate_as_on_gpus(patch: Any) -> None:
@@ -185,7 +201,7 @@ def allocate_as_on_gpus(patch: Any) -> None:
         from megatron.core.ssm.gated_delta_net import GatedDeltaNet
         from megatron.core.transformer.attention import Attention
 
-        patch(GatedDeltaNet, "_apply_gated_norm", lambda self, x, z: _Gated.apply(x, z, self.out_norm.weight))
+        patch(GatedDeltaNet, "_apply_gated_norm", lambda self, x, z: _GatedNorm.apply(x, z, self.out_norm.weight))
         patch(Attention, "_apply_output_gate", lambda self, x, gate: _Gated.apply(x, gate))
     for module in (output_loss, wgrad_accumulation, grouped_linear):
         patch(module, "add_product", lambda *_: None)

@@ -77,6 +77,7 @@ HYBRID = {
     "model.hybrid.key_dim": "8", "model.hybrid.value_dim": "16", "model.hybrid.output_gate": "true",
 }  # fmt: skip
 OF_HYBRID = [HYBRID, HYBRID | AT_HOME, HYBRID | {"train.recompute": "all"}]
+OF_HYBRID += [HYBRID | AT_HOME | {"model.hybrid.pattern": "M-*-"}]
 
 
 def _config(stages: int, layers: int, case: dict[str, str]) -> RunConfig:
