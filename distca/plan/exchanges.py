@@ -129,7 +129,6 @@ class Pieces:
             offset: [T] row of this position in the server's buffer.
             shards: the home rank and row of every range of a document.
             links: which ranks share a node; None if all ranks share one.
-            ranks: R.
         """
         start = np.maximum(begin[reads.task], shards.start[reads.shard])
         source = shards.row[reads.shard] + start - shards.start[reads.shard]
@@ -147,7 +146,6 @@ class Exchanges:
     """The exchanges of q rows, or of k and v rows, for all ranks.
 
     Args:
-        pieces: the row ranges that servers read.
         source_rows: [R] rows of every sender's tensor.
         only: the rank that :meth:`of` will be called for; with a rank, less is computed. None for any rank.
     """
@@ -219,12 +217,7 @@ class _Grouped:
 
 
 class _Arrivals:
-    """Counts the rows of N pieces that travel from ``sender`` to ``receiver``.
-
-    Attributes:
-        total: rows of all pieces.
-        most: the most rows at one receiver.
-    """
+    """Counts the rows of N pieces that travel; ``most`` are the most rows at one receiver."""
 
     def __init__(
         self, sender: np.ndarray, receiver: np.ndarray, rows: np.ndarray, ranks: int, only: int | None

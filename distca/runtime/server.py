@@ -158,14 +158,11 @@ def compute_backward(
 
 @dataclass(frozen=True)
 class AttentionPool:
-    """The objects with which a rank exchanges and computes attention rows.
+    """The objects of a rank in a *pool*: a group of ranks that compute attention for each other.
 
-    A *pool* is a group of ranks that compute attention for each other. The *home* of a row is the rank that holds the
-    row between layers.
+    The *home* of a row is the rank that holds the row between layers.
 
     Attributes:
-        transport: moves rows between the ranks of the pool.
-        kernel: computes attention on this rank.
         timeline: records the times of this rank's compute and transfers.
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send them again.
         offload: host memory for rows that homes keep with "resend", and for the inputs of recomputed layers; with None

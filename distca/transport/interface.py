@@ -84,7 +84,7 @@ class Hops:
 
 
 def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
-    """Raises TransportError if a part's moves were planned for another number of ranks than ``ranks``."""
+    """Raises TransportError if a part was planned for another number of ranks than ``ranks``."""
     for part in parts:
         if len(part.moves.send_counts) != ranks:
             raise TransportError(
@@ -121,8 +121,7 @@ class Transport(Protocol):
 
     Attributes:
         name: "nccl", "gloo" or "nvshmem".
-        rank: this rank's number in the pool.
-        ranks: number of ranks in the pool.
+        rank, ranks: this rank's number in the pool, from 0, and the number of ranks in the pool.
     """
 
     name: str

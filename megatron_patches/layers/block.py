@@ -193,7 +193,7 @@ def layer_spec(
     disaggregate: bool = True,
     te: bool = False,
 ) -> ModuleSpec:
-    """Returns the spec of a layer with attention and an MLP; arguments and errors are those of :func:`block_spec`."""
+    """Returns the spec of one layer; arguments and errors are those of :func:`block_spec`."""
     local = get_gpt_layer_local_spec(
         normalization=config.normalization,
         qk_layernorm=config.qk_layernorm,
@@ -246,7 +246,7 @@ def _latent_spec(config: TransformerConfig, layer: ModuleSpec, options: ModelOpt
 
 
 def linear_classes(te: bool) -> tuple[type, type]:
-    """Returns the classes of column-parallel and row-parallel linear layers; with ``te`` Transformer Engine's."""
+    """Returns the classes of column-parallel and row-parallel linear layers."""
     if te:
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 
@@ -256,7 +256,6 @@ def linear_classes(te: bool) -> tuple[type, type]:
 
 @cache
 def with_bias(linear: type) -> type:
-    """Returns a subclass of ``linear`` whose layers always have a bias."""
 
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         linear.__init__(self, *arguments, **{**named, "bias": True})  # type: ignore[misc]

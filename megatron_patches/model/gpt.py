@@ -1,7 +1,4 @@
-"""Makes Megatron's TransformerConfig, GPTModel and HybridModel from a :class:`distca.models.shape.ModelShape`.
-
-A ModelShape has a model's sizes, and its differences from LLaMA.
-"""
+"""Makes Megatron's TransformerConfig, GPTModel and HybridModel from a :class:`distca.models.shape.ModelShape`."""
 
 from __future__ import annotations
 
@@ -41,13 +38,11 @@ def transformer_config(
     Args:
         shape: sizes and settings of the model. ``model_options`` (``model_variant.py``) returns the settings that
             have no field in the configuration.
-        dtype: type of parameters and activations.
         sequence_parallel: Megatron's ``sequence_parallel``; ignored without tensor parallelism.
         recompute_mlp: whether backward recomputes every layer's MLP or experts.
         cpu_initialization: whether weights are drawn on the CPU, equal for all tensor-parallel sizes.
         fp8: how Transformer Engine's linear layers scale tensors to FP8, or "none".
         fp8_weights: whether Transformer Engine's linear layers store weights in FP8, without a copy in ``dtype``.
-        init_std: standard deviation of the initial weights.
     """
     tp, latent = parallel_state.get_tensor_model_parallel_world_size(), latent_fields(shape)
     made = MLATransformerConfig if latent else TransformerConfig
@@ -184,7 +179,6 @@ def build_hybrid(
         spec: the spec of the stack of layers, for example from ``hybrid_stack_spec`` of ``distca.CAD``.
         pattern: Megatron's ``hybrid_layer_pattern``: one symbol for each layer, and ``|`` between pipeline stages.
         rotary_percent: share of each head's dimensions that RoPE rotates, from 0 to 1.
-        positions: "rope", or "none" for attention without positions.
         tied: whether the embedding and the output layer share their weights.
     """
     from megatron.core.models.hybrid.hybrid_model import HybridModel

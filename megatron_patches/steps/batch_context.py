@@ -62,12 +62,8 @@ class PackedMicroBatch:
         batch: the borders between this rank's documents, for the attention kernel.
         rows: number of rows that belong to documents; padding comes after them.
         recurrent: borders of documents for recurrent layers, by ``Recurrence.halo_rows``: the number of rows before a
-            row that the layer's causal convolution reads.
-        document_lengths: [N] int64 length of each row's document; None if the model's position embedding does not need
-            lengths.
-        documents: [N] int64 number of each row's document in the micro-batch; -1 in padding.
-        document_count: number of documents in the micro-batch, over all ranks.
-        balance: the number of rows that go to each expert; None in models without experts.
+            row that the layer's causal convolution reads. For the other attributes see
+            :class:`DisaggregatedMicroBatch`.
     """
 
     batch: TaskBatch
@@ -100,7 +96,6 @@ class PackedMicroBatch:
             k_NGD: keys of the same rows.
             v_NGD: values of the same rows; in latent attention their last axis may be shorter than D.
             kind: the layer's window, softmax scale and softcap.
-            timer: returns the context in which the kernel's "forward" or "backward" is timed.
             sink_H: for each head a learned logit that joins the softmax as one more score, or None.
         """
         if not self.rows:
@@ -150,7 +145,7 @@ def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> 
     Args:
         x: [sum(nano_rows), ...] the rows of all tensor-parallel ranks, one rank after the other.
         nano_rows: number of rows in each nano-batch, multiples of ``chunks``.
-        chunks: number of tensor-parallel ranks over which sequence parallelism splits the rows.
+        chunks: number of tensor-parallel ranks.
     """
     sizes = [rows // chunks for rows in nano_rows] * chunks
     pieces = x.split(sizes)

@@ -45,7 +45,6 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
     """Returns [1, rows], a figure for each row of this rank; 0 in padding.
 
     Args:
-        batch: a micro-batch of ``step.batches``.
         documents: for each document of the micro-batch [n], a figure for each of its n tokens, all on one device.
             Documents must be in the order of ``step.documents``, which a plan may change.
 

@@ -64,10 +64,8 @@ class Step:
 
     Attributes:
         documents: the documents, by micro-batch of the plan. The plan may move documents to other micro-batches.
-        plan: the plan of all ranks.
         balance: each rank's estimated seconds of compute as planned, and without balancing.
         routes: this rank's routes; None if every rank computes the attention of its own rows.
-        batches: this rank's rows, by micro-batch.
         planning_ms: milliseconds from the beginning of planning until attention's routes were made.
         waited_ms: milliseconds that the training loop waited for the step.
         vocabulary: all token ids of this rank are below this number; None if ids were not checked.
@@ -95,9 +93,7 @@ class Taker:
     """The rank for which a step is made, and what its model needs.
 
     Attributes:
-        stage: the rank's pipeline stage.
         rank: the rank's number among data-parallel ranks.
-        device: the device of the rank's rows.
         lengths: whether the model's position embedding needs the length of every row's document.
         vocabulary: token ids have to be below this number; None leaves ids unchecked.
         recurrences: for each layer of the model its recurrence, or None for a layer with attention. Empty if all layers
@@ -128,14 +124,14 @@ def make_step(
         room: the most tokens of a micro-batch, over all ranks. Within this limit the planner may move documents between
             micro-batches, unless ``documents.homes`` gives documents their ranks. 0 leaves documents where they are.
         number: the step's number, for messages.
-        folder: the folder for the file that is written if the planner fails.
+        folder: where a file is written if the planner fails.
         remote: the servers without a model, which compute the plan too; None without such servers.
 
     Raises:
         FailedPlanError: the planner failed with an unexpected error.
         PlanError: documents cannot be laid out over ranks; a document spans ranks while ``options.disaggregate`` is
             False; or a server without a model computed a different plan.
-        LaunchError: a server without a model does not answer.
+        LaunchError: a server without a model does not answer, and the run cannot go on without it.
         DataError: a document on this rank has a token id that is no whole number or not below ``taker.vocabulary``.
     """
     began = time.perf_counter()
@@ -285,10 +281,7 @@ def batch_on_device(
     *,
     lengths: bool = False,
 ) -> Batch:
-    """Returns a rank's rows of a micro-batch as tensors, which have their values once ``upload`` is sent.
-
-    With ``lengths`` the attention object also gets the length of every row's document.
-    """
+    """Returns a rank's rows of a micro-batch as tensors, which have their values once ``upload`` is sent."""
     columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions, rows.documents)
     tokens, labels, loss_mask, positions, numbers = (upload.add(column)[None] for column in columns)
     if lengths:
@@ -305,7 +298,6 @@ def packed_batches(
     *,
     lengths: bool = False,
 ) -> tuple[Batch, ...]:
-    """Returns micro-batches for Megatron's own schedules."""
     columns = with_equal_rows(rows) if options.stages > 1 else rows
     return tuple(batch_on_device(upload, *each, lengths=lengths) for each in zip(columns, attention, strict=True))
 

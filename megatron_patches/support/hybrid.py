@@ -1,8 +1,8 @@
 """Refuses settings that are not supported with recurrent layers or with gates on attention's output.
 
-Recurrent layers are gated delta nets and Mamba-2. A GPTModel has gated delta nets if its
-``experimental_attention_variant`` is "gated_delta_net". A HybridModel has a *pattern* with one letter for each layer,
-such as "G-*-": "G" is a gated delta net, "M" Mamba-2, "*" attention, "-" an MLP.
+A GPTModel has recurrent layers if its ``experimental_attention_variant`` is "gated_delta_net". A HybridModel has a
+*pattern* with one letter for each layer, such as "G-*-": "G" is a gated delta net, "M" Mamba-2, "*" attention, "-" an
+MLP.
 """
 
 from __future__ import annotations
@@ -40,15 +40,9 @@ def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: to
 def check_hybrid(
     config: TransformerConfig, pattern: str, options: ModelOptions, disaggregate: bool, offload: bool
 ) -> None:
-    """Refuses a setting that is not supported with recurrent layers or output gates.
+    """Raises SupportError for a setting that is not supported with recurrent layers or output gates.
 
-    Args:
-        pattern: the letters of a HybridModel's layers; empty for a GPTModel.
-        disaggregate: False if every rank computes the attention of its own rows.
-        offload: True if inputs of layers wait for backward in host memory.
-
-    Raises:
-        SupportError: a setting is not supported; the message names the setting and the value to set.
+    ``pattern`` is a HybridModel's pattern; it is empty for a GPTModel.
     """
     delta_nets = has_recurrent_layers(config)
     _check_options(pattern, options)

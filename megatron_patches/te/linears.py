@@ -99,8 +99,8 @@ class _Linear:
 
 
 class ColumnLinear(_Linear, TEColumnParallelLinear):  # type: ignore[misc]
-    """A linear layer whose outputs are split over tensor-parallel ranks, such as linear_qkv and linear_fc1."""
+    pass
 
 
 class RowLinear(_Linear, TERowParallelLinear):  # type: ignore[misc]
-    """A linear layer whose inputs are split over tensor-parallel ranks, such as linear_proj and linear_fc2."""
+    pass

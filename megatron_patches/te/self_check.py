@@ -16,7 +16,6 @@ from megatron_patches.te.quantization import fp8_of, in_fp8
 logger = logging.getLogger(__name__)
 
 _WIDTH, _OUT, _ROWS = 256, 384, 512
-"""The layer's inputs, outputs and rows."""
 _MOST = {"none": 0.0078, "current": 0.10, "delayed": 0.10, "blockwise": 0.10}
 """The largest relative error that passes, for each way of scaling to FP8; "none" is bfloat16.
 

@@ -1,4 +1,4 @@
-"""Builds Megatron's AdamW and learning-rate schedule, for the trainer of ``distca``."""
+"""Builds Megatron's AdamW and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OptimizerAndSchedule:
         """Clips gradients, updates weights and advances the schedule.
 
         Returns:
-            The norm of the gradients before they were clipped, and the learning rate of this update.
+            The norm of the gradients before clipping, and the learning rate of this update.
         """
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         done, grad_norm, _ = self.optimizer.step()

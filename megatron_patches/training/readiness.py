@@ -50,9 +50,7 @@ def made_ready(
     Args:
         model: from ``wrap_for_data_parallel``. With ``forward_only`` it may also be a model that is not wrapped.
         forward_step: the ``forward_step_func`` for Megatron's schedules.
-        pool: the kernel and transport of the CAD that runs the step.
         options: the planner's options of the CAD that runs the step.
-        forward_only: True if no gradients are computed.
 
     Returns:
         A function that calls ``forward_step`` and checks what ``forward_step`` returns.
@@ -124,8 +122,7 @@ def note_trained(model: DistributedDataParallel) -> None:
 def _check_replicas(model: Any) -> None:
     """Refuses a model whose weights differ between data-parallel ranks.
 
-    They differ if the model was wrapped for a distributed optimizer, but trained with an optimizer without shards. Each
-    rank then has reduced gradients for its own shard only, but updates all weights.
+    They differ if the model was wrapped for a distributed optimizer, but trained with an optimizer without shards.
     """
     if getattr(model, "weights_gathered", True):  # a distributed optimizer has run, or nothing is sharded
         return
@@ -153,11 +150,7 @@ def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def check_wrapped(model: Any) -> None:
-    """Refuses a model that ``wrap_for_data_parallel`` did not return: its gradients would not be reduced.
-
-    Raises:
-        SupportError: the model does not come from ``wrap_for_data_parallel``; the message names its class.
-    """
+    """Raises SupportError for a model that ``wrap_for_data_parallel`` did not return."""
     finalize = getattr(getattr(model, "config", None), "finalize_model_grads_func", None)
     if not isinstance(model, DistributedDataParallel) or finalize is None:
         raise SupportError(

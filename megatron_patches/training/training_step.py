@@ -45,7 +45,6 @@ def wrap_for_data_parallel(
 
     Args:
         model: the model, which is cast to bfloat16 if its configuration has ``bf16``.
-        distributed_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
         gradients: the dtype in which gradients are added up and reduced, torch.float32 or torch.bfloat16.
     """
     config = model.config
@@ -104,7 +103,6 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
         models: from :func:`wrap_for_data_parallel`.
         tokens: int scalar on the device, the number of target tokens of this rank. Only the last stage's number is
             read. Afterwards the tensor has the number of the global batch on all ranks.
-        options: further arguments of Megatron's ``finalize_model_grads``.
 
     Raises:
         SupportError: a weight got more or fewer gradients than in the first step, or got none in the first step.
@@ -227,7 +225,6 @@ def run_schedule(
         model: from :func:`wrap_for_data_parallel`.
         batches: this rank's micro-batches; their number is the same on all data-parallel ranks.
         forward_step: from :func:`with_counted_tokens`.
-        forward_only: whether to leave out backward.
 
     Returns:
         The loss function's reports, by micro-batch; empty on pipeline stages without the loss.
@@ -272,7 +269,7 @@ def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch
 
     Args:
         loss_mask: [1, rows] bool, or float32 weights. Tokens with a value above 0 are target tokens.
-        total: the model's output, which is the summed loss.
+        total: the summed loss.
 
     Returns:
         The summed loss, the int number of target tokens, and a report: [2] float64 with both.

@@ -55,16 +55,13 @@ class Balancer:
 
     Args:
         state: loads, limits and pieces of all servers; moves are written into it.
-        timer: gives seconds of ranges.
         q_bytes: bytes that travel for a query row that is computed away from home.
         kv_bytes: bytes that travel for a key/value row that a server reads away from home.
 
     Attributes:
         unit: [K, 1] mean load of a server, in seconds.
-        prices: for each node, what :meth:`_prices_from` returned.
         place: [R] position of every rank in ``state.order``.
         lately: [R] all ranks in the order that :meth:`_falling` found last.
-        unlike: whether servers are not equally fast.
     """
 
     def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
@@ -124,7 +121,6 @@ class Balancer:
         """Gives away some of the sender's work.
 
         Args:
-            sender: the server that gives.
             room: [K, R] seconds that servers are below their limits.
             free: [R] ``room`` in parts of the mean load, in the direction with least room.
 
@@ -333,7 +329,7 @@ class Balancer:
 
 
 def _cheapest(price: np.ndarray) -> Iterator[int]:
-    """Yields the indices of up to ``_TRIES`` pieces, cheapest first, except those with infinite ``price`` [P]."""
+    """Yields the indices of up to ``_TRIES`` pieces with finite ``price`` [P], cheapest first."""
     for _ in range(min(_TRIES, len(price))):
         best = int(price.argmin())
         if not price[best] < np.inf:
