@@ -4,9 +4,10 @@ A micro-batch is computed in two parts, the *nano-batches*. The transfers of one
 of the other. A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear
 layers. A *server* is a rank that computes attention.
 
-- If both nano-batches are placed *together* (``place/shares.py``), ranks send about equally many rows. But more
-  documents have rows in both nano-batches, and the keys of such documents are read twice.
-- If nano-batches are placed *apart*, each by itself (``place/by_nano_batch.py``), fewer keys are read twice.
+- *together* (``place/shares.py``): ranks get about equal attention work, summed over both nano-batches. Each rank then
+  sends about equally many rows.
+- *apart* (``place/by_nano_batch.py``): ranks get about equal attention work in each nano-batch. Fewer documents have
+  rows in both nano-batches, so fewer keys are read twice.
 
 Array legend: R ranks.
 """
@@ -26,14 +27,15 @@ from distca.plan.network import Links
 from distca.plan.plan import Plan
 
 _WORTH = 0.01
-"""The least fraction of the time that placing together must save; with less, nano-batches are placed apart. Otherwise a
-tiny gain would cost precision: the gradient of a k,v row that both nano-batches read is rounded twice. Values from 0 to
-0.05 give about equal plans (benchmarks/results/planner.md)."""
+"""If the placement together moves bytes, it must save this fraction of the time of the placement apart. A smaller gain
+is not worth the loss of precision: the gradient of a k,v row that both nano-batches read is rounded twice. Values from
+0 to 0.05 give about equal plans (benchmarks/results/planner.md)."""
 
 _FEWER_PIECES = 0.02
-"""The fraction by which attention and exposed transfers may take longer if recurrent layers get fewer pieces of
-documents. With a shortened Qwen3.5-9B on two H200s, steps then took 1 to 2 % less time. Attention is 6 to 22 % of these
-steps (benchmarks/results/hybrid_whole_documents_2_gpus.json)."""
+"""A placement that cuts fewer documents is taken if attention and waiting for transfers take longer by at most this
+fraction. Recurrent layers then have fewer pieces of documents to compute. With a shortened Qwen3.5-9B on two H200s,
+steps took 1 to 2 % less time; attention is 6 to 22 % of them
+(benchmarks/results/hybrid_whole_documents_2_gpus.json)."""
 
 
 class Scheduler(Protocol):
@@ -44,15 +46,15 @@ class Scheduler(Protocol):
 
         Args:
             layout: the homes of the nano-batch's rows.
-            direction: the direction whose attention seconds are balanced over servers, or both.
-            beside: [R] seconds of other work that servers do at the same time.
+            direction: whether to balance the attention seconds of forward, of backward or of both.
+            beside: [R] seconds of servers' other work, which are balanced together with attention.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Price:
-    """The price of one layer's plans, in forward and backward together.
+    """The cost of one layer's plans, summed over forward and backward.
 
     Attributes:
         attention: seconds of the slowest server, summed over nano-batches.
@@ -66,20 +68,17 @@ class Price:
     bytes: int
 
     def beats(self, other: Price) -> bool:
-        """Returns whether this price of placing together beats the ``other`` price, of placing apart.
+        """Returns whether the placement together, with this price, is better than apart, with the ``other`` price.
 
-        There are two cases. In the first, no row travels if placed together, and attention takes no longer. In the
-        second, ranks wait for transfers if placed apart; placing together saves time (``_WORTH``) and moves no more
-        bytes."""
+        It is better if it moves no bytes and attention takes no longer. It is also better if ranks wait for transfers
+        apart, and together saves time (``_WORTH``) and moves no more bytes."""
         if not self.bytes and self.attention <= other.attention:
             return True
         gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
         return other.exposed > 0 and gains and self.bytes <= other.bytes
 
     def is_worth_fewer_pieces(self, other: Price) -> bool:
-        """Returns whether this price, of a placement that cuts few documents, is low enough (``_FEWER_PIECES``).
-
-        The ``other`` price is that of a placement by work."""
+        """Returns whether to take the placement with this price, which cuts fewer documents than the ``other``."""
         return self.attention + self.exposed <= (other.attention + other.exposed) * (1 + _FEWER_PIECES)
 
 
@@ -88,7 +87,7 @@ NanoPlans = Sequence[tuple[Plan, Plan]]
 
 
 def once(scheduler: Scheduler) -> Scheduler:
-    """Returns a scheduler that plans each layout and direction once. With ``beside`` it always plans anew."""
+    """Returns a scheduler that remembers its plans, except those with ``beside``."""
     found: dict[tuple[Layout, Direction], Plan] = {}
 
     def planned(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
@@ -111,11 +110,11 @@ def cheaper(
     """Returns the layouts of the cheaper placement.
 
     Args:
-        by_nano_batch: places nano-batches apart.
-        together: places nano-batches together.
-        price: returns the price of the plans of all nano-batches' layouts.
-        whole: whether every document has little enough work for one rank. If True, ``together`` is tried even if ranks
-            wait for no transfer.
+        by_nano_batch: makes the placement apart.
+        together: makes the placement together.
+        price: returns a placement's price.
+        whole: whether one rank can compute any document without clearly more work than other ranks. If True,
+            ``together`` is tried even if ranks wait for no transfer apart.
     """
     apart = by_nano_batch()
     before = price(apart)
@@ -131,16 +130,15 @@ def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> P
 
     Args:
         nanos: the plans of each nano-batch.
-        cost: seconds per task, and bytes of rows.
+        cost: seconds of attention, and bytes of rows.
         links: which ranks share a node, and the speeds of transfers.
-        resend: whether homes send rows again for backward.
+        resend: whether homes send rows again for backward, because servers do not keep them.
     """
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
-    # Forward and backward often have the same plan, so each plan's traffic is remembered.
     rows_of: dict[Plan, Traffic] = {}
     q, o = shape.q_bytes, shape.o_bytes
-    # For each direction: the bytes of a query row to the server, and the bytes that return home. Backward sends dO, or
-    # q, o and dO if homes resend. dQ returns, and is as large as q.
+    # Each direction has the bytes that go to the server for a query row, and those that return home. In backward dO, or
+    # with "resend" q, o and dO, go to the server, and dQ returns.
     directions: tuple[tuple[Direction, int, int], ...] = (
         ("forward", q, o),
         ("backward", q + 2 * o if resend else o, q),
@@ -157,7 +155,6 @@ def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> P
             moved += rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
             one_way = (out, back, shape.kv_bytes)
             far = rows.between(node).busiest(*one_way)
-            # A byte inside a node takes 1 / bytes_per_s, and a byte between nodes network_price times as long.
             travel = (rows.busiest(*one_way) + (links.network_price - 1) * far) / links.bytes_per_s(far=False)
             exposed += max(float(travel.max()) - (sum(slowest) - own), 0.0)
     return Price(attention, exposed, moved)

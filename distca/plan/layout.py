@@ -1,10 +1,8 @@
-"""Layouts: the home rank and row of every token of a nano-batch.
+"""A *layout* has the home rank and row of every token of a nano-batch.
 
-Each token is one *row* of the tensors on one rank, its *home*. A micro-batch is computed in one or two parts, the
-*nano-batches* ping and pong. Each nano-batch has a layout.
-
-A document may have its first rows in ping and its last rows in pong. The queries in pong then also need the keys and
-values of the first rows. These k,v rows are *carried*: they stay on their homes, and are in pong's layout too.
+Each token is one *row* of q, k and v on one rank, the row's *home*. A micro-batch is computed in one or two parts, the
+*nano-batches* ping and pong. A document may have its first rows in ping and its last rows in pong. The queries in pong
+then also need the keys and values of the first rows. These k,v rows are *carried*: they are in pong's layout too.
 
 Example: a document of 6 rows is on two ranks.
 
@@ -75,7 +73,7 @@ def overlaps(
     Returns:
         Three arrays with an element for each pair: index of the range, index of the shard, rows in common.
     """
-    # A range is paired with "count" shards, from index "low" on. At first these are all shards of the document.
+    # A range is paired with "count" shards, from index "low" on: first with all shards of its document.
     shards_of = np.bincount(shards.document, minlength=int(document.max(initial=-1)) + 1)
     low = (np.cumsum(shards_of) - shards_of)[document]
     count = shards_of[document]
@@ -98,7 +96,7 @@ def overlaps(
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The query rows of one nano-batch, the k,v rows that these queries see, and the homes of both.
+    """The query rows of one nano-batch, the k,v rows that these queries see, and the homes of all these rows.
 
     A layout is equal only to itself, and can be a key of a dictionary.
 
@@ -107,8 +105,8 @@ class Layout:
         first: [D] position of each document's first query row in this nano-batch.
         last: [D] one past the last query row; ``first == last`` for a document without query rows here.
         q: shards of the query rows [first, last) of every document.
-        kv: shards of the k,v rows [0, last) of every document with query rows here. A rank's k,v tensor has the carried
-            rows first, then the k,v rows of its query rows.
+        kv: shards of the k,v rows [0, last) of every document with query rows here; after :meth:`within` without the
+            first rows. A rank's k,v tensor has the carried rows first, then the k,v rows of its query rows.
         q_rows: [R] number of query rows of each rank.
         carried_rows: [R] number of carried rows of each rank.
     """
@@ -123,7 +121,6 @@ class Layout:
 
     @property
     def kv_rows(self) -> np.ndarray:
-        """Returns [R] number of k,v rows of each rank."""
         return self.carried_rows + self.q_rows
 
     @property
@@ -136,7 +133,7 @@ class Layout:
         return np.asarray(self.kv.row < self.carried_rows[self.kv.rank])
 
     def of_first(self, ranks: int) -> Layout:
-        """Returns the layout over the first ``ranks`` ranks. All others must hold no rows."""
+        """Returns the layout over the first ``ranks`` ranks. Later ranks must hold no rows."""
         assert not self.kv_rows[ranks:].any(), "a rank that is left out holds rows"
         return replace(self, ranks=ranks, q_rows=self.q_rows[:ranks], carried_rows=self.carried_rows[:ranks])
 
@@ -144,8 +141,8 @@ class Layout:
         """Returns the layout without the carried rows that no query sees.
 
         ``window`` is the number of keys that a query sees; 0 for all keys."""
-        # Queries see the "window" - 1 rows before their document's first query row. The other carried rows are left
-        # out. The carried rows that stay are numbered from 0 in their old order, and the rank's other k,v rows follow.
+        # A document's first query sees the "window" - 1 rows before it. Earlier carried rows are left out. The carried
+        # rows that stay are numbered from 0 in their old order, and the rank's other k,v rows follow.
         carried = self.carried
         if not window or not carried.any():
             return self

@@ -1,27 +1,23 @@
-"""The core of a recurrent layer (linear attention, SSM) as a chain of five autograd nodes.
+"""The core of a recurrent layer (linear attention, SSM) as a chain of five autograd nodes for ``ping_pong.py``.
 
     enter: launch halo → join → summarise → launch states → leave: join states, finish
 
-- core: a short causal convolution, then a recurrence that updates a state S row by row.
-- nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
-- piece: a run of a document's rows on one rank in one nano-batch. A document may have many pieces.
-- halo: the few rows of a document right before a piece. The convolution of the piece's first rows reads them.
-- transition A and own state B: a piece turns the state S before it into A·S + B.
-- summary: A and B of a piece. Ranks send summaries, so that each rank can compute the states before its pieces.
+- core: a short causal convolution, then a recurrence that updates a state S row by row. For each row, the recurrence
+  gets q, k and v (outputs of the convolution), g and beta, and returns o. ``do`` is the gradient of o.
+- nano-batch: a micro-batch is computed in one or two parts, ping (first) and pong (second).
+- piece: a range of a document's rows on one rank in one nano-batch.
+- halo: the few rows of the document right before a piece. The convolution of the piece's first rows reads them.
+- summary: a piece turns the state S before it into A·S + B. The *transition* A and the *own state* B are its summary.
+  Ranks send summaries, so that each rank can compute the states before its pieces.
 
-``ping_pong.py`` calls the five nodes, and ``distca/plan/recurrent`` plans the transfers. A piece is computed in these
-nodes:
+Pieces are computed in these nodes:
 
 | piece of its document | summarise | leave | leave, in backward | summarise, in backward |
 |---|---|---|---|---|
 | the only piece | forward | | backward | |
 | the first | forward | | | backward |
 | the last | | forward | backward | |
-| an inner piece (any other) | only A and B | forward | only the gradient of the state before it | backward |
-
-Backward computes the convolution once more. Pieces of pong also read halo rows and states that arrived in ping.
-
-The core gets q, k, v (the convolution's outputs), g and beta for each row, and returns o. ``do`` is the gradient of o.
+| an inner piece | A and B alone | forward | the gradient of the state before it | backward |
 
 Shape suffixes: N rows of this rank (padding included), C channels of the convolution, U halo rows that arrived; H
 heads, K elements of a head of k, V elements of a head of v.
@@ -43,19 +39,19 @@ from distca.runtime.recurrent_routes import RecurrentRoutes, StateRoutes
 from distca.runtime.server import AttentionPool
 
 States = Mapping[int, torch.Tensor]
-"""States or their gradients, by the number of a piece on this rank; in ``passed``, by the number of a document."""
+"""States or their gradients, by the index of a piece on this rank or by the index of a document."""
 
 
 class RecurrentCall(LayerCall):
     """One recurrent layer's core for one nano-batch, forward and backward.
 
     Args:
-        pool: this rank's transport and timeline.
+        pool: this rank's transport.
         routes: this rank's pieces, and the rows and summaries to send and receive.
         what: the recurrence's formula and shapes.
         kernel: the kernel that computes the recurrence.
-        layer: layer number, for the timeline.
-        nano: 0 for ping, 1 for pong, for the timeline.
+        layer: the layer's index.
+        nano: 0 for ping, 1 for pong.
         before: in pong, the same layer's call for ping; None in ping.
     """
 
@@ -71,40 +67,34 @@ class RecurrentCall(LayerCall):
     ) -> None:
         super().__init__(pool, layer, nano, pool.homes or pool.transport)
         self._routes, self._what, self._kernel, self._before = routes, what, kernel, before
-        self._rows: tuple[torch.Tensor, ...] = ()  # the arguments of launch_halo
+        self._rows: tuple[torch.Tensor, ...] = ()  # mixed_NC, g and beta_NH of launch_halo
         self._parameters: CoreParameters | None = None
         self._halo: torch.Tensor | None = None  # halo_UC that arrived in this nano-batch
-        # From summarise to leave: q, k, v, g, beta, and o. From leave's backward to summarise's: the same, and do.
+        # q, k, v, g and beta, with o from summarise to leave, and with do from leave's backward to summarise's.
         self._core: tuple[CoreRows, torch.Tensor] | None = None
-        self._arriving: list[torch.Tensor] = []  # own states and transitions from other ranks
-        self._own: dict[int, torch.Tensor] = {}  # by piece, own states to send; in backward, gradients to send
-        self._transitions: dict[int, torch.Tensor] = {}  # by inner piece; sent in forward and in backward
-        self._states: dict[int, torch.Tensor] = {}  # by inner or last piece, the state before the piece
-        # In ping, by document that goes on in pong: the last state, and its gradient, which pong computes.
+        self._arriving: list[torch.Tensor] = []  # own states and transitions that this rank receives
+        self._own: dict[int, torch.Tensor] = {}  # by piece: own states to send; in backward, gradients of states
+        self._transitions: dict[int, torch.Tensor] = {}  # by inner piece; sent in forward and again in backward
+        self._states: dict[int, torch.Tensor] = {}  # by inner or last piece: the state before the piece
+        # In ping, for each document with rows in pong: the state behind its rows in ping, and the state's gradient.
         self._last_states: dict[int, torch.Tensor] = {}
         self._last_state_gradients: dict[int, torch.Tensor] = {}
-        self._halo_gradients_of_pong: torch.Tensor | None = None  # in ping, the gradient of halo rows that pong read
-        # In backward: q, k and v with their graph, and the leaves: mixed_NC, halo rows, the convolution's weights.
+        self._halo_gradients_of_pong: torch.Tensor | None = None  # in ping: the gradient of halo rows that pong read
+        # In backward, outputs and inputs of the convolution: q, k and v; mixed_NC, halo rows and weights.
         self._graph: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = ((), [])
         self._gradients: tuple[torch.Tensor, ...] = ()  # of mixed_NC, g, beta and halo rows
         self._core_gradients: CoreRows | None = None  # of q, k, v, g, beta
-        # Numbers of this rank's pieces: only, first, inner or last piece of a document.
         pairs = list(zip(routes.opens, routes.closes, strict=True))
         self._only = [n for n, each in enumerate(pairs) if each == (True, True)]
         self._first = [n for n, each in enumerate(pairs) if each == (True, False)]
         self._inner = [n for n, each in enumerate(pairs) if each == (False, False)]
         self._last = [n for n, each in enumerate(pairs) if each == (False, True)]
 
-    # A pipeline stage without a micro-batch takes part in backward's exchanges. It has no autograd nodes, so
-    # ``idle_stage.py`` calls the next four methods.
+    # ``idle_stage.py`` calls the next four methods on a pipeline stage without a micro-batch. The stage takes part in
+    # backward's exchanges, but has no autograd nodes.
 
     def begin_backward(self, rows: tuple[torch.Tensor, ...], parameters: CoreParameters) -> None:
-        """Sets the fields that forward would have set.
-
-        Args:
-            rows: mixed_NC, g and beta_NH with 0 rows, in the layer's shapes.
-            parameters: the core's weights, without gradients.
-        """
+        """Sets the fields that forward would have set. ``rows`` are mixed_NC, g and beta_NH with 0 rows."""
         self._rows, self._parameters, self._halo = rows, parameters, rows[0]
 
     def backward_launch_do(self, do_NHV: torch.Tensor) -> None:
@@ -118,18 +108,17 @@ class RecurrentCall(LayerCall):
         self._launch_halo_gradients()
 
     def backward_join_gradients(self) -> None:
-        """Waits for the gradients of halo rows."""
         self._join_halo_gradients()
 
-    # The five nodes, in the order in which callers call them. All but the last return a *graph token* for the next: a
-    # dummy scalar that gives autograd an edge between the two.
+    # The five nodes, in the order in which they must be called. All but the last return a *graph token* for the next
+    # node: a dummy scalar that gives autograd an edge between the two nodes.
 
     def launch_halo(self, mixed_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor) -> torch.Tensor:
         """Starts sending halo rows.
 
         Args:
             mixed_NC: the convolution's input: q, k and v side by side.
-            g: g_NH or g_NHK, logarithms of the state's decay, 0 or less.
+            g: g_NH or g_NHK, 0 or less. A row multiplies the state by exp(g).
             beta_NH: factors on what each row adds to the state.
         """
         token: torch.Tensor = _Enter.apply(mixed_NC, g, beta_NH, self)
@@ -141,7 +130,7 @@ class RecurrentCall(LayerCall):
         return joined
 
     def summarise(self, token: torch.Tensor, parameters: CoreParameters) -> torch.Tensor:
-        """Computes only and first pieces of documents, and the summaries of inner pieces."""
+        """Computes the pieces that are first in their documents, and the summaries of inner pieces."""
         done: torch.Tensor = _Summarise.apply(token, parameters.kernel, parameters.bias, parameters.skip, self)
         return done
 
@@ -151,7 +140,7 @@ class RecurrentCall(LayerCall):
         return launched
 
     def join_states(self, token: torch.Tensor) -> torch.Tensor:
-        """Waits for summaries and computes inner and last pieces; returns o_NHV, zero in padding rows."""
+        """Waits for summaries and computes all other pieces; returns o_NHV, zero in padding rows."""
         o: torch.Tensor = _Leave.apply(token, self)
         return o
 
@@ -216,10 +205,7 @@ class RecurrentCall(LayerCall):
         self._join("dstates", "backward")
 
     def _summarise_backward(self) -> tuple[torch.Tensor | None, ...]:
-        """Runs backward of first and inner pieces, and of the convolution.
-
-        Returns the gradients of three parameters: the convolution's kernel and bias, and ``skip`` (o += skip · v). The
-        last two are None if the core has no bias or no ``skip``."""
+        """Returns the gradients of the convolution's kernel and bias, and of ``skip``; None for an absent one."""
         assert self._core is not None and self._core_gradients is not None and self._parameters is not None
         (rows, do_NHV), gradients = self._core, self._core_gradients
         with self._pool.timeline.compute("finish", *self._where, "backward"):
@@ -242,7 +228,7 @@ class RecurrentCall(LayerCall):
         (outputs, leaves), self._graph = self._graph, ((), [])
         wanted = gradients.q, gradients.k, gradients.v
         found = torch.autograd.grad(outputs, leaves, wanted, materialize_grads=True)
-        # In pong, the gradients of halo rows that arrived in ping come first.
+        # found[1] has the gradients of halo rows. In pong, those of halo rows that arrived in ping come first.
         of_halo = found[1]
         if self._before is not None:
             at = len(of_halo) - self._routes.halo_to_pieces.destination_rows
@@ -265,7 +251,7 @@ class RecurrentCall(LayerCall):
         self._join("dhalo", "backward")
         (of_mixed, of_g, of_beta, of_given), self._gradients = self._gradients, ()
         of_mixed.index_add_(0, self._routes.given, of_given)
-        # Next, autograd runs backward of what comes before this core: "post+pre" in the timeline.
+        # Autograd now runs backward of the parts between this core and the previous layer's.
         self._pool.timeline.open("post+pre", *self._where, "backward")
         return of_mixed, of_g, of_beta
 
@@ -279,9 +265,7 @@ class RecurrentCall(LayerCall):
         return torch.cat((self._before._halo, self._halo))
 
     def _core_rows(self, differentiable: bool = False) -> CoreRows:
-        """Computes q, k and v by the convolution; returns q, k, v, g and beta.
-
-        With ``differentiable`` the graph is kept for :meth:`_convolution_backward`."""
+        """Computes q, k and v by the convolution; with ``differentiable`` for :meth:`_convolution_backward`."""
         assert self._parameters is not None
         (mixed, g, beta), given = self._rows, self._parameters
         leaves = [each.detach() for each in (mixed, self._halo_rows(), given.kernel, given.bias) if each is not None]
@@ -309,9 +293,9 @@ class RecurrentCall(LayerCall):
         o_NHV: torch.Tensor,
         wanted: bool = True,
     ) -> torch.Tensor:
-        """Computes pieces by their ``numbers``, from the ``states`` before them; None is zeros.
+        """Computes the pieces ``numbers`` from the ``states`` before them, where None stands for zeros.
 
-        Writes o into ``o_NHV``; returns the states after the pieces if ``wanted``."""
+        Writes o into ``o_NHV``; returns the states behind the pieces if ``wanted``."""
         return self._kernel.forward(rows, self._spans(numbers), states, o_NHV, wanted)
 
     def _backward(
@@ -324,17 +308,14 @@ class RecurrentCall(LayerCall):
         gradients: CoreRows,
         wanted: bool = True,
     ) -> torch.Tensor:
-        """Runs backward of pieces by their ``numbers``, and writes gradients of their rows into ``gradients``.
+        """Runs backward of the pieces ``numbers``, and writes gradients of their rows into ``gradients``.
 
-        ``behind`` has the gradients of the states after the pieces. Returns the gradients of ``states``, the states
-        before the pieces, if ``wanted``."""
+        ``states`` are before the pieces, and ``behind`` has gradients of the states behind the pieces. Returns the
+        gradients of ``states`` if ``wanted``."""
         both = self._stacked(states, numbers), self._stacked(behind, numbers)
         return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients, wanted)
 
     def _send_states(self, routes: StateRoutes, what: str, direction: str) -> None:
-        """Starts sending transitions, and own states or, in backward, gradients of states.
-
-        Each state or transition travels as one row."""
         mixed_NC = self._rows[0]
         self._arriving, parts = [], []
         for by_piece, numbers, shape, moves in (
@@ -354,18 +335,15 @@ class RecurrentCall(LayerCall):
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Computes states from the summaries that arrived: S ← A·S + B, piece after piece of each document.
 
-        In backward, S is the gradient of a state, and the pieces come in reverse order.
+        In ``backward``, S is the gradient of a state, and the pieces are in reverse order.
 
         Args:
-            routes: for each document, a chain with a link for each piece. ``link.piece`` is the piece's number, -1 for
-                first pieces and pieces of other ranks. ``link.state`` and ``link.transition`` are the rows where B and
-                A arrived, -1 for none.
-            passed: by document, S at the end of the other nano-batch, if the document has pieces there.
-            backward: whether S is the gradient of a state.
+            routes: what arrived for each piece (:class:`distca.plan.recurrent.chains.Link`).
+            passed: by document, S behind its pieces in the nano-batch that was computed before this one.
 
         Returns:
-            S before each of this rank's pieces, by piece; and S at the end of this nano-batch, by document that goes on
-            in the other nano-batch.
+            S before each of this rank's pieces, by piece; and S behind this nano-batch, by document that goes on in the
+            other nano-batch.
         """
         (states, transitions), self._arriving = self._arriving, []
         found: dict[int, torch.Tensor] = {}
@@ -374,7 +352,7 @@ class RecurrentCall(LayerCall):
             reached = passed.get(document)
             for link in links:
                 if link.piece >= 0:
-                    assert reached is not None, "a piece that continues a document has nothing before it"
+                    assert reached is not None, "no state arrived for a piece that continues a document"
                     found[link.piece] = reached
                 if link.state >= 0:
                     own = states[link.state]
@@ -383,8 +361,7 @@ class RecurrentCall(LayerCall):
                         reached = own + carried(transitions[link.transition], reached, backward)
                     else:
                         reached = own.clone()  # a view would keep the whole receive tensor alive
-            # This rank gets the own state of a chain's last piece only if the rank has a later piece in the other
-            # nano-batch.
+            # B of the last piece here arrives only if this rank has a later piece in the other nano-batch.
             if reached is not None and links[-1].state >= 0:
                 goes_on[document] = reached
         return found, goes_on

@@ -1,7 +1,7 @@
 """Finds each parameter's tensors in a Hugging Face folder, and copies a folder's weights into a built Megatron model.
 
-A *slot* (``slots.py``) links a parameter to the folder's tensors. From these it reads a rank's *share* of the
-parameter, for example the tensor-parallel part.
+A *slot* (``slots.py``) links a parameter to the folder's tensors. The slot reads a rank's *share* of the parameter from
+these tensors, for example the tensor-parallel part.
 """
 
 from __future__ import annotations

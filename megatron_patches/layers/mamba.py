@@ -1,7 +1,7 @@
-"""A layer of Mamba-2 cut at its core, with the parameters and projections of Megatron's mixer.
+"""A layer of Mamba-2 that is cut at its *core*, the convolution and the scan.
 
-The *core* is the convolution and the scan. This project's kernels compute it, possibly on another rank. Megatron's
-mixer asks for packages with CUDA kernels, which are not called here. So the mixer is built without these packages.
+This project's kernels compute the core, possibly on another rank. Megatron's mixer gives the parameters and
+projections. Its constructor refuses to run without packages of CUDA kernels, although nothing here calls these kernels.
 
 Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution, H heads, V elements of an
 output head.
@@ -36,7 +36,7 @@ class GroupedGatedNorm(torch.nn.Module):
         width: number of channels on this tensor-parallel rank.
         eps: number that is added to the mean square.
         group_size: number of channels in a group.
-        named: "device" and "dtype" of the weight; ``norm_before_gate``, which must be False.
+        named: the weight's ``device`` and ``dtype``, and ``norm_before_gate``, which must be False.
     """
 
     def __init__(self, width: int, eps: float, group_size: int, **named: Any) -> None:
@@ -46,14 +46,13 @@ class GroupedGatedNorm(torch.nn.Module):
         self.eps, self.group_size = eps, group_size
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Returns [rows, channels] in the dtype of ``x``; ``x`` and ``gate`` have this shape too."""
+        """Returns a tensor like ``x`` [rows, channels]; ``gate`` has the same shape."""
         dtype = wide(x.dtype)
         gated = (x.to(dtype) * functional.silu(gate.to(dtype))).unflatten(1, (-1, self.group_size))
         normed = gated * torch.rsqrt(gated.square().mean(2, keepdim=True) + self.eps)
         return (normed.flatten(1) * self.weight.to(dtype)).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Describes the weight for a checkpoint: this tensor-parallel rank's part of all channels."""
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets
         )
@@ -61,7 +60,7 @@ class GroupedGatedNorm(torch.nn.Module):
 
 
 class OwnMambaMixer(MambaMixer):
-    """Megatron's mixer, built without the CUDA packages. :class:`SplitMambaLayer` calls its projections and norm."""
+    """Megatron's mixer, built without its CUDA packages. :class:`SplitMambaLayer` calls its projections and norm."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with (
@@ -73,12 +72,11 @@ class OwnMambaMixer(MambaMixer):
             super().__init__(*arguments, **named)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises SupportError: the layer calls projections and norm instead."""
         raise SupportError("A Mamba mixer was called by itself: run its layer in a model that CAD attached.")
 
 
 class SplitMambaLayer(SplitLayerParts, MambaLayer):
-    """A layer with Megatron's Mamba-2 mixer. Its core also adds D · x to the scan's output."""
+    """A layer with Megatron's Mamba-2 mixer."""
 
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
@@ -88,7 +86,6 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
 
     @property
     def input_layernorm(self) -> Any:  # type: ignore[override]
-        """The norm before the mixer, which other layers call ``input_layernorm``."""
         return self.norm
 
     @cached_property
@@ -101,15 +98,15 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
 
     @property
     def core_parameters(self) -> CoreParameters:
-        """The convolution's weights and biases, and D, the factor on x in the output."""
+        """The convolution's weights and biases, and D. The core adds D · x to the scan's output."""
         return CoreParameters(self.mixer.conv1d_weight.squeeze(1), self.mixer.conv1d_bias, self.mixer.D)
 
     def pre(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Computes the norm and the projection of ``hidden``, [rows, 1, hidden].
 
         Returns:
-            ``hidden`` and the gate z for :meth:`mixed`, then the core's inputs mixed_NC, g_NH and beta_NH. mixed_NC is
-            x, B and C before the convolution. A row multiplies the scan's state by exp(g_NH). beta_NH is the row's step
+            ``hidden`` and the gate for :meth:`mixed`, then the core's inputs mixed_NC, g_NH and beta_NH. mixed_NC is x,
+            B and C before the convolution. A row multiplies the scan's state by exp(g_NH). beta_NH is the row's step
             size, Δ in the paper of Mamba.
         """
         mixer, what = self.mixer, self.recurrence
@@ -126,16 +123,13 @@ class SplitMambaLayer(SplitLayerParts, MambaLayer):
     def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
         """Applies the gated norm and the output projection to ``o``, the core's output o_NHV.
 
-        Returns:
-            The mixer's output, and the residual to which this output is added.
-        """
+        Returns the mixer's output, and the hidden states to which the output is to be added."""
         hidden, gate = residual
         return self.mixer.out_proj(self.mixer.norm(o.flatten(1), gate).unsqueeze(1)), hidden
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
-        """Returns the residual plus the mixer's output. It is called if no MLP follows the mixer."""
+        """Returns the residual plus the mixer's output."""
         return self._add(branch, residual, self.mamba_bda, None)
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Raises SupportError: callers use :meth:`pre` and :meth:`mixed` instead."""
         raise SupportError("A Mamba layer was called by itself: run it in a model that CAD attached.")

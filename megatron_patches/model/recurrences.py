@@ -27,20 +27,19 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
     """Whether layer ``layer_number`` (from 1) of a GPTModel is recurrent.
 
     Raises:
-        SupportError: ``linear_attention_freq`` is neither a number of at least 2, nor a list with a 1 or 0 for each
-            layer; or all layers would be of one sort.
+        SupportError: ``linear_attention_freq`` has a wrong form, or would make all layers recurrent or none.
     """
     if not has_recurrent_layers(config):
         return False
     every = config.linear_attention_freq
-    if isinstance(every, int) and not isinstance(every, bool) and every > 1:
+    if isinstance(every, int) and not isinstance(every, bool) and 1 < every <= config.num_layers:
         return layer_number % every != 0
     if isinstance(every, list | tuple) and len(every) == config.num_layers and set(every) == {0, 1}:
         return bool(every[layer_number - 1])
     raise SupportError(
         f"linear_attention_freq is {every!r}, but the model has {config.num_layers} layers, of which some must have "
-        "softmax attention: set it to a number N of 2 or more, so that every N-th layer has attention, or to a list "
-        "with a 1 for each recurrent layer and a 0 for each layer with attention."
+        f"softmax attention: set it to a number N from 2 to {config.num_layers}, so that every N-th layer has "
+        "attention, or to a list with a 1 for each recurrent layer and a 0 for each layer with attention."
     )
 
 

@@ -1,9 +1,7 @@
 """The norms with which this project's specs build Megatron's layers.
 
-Megatron's norms from torch (WrappedTorchNorm) refuse sequence parallelism and zero-centred weights. The norms here
-support both. With sequence parallelism each tensor-parallel rank normalises its own rows. The attribute
-``sequence_parallel`` of a weight makes Megatron add up its gradients over these ranks. A zero-centred weight is the
-norm's factor minus one.
+Unlike Megatron's norms from torch (WrappedTorchNorm), these norms support sequence parallelism and zero-centred
+weights. A zero-centred weight is stored minus one.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
 
     def beside(self, x: torch.Tensor, branch: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x + branch, and the sum normalised. ``branch``: output of attention. Without it the sum is ``x``."""
+        """Returns x + branch, and the sum normalised. If ``branch`` is None, the sum is ``x``."""
         assert self.eps is not None
         if has_kernels(x, "RMSNorm"):
             return add_rms_norm(x, branch, _factors(self.weight, self.zero_centered), self.eps)
@@ -47,13 +45,13 @@ class RMSNorm(torch.nn.RMSNorm):
         return total, self(total)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes ``x`` normalised into ``out``, without autograd. Backward computes a freed output again by it."""
+        """Writes ``x`` normalised into ``out``, without autograd."""
         assert self.eps is not None
         fill_rms_norm(x, _factors(self.weight, self.zero_centered), self.eps, out)
 
 
 class PlainRMSNorm(RMSNorm):
-    """RMSNorm that multiplies by the weight, even with ``layernorm_zero_centered_gamma``."""
+    """RMSNorm without a zero-centred weight, even with ``layernorm_zero_centered_gamma``."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **named: Any) -> None:
         super().__init__(config, hidden_size, eps, **named)
@@ -100,8 +98,7 @@ def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | 
 class _WidthNorm(torch.nn.Module):
     """RMSNorm of a token's queries or keys, over the heads of all tensor-parallel ranks together.
 
-    Every rank stores the whole weight, and uses the part for its own heads. Megatron passes the number
-    of elements of a head as ``hidden_size``.
+    Every rank stores the whole weight. ``hidden_size`` is the size of one head.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -111,14 +108,13 @@ class _WidthNorm(torch.nn.Module):
 
     @staticmethod
     def heads(config: TransformerConfig) -> int:
-        """Returns the number of heads of all ranks together."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``x`` [tokens, ...] of this rank's heads normalised, in the shape and type of ``x``."""
         flat = x.flatten(1).to(wide(x.dtype))
-        # Every rank's output depends on the sum over ranks, so gradients of all ranks have to be added up. In backward
-        # copy_to_tensor_model_parallel_region does that; in forward it changes nothing.
+        # Every rank's output depends on the sum over ranks, so the gradients of all ranks must be added up. In backward
+        # copy_to_tensor_model_parallel_region adds them up; in forward it changes nothing.
         squares = copy_to_tensor_model_parallel_region(flat.square().sum(1, keepdim=True))
         mean = reduce_from_tensor_model_parallel_region(squares) / len(self.weight)
         first = parallel_state.get_tensor_model_parallel_rank() * flat.shape[1]
@@ -127,8 +123,6 @@ class _WidthNorm(torch.nn.Module):
 
 
 class QueryWidthNorm(_WidthNorm):
-    """The norm over all query heads."""
-
     @staticmethod
     def heads(config: TransformerConfig) -> int:
         heads: int = config.num_attention_heads
@@ -136,8 +130,6 @@ class QueryWidthNorm(_WidthNorm):
 
 
 class KeyWidthNorm(_WidthNorm):
-    """The norm over all key heads."""
-
     @staticmethod
     def heads(config: TransformerConfig) -> int:
         assert config.num_query_groups is not None
@@ -145,10 +137,9 @@ class KeyWidthNorm(_WidthNorm):
 
 
 def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: TransformerConfig) -> bool:
-    """Prepares a norm's parameters; returns whether the norm multiplies by one plus the weight.
-
-    Such a weight starts at zero. All parameters get the attribute ``sequence_parallel``.
-    """
+    """Prepares a norm's parameters; returns whether the weight is zero-centred."""
+    # With sequence parallelism each rank normalises its own rows. Megatron adds up a parameter's gradients over ranks
+    # if the parameter has the attribute ``sequence_parallel``.
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     if config.layernorm_zero_centered_gamma:

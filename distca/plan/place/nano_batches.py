@@ -4,7 +4,7 @@ The transfers of one nano-batch run during the computation of the other, so both
 ``lay_out.py`` puts documents in an order and lays them end to end. The tokens before a *cut* are ping's, and the tokens
 behind it are pong's.
 
-Array legend: D documents, N ranges, R ranks. ``benchmarks/planner_constants.py`` compares the constants with others.
+Array legend: D documents, N ranges, R ranks. ``benchmarks/planner_constants.py`` tries other constants.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
-"""How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even" and "lean":
-:func:`dealt_evenly`. :func:`distca.plan.place.lay_out.lay_out` says what "lean" changes."""
+"""How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even" and "lean": both get
+about equal attention work (:func:`dealt_evenly`). The difference is in :func:`distca.plan.place.lay_out.lay_out`."""
 _DEALT_ONE_BY_ONE = 64
 """The number of longest documents that :func:`dealt_evenly` deals one by one. Shorter documents are dealt in turns.
 With 8 instead, attention on the slowest rank takes 0.1 % longer."""
@@ -45,7 +45,7 @@ class Stream:
 def laid_end_to_end(ranges: Stream, room: np.ndarray) -> tuple[Stream, np.ndarray]:
     """Lays ranges end to end over ranks that have room for ``room`` [R] tokens, and cuts ranges where a rank is full.
 
-    Returns the pieces of ranges, and the rank of each piece. Example: ranges have 3 and 4 tokens, and ranks have room
+    Returns the pieces, and the rank of each piece. Example: ranges have 3 and 4 tokens, and ranks have room
     for 5 and 2. Rank 0 gets pieces of 3 and 2 tokens, and rank 1 gets a piece of 2 tokens."""
     # All tokens are on one line. Ranges end at "ends", and ranks are full at "tops". A piece begins at each of "cuts".
     ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(room)
@@ -95,11 +95,11 @@ def streams_of(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut
 
 
 def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) -> np.ndarray:
-    """Returns ``documents`` in an order whose first and second half have about equal attention work.
+    """Returns ``documents`` in an order that gives ping and pong equal tokens and about equal attention work.
 
     The longest documents go one by one to the nano-batch with less work so far. Shorter documents go in turns to ping,
-    pong, pong and ping. In the order that is returned, ping's documents come first, then pong's. The cut may divide a
-    document, so the shortest documents of ping and of pong are in the middle.
+    pong, pong and ping. Ping's documents come first, then pong's. The shortest documents of ping and of pong are in the
+    middle, where the line is cut.
 
     Args:
         length: [D] tokens of all documents.
@@ -116,8 +116,8 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
     ping, pong = ranking[in_ping], ranking[~in_ping]
     difference = abs(int(length[ping].sum()) - int(length[pong].sum()))
 
-    # The cut is up to "difference" tokens away from pong's first document. So documents of at least so many tokens, the
-    # shortest ones, are on either side of it. All others keep the order of their indices.
+    # The cut is at most "difference" tokens away from the border between ping's and pong's documents. So on either side
+    # of the border there are short documents, with at least so many tokens together.
     def near_cut(nano: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shortest = nano[::-1]
         count = int(np.searchsorted(np.cumsum(length[shortest]), difference)) + 1

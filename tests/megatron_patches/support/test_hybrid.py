@@ -70,6 +70,7 @@ def test_models_without_either_are_not_looked_at() -> None:
         ({"normalization": "LayerNorm"}, {}, "normalization is 'LayerNorm': set it to 'RMSNorm'"),
         ({"activation_func": functional.gelu}, {}, "activation_func is not SiLU"),
         ({"linear_attention_freq": 1}, {}, "linear_attention_freq is 1, but"),
+        ({"linear_attention_freq": 5}, {}, "set it to a number N from 2 to 4"),
         ({"linear_attention_freq": [1, 1, 1, 1]}, {}, "of which some must have softmax attention"),
         ({}, {"options": ModelOptions(norms="post")}, "`model_options` are not the defaults"),
         ({}, {"disaggregate": False}, "`disaggregate` is False: set it to True"),
