@@ -46,7 +46,7 @@ _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_b
 
 
 def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
-    """Refuses a HybridModel that was built with an argument or a module that is not supported.
+    """Refuses a HybridModel that is not supported, or does not fit what the user gave to CAD.
 
     Args:
         model: the model as it was built, with no part replaced yet.
@@ -54,7 +54,7 @@ def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
         options: the ``model_options`` that the user gave to CAD.
 
     Raises:
-        SupportError: an argument or a module is not supported; the message names the first.
+        SupportError: the pattern differs, or the configuration, an argument, a group or a module is not supported.
     """
     if model.hybrid_layer_pattern != pattern:
         raise SupportError(

@@ -12,7 +12,7 @@ first dealt to bins that are nodes, and then, inside each node, to bins that are
   1,000 tokens. An item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
 - The surplus that a bin *lacks* is the work that it lacks, minus the work of filler in all of its free tokens.
 
-Array legend: I items, B bins, N parts of items. Most constants were compared with others:
+Array legend: I items, B bins, N parts of items. Most constants were compared with other values:
 ``benchmarks/planner_constants.py``.
 """
 
@@ -233,7 +233,7 @@ class _Bins:
         return Filled(parts, np.full(len(self._need), self._mean), np.array(self._need), np.array(self._space))
 
     def order_by(self, rate: float) -> None:
-        """Sorts the bins by the surplus that they lack, most first, for filler with ``rate`` work per token."""
+        """Sorts the bins by the surplus that they lack; shorter items and filler have ``rate`` work per token."""
         self._rate, self._newest = rate, -1
         pairs = zip(self._need, self._space, strict=True)
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]

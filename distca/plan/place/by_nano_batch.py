@@ -8,8 +8,8 @@ each. ``shares.py`` is the other way to place documents, ping and pong together.
 - *Filler* is the shortest documents. It fills the room that other documents leave.
 - The *surplus* of a range of rows is its work minus the work of as many tokens of filler.
 
-Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Constants were compared with others:
-``benchmarks/planner_constants.py``.
+Array legend: N ranges (documents, or parts of documents), R ranks. Rows are int64. Constants were compared with other
+values: ``benchmarks/planner_constants.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
   The three are in seconds; if servers are not equally fast, in seconds of a server of mean speed.
 
 Array legend: K directions (forward, backward, or both), R ranks, P pieces, M ranges that move, N chosen ranks.
-Constants were compared with others: ``benchmarks/planner_constants.py``.
+Constants were compared with other values: ``benchmarks/planner_constants.py``.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class SchedulerState:
         return float((self.slowest / unit).max())
 
     def above_target(self, rank: int) -> float:
-        """Returns the seconds of ``rank`` above its target, divided by the mean load, in the worse direction."""
+        """Returns how far ``rank`` is above its target, as a part of the mean load, in the worse direction."""
         return float((self._above[:, rank] / self._mean).max())
 
     def most_above_target(self) -> float:
@@ -309,7 +309,7 @@ class SchedulerState:
 
 
 def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
-    """Returns [R] ranks by their first task, ranks without tasks last; rank r has tasks [bounds[r], bounds[r + 1])."""
+    """Returns [R] ranks sorted by first task, ranks without tasks last; rank r has tasks [bounds[r], bounds[r + 1])."""
     empty = bounds[:-1] == bounds[1:]
     some = np.flatnonzero(~empty)
     first = bounds[some]

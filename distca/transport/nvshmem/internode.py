@@ -290,5 +290,5 @@ class Peers:
         )
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """Copies the rows of ``parts`` that stay on this rank; copy engines first wait for ``behind``."""
+        """Copies the rows of ``parts`` that stay here; copy engines first wait for intra-node writes of ``behind``."""
         return self._intranode.keep(parts, behind.intranode if isinstance(behind, SentInternode) else behind)
