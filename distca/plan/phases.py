@@ -1,6 +1,6 @@
 """The phases of a step, and the plans of each phase.
 
-- In a *phase*, each pipeline stage runs the forward of one micro-batch, or each its backward; some stages are idle.
+- In a forward *phase*, each pipeline stage runs the forward of one micro-batch, or is idle; likewise in a backward one.
 - A *server* is a rank that computes attention, of any stage. A server without a model computes nothing else.
 - A *task* is a range of query rows of one document on one server.
 - The *home* of a token is the rank that computes its linear layers. A *layout* has the homes of a nano-batch.
@@ -158,7 +158,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
-    growth: Growth = {}  # filled by each plan, for the next
+    growth: Growth = {}  # how much work the cuts of the last plan added, as a first guess for the next
 
     def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         other = None if options.non_attention is None else other_seconds(options, layout, direction)

@@ -42,7 +42,7 @@ _LITTLE_PING = 0.06
 """The least fraction of all work in ping if long documents are wholly in pong. With less work, ping could not hide
 pong's transfers; then long documents get heads in ping."""
 _FEW_SHARED = 0.01
-"""If long documents have at most this fraction of all work, ping's work depends on the longest other document."""
+"""If long documents have at most this fraction of all work, ping's work depends on the longest of the others."""
 _SPARE = 1.05
 """Long documents are wholly in pong only if pong has room for their work times this factor."""
 _MOST_ROWS_IN_PONG = 0.35
@@ -61,7 +61,7 @@ class Shares:
 
     Attributes:
         document: [S] int64 document.
-        rank: [S] int64 home rank.
+        rank: [S] int64 rank that holds the rows.
         low: [S] float64 begin.
         high: [S] float64 end.
     """

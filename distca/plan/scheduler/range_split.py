@@ -34,8 +34,8 @@ _LEAST_BLOCKS = 8
 """The least work that a sender gives up, as kernel tiles of query rows in the piece's middle, even if less would do.
 With 32 instead, plans move 1.5 % more bytes."""
 _FEW = 8
-"""For up to this many receivers, the sizes of ranges are corrected once; for more, up to three times. With 2 instead,
-the slowest rank takes 0.16 % longer."""
+"""For up to this many receivers, the guessed sizes of ranges are corrected once; for more, up to three times. With 2
+instead, the slowest rank takes 0.16 % longer."""
 _LONG_CONTEXT = 131_072
 """If a piece ends behind this row of its document, the price of a place also counts the sender's time (:func:`_place`).
 For other pieces it hardly matters, and planning takes less time without it."""
@@ -162,7 +162,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
 
     The ranges save the sender about ``excess.need`` seconds, or less if receivers have too little room. The result is
     None if no range fits its receiver and is worth its cut."""
-    # The size of a range is its number of query-key pairs. Sizes are guessed, and corrected in the loop.
+    # The size of a range is its number of query-key pairs; ``wanted`` pairs should leave the sender. Sizes are guessed,
+    # and corrected in the loop.
     whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
