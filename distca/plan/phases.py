@@ -1,9 +1,9 @@
 """The phases of a step, and the plans of each phase.
 
 - In a forward *phase*, each pipeline stage runs the forward of one micro-batch, or is idle; likewise in a backward one.
-- A *server* is a rank that computes attention, of any stage. A server without a model computes nothing else.
+- A *server* is a rank that computes attention of any stage. A server without a model computes nothing else.
 - A *task* is a range of query rows of one document on one server.
-- The *home* of a token is the rank that computes its linear layers. A *layout* has the homes of a nano-batch.
+- The *home* of a token is the rank that computes its linear layers. A *layout* has the homes of a nano-batch's tokens.
 - A *nano-batch* is a whole micro-batch, or one of its two parts. In each phase, the first nano-batches of all stages
   have one plan together, and the second nano-batches another.
 - Layers can be of several *kinds*. Some have a *window*, which limits how many keys a query sees; others are *full*.

@@ -4,7 +4,7 @@
 
 - home: a rank that holds rows of documents. It sends q, k and v of these rows, and gets o back.
 - server: a rank that computes attention for homes. Most ranks are both.
-- nano-batch: one of the two parts of a micro-batch, ping (first) and pong (second).
+- nano-batch: a whole micro-batch, or one of its two parts, ping (first) and pong (second).
 - join: the wait for a transfer that an earlier node has launched. Meanwhile, ``ping_pong.py`` runs compute of the other
   nano-batch.
 - graph token: a dummy scalar that gives autograd an edge from node to node. The call holds q, k, v and o.
