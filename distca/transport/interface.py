@@ -27,7 +27,7 @@ class Part:
             the gradients that other ranks of the node send.
         destination: [moves.destination_rows or more, ...] contiguous tensor to fill, with the trailing shape and dtype
             of ``source``. Callers must not use it until the exchange has ended. If received rows are added up
-            (``moves.reduction``), it must hold zeros at first.
+            (``moves.reduction``), ``destination`` must hold zeros at first.
         moves: to which rank and row each row of ``source`` goes.
     """
 
@@ -45,12 +45,12 @@ class Part:
 class Hops:
     """The parts of an exchange, by hop: a *hop* is one journey of rows from rank to rank.
 
-    Keys and values for another node may take two hops: to one rank of the node, the *gateway*, and from there to other
-    ranks of the node. On the way back, these ranks send gradients to the gateway, and the gateway sends sums.
+    Rows of keys and values for another node may take two hops: to one rank of the node, the *gateway*, and from there
+    to other ranks of the node. On the way back, these ranks send gradients to the gateway, and the gateway sends sums.
 
     Attributes:
         handed_on: first hop of the parts with two hops.
-        others: parts with one hop, except parts none of whose rows travel.
+        others: parts with one hop, if at least one row travels.
         second: second hop of the parts with two hops.
     """
 
@@ -66,8 +66,8 @@ class Hops:
     def of(parts: tuple[Part, ...]) -> Hops:
         """Splits the parts of an exchange into hops.
 
-        With ``relay_after``, the gateway sends rows of its ``destination`` to ``destination`` of other ranks. With
-        ``relay_before``, other ranks send rows of their ``source`` to ``source`` of the gateway.
+        With ``moves.relay_after``, the gateway sends rows of its ``destination`` to ``destination`` of other ranks.
+        With ``moves.relay_before``, other ranks send rows of their ``source`` to ``source`` of the gateway.
         """
         handed_on, others, second = [], [], []
         for part in parts:

@@ -40,7 +40,7 @@ def transformer_config(
             have no field in the configuration.
         sequence_parallel: Megatron's ``sequence_parallel``; ignored without tensor parallelism.
         recompute_mlp: whether backward recomputes every layer's MLP or experts.
-        cpu_initialization: whether weights are drawn on the CPU, equal for all tensor-parallel sizes.
+        cpu_initialization: whether weights are drawn on the CPU, where they do not depend on the tensor-parallel size.
         fp8: how Transformer Engine's linear layers scale tensors to FP8, or "none".
         fp8_weights: whether Transformer Engine's linear layers store weights in FP8, without a copy in ``dtype``.
     """

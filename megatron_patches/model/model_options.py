@@ -43,7 +43,7 @@ class QueryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The settings. The defaults are what Megatron does; names in parentheses are models with other values.
+    """Options whose defaults are what Megatron does. Names in parentheses are models with other values.
 
     Attributes:
         score_softcap: softcap c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).

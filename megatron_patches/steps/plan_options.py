@@ -145,7 +145,8 @@ def cost_model(config: TransformerConfig, sort: ServerSort, cost_table: str | No
     """Returns the object that gives the planner the seconds of attention tasks, for one tensor-parallel rank's heads.
 
     If ``cost_table`` is a file, the object is the file's table. Otherwise it is a table for ``sort`` and these heads,
-    from the folder ``cost_table`` or else from the package. Without such a table, it is an estimate.
+    from the folder ``cost_table`` or else from the package. If ``cost_table`` is None and the package has no such
+    table, the object is an estimate.
 
     Raises:
         PlanError: the file is not usable or was measured for other heads; or neither the folder ``cost_table`` nor the
@@ -202,7 +203,8 @@ def _table_of(sort: ServerSort, shape: AttentionShape, cost_table: str | None, w
 def _cost_of(kind: AttentionKind, cost: CostModel, sort: ServerSort, cost_table: str | None) -> CostModel:
     """Returns the object that gives the seconds of tasks in layers of one kind.
 
-    If ``cost`` is a table, this is a table of the kind's window; without such a table it is derived from ``cost``."""
+    For a kind with a window it is the window's table, if there is one and ``cost`` is a table. Otherwise it is derived
+    from ``cost``."""
     if kind.window and isinstance(cost, TableCost):
         table = _first_ranks(lambda: _table_of(sort, cost.shape, cost_table, kind.window))
         if table is not None:

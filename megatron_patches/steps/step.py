@@ -132,7 +132,7 @@ def make_step(
         PlanError: documents cannot be laid out over ranks; a document spans ranks while ``options.disaggregate`` is
             False; or a server without a model computed a different plan.
         LaunchError: a server without a model does not answer, and the run cannot go on without it.
-        DataError: a document on this rank has a token id that is no whole number or not below ``taker.vocabulary``.
+        DataError: a document on this rank has a token id that is no whole number from 0 to ``taker.vocabulary`` - 1.
     """
     began = time.perf_counter()
     document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
@@ -244,7 +244,7 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
 
 def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
-    """Returns how many rows before the current row the layers' causal convolutions read: the distinct numbers."""
+    """Returns the layers' ``halo_rows``: how many rows before a row the layer's causal convolution reads."""
     return {each.halo_rows for each in recurrences if each is not None}
 
 
@@ -317,7 +317,7 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
             "(distca.StepDocuments), or set `disaggregate` to True."
         )
     mine = parts.on_rank(rank)
-    borders = np.concatenate(([0], np.cumsum(mine.stop)))  # for queries and for keys, as documents are whole
+    borders = np.concatenate(([0], np.cumsum(mine.stop)))  # queries and keys have the same borders: documents are whole
     return PackedMicroBatch(TaskBatch.of(borders, borders, upload), int(borders[-1]))
 
 

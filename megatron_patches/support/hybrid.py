@@ -88,7 +88,7 @@ def check_hybrid(
 
 
 def _check_stages(config: TransformerConfig) -> None:
-    """Refuses stages whose layers i differ in kind: all stages run their layer i at the same time."""
+    """Refuses pipeline stages whose i-th layers differ in kind: all stages run their i-th layers at the same time."""
     recurrent = [is_recurrent(config, 1 + n) for n in range(config.num_layers)]
     stages = config.pipeline_model_parallel_size
     size = config.num_layers // stages

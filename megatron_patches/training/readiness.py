@@ -114,7 +114,7 @@ def _forget_step(model: DistributedDataParallel) -> None:
 
 
 def note_trained(model: DistributedDataParallel) -> None:
-    """Ends a step with a backward, which the next :func:`made_ready` would otherwise take for a failed step."""
+    """Marks a step with a backward as finished; otherwise the next :func:`made_ready` takes the step for failed."""
     model.unfinished = False
     note_gradients(model)
 
