@@ -68,13 +68,9 @@ class Bytes:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """The plan of one micro-batch.
+    """The plan of one micro-batch, as a step that has only this micro-batch.
 
     Seconds and bytes are those of one layer: the mean over all layers. Array legend: D documents, R ranks.
-
-    Attributes:
-        step: the plan of a step that has only this micro-batch.
-        planning_ms: milliseconds that planning took.
     """
 
     step: StepPlan

@@ -141,7 +141,7 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
         # All ranks must start exchanges, and wait for them ("join"), in autograd's order: last layer first, and pong
-        # before ping. Autograd joins layer i + 1's gradients right before it launches layer i's gradients of outputs.
+        # before ping. Autograd joins layer i + 1's gradients right before it launches the exchange for layer i.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

@@ -30,10 +30,10 @@ class StateRoutes:
     In backward, gradients of states travel in place of own states.
 
     Attributes:
-        sends_state: numbers of this rank's pieces whose own state is sent, in sending order.
-        sends_transition: numbers of this rank's pieces whose transition is sent, in sending order.
+        sends_state: indices of this rank's pieces whose own state is sent, in sending order.
+        sends_transition: indices of this rank's pieces whose transition is sent, in sending order.
         states, transitions: moves of own states and of transitions; each is one row.
-        chains: for each document whose summaries this rank reads, the document's number, and a link for each piece. A
+        chains: for each document whose summaries this rank reads, the document's index, and a link for each piece. A
             link says in which received rows A and B of the piece lie.
     """
 
@@ -61,7 +61,7 @@ class RecurrentRoutes:
     Attributes:
         pieces: each piece's rows, and the indices of its halo rows among the halo rows that arrived.
         opens, closes: for each piece, whether it is the first and whether it is the last of its document.
-        given: int64 numbers of this rank's rows that any piece reads as halo rows.
+        given: int64 indices of this rank's rows that any piece reads as halo rows.
         halo_to_pieces: moves of halo rows to the ranks of the pieces that read them.
         halo_to_home: moves of the gradients back; gradients of one row are added up.
         forward, backward: transfers of summaries.

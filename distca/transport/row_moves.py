@@ -81,7 +81,6 @@ class RowMoves:
 
         Args:
             exchange: the planner's numpy arrays of the rows that travel to servers or are kept.
-            ranks: number of ranks that exchange rows.
             adds: whether rows that come back are added to values that their destination rows have already.
         """
         # "sent" and "kept" are rows of a home's tensor, "received" and "placed" are rows of a server's buffer.

@@ -200,7 +200,6 @@ def _boxes_of(
     """Yields Megatron's descriptions of the boxes of elements [start, stop) of a weight.
 
     Args:
-        described: Megatron's description of the weight.
         prefix: stands before the weight's key in the checkpoint.
         values: [stop - start] elements of the weight, or of one of its moments.
     """

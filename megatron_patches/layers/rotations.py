@@ -30,7 +30,6 @@ class RowRotations:
     """The rotations of some rows in all layers of a pipeline stage.
 
     Attributes:
-        rotations: the distinct rotations.
         of_layer: maps a layer's number (from 1) to the index of its rotation in ``rotations``.
     """
 

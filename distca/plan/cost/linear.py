@@ -15,8 +15,7 @@ class LinearRate:
     """Seconds of matrix products per token and weight on one GPU.
 
     Attributes:
-        forward: seconds in forward.
-        backward: seconds in backward, for the gradients of input and weight together.
+        forward, backward: the seconds; backward computes the gradients of input and weight.
         fp8: for each measured FP8 scaling ("current", "delayed" or "blockwise"), the seconds in FP8 divided by the
             seconds in bfloat16.
     """
@@ -82,7 +81,7 @@ class LayerWork:
     """The matrix products of a layer with core attention.
 
     Attributes:
-        weights: number of weights in the products.
+        weights: number of weights.
         recomputed: number of weights in those products that backward computes again.
     """
 

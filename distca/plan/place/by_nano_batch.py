@@ -25,7 +25,7 @@ from distca.plan.place.shares import ONE_BY_ONE, Work, work_of
 from distca.plan.sorting import in_turns, order_by
 
 _DENSE = 0.6
-"""A document is cut only if its work per token is at least this multiple of the mean."""
+"""A document is cut only if its work per token is at least this multiple of the mean over all documents."""
 _SAME_SIZE = 1.5
 """Ranges are dealt in groups, to save time: ranks are sorted once for each group. The longest range of a group has less
 than this many times the rows of the shortest."""

@@ -31,7 +31,7 @@ class Summaries:
 
     Attributes:
         states, transitions: for each pair of ranks, the number that travels.
-        read, read_transitions: [R] int64 own states and transitions that each rank reads, also of its own pieces.
+        read, read_transitions: [R] int64 number that each rank reads, from its own pieces too.
     """
 
     states: PairRows
@@ -54,11 +54,9 @@ class RecurrentNano:
 
     Attributes:
         only: [R] int64 rows in pieces that are a whole document.
-        first: [R] int64 rows in the first pieces of documents with several pieces.
-        inner: [R] int64 rows in pieces that are neither the first nor the last of their document.
-        last: [R] int64 rows in the last pieces of documents with several pieces.
+        first, inner, last: [R] int64 rows in first, inner and last pieces of documents with several pieces.
         continuing: [R] int64 number of pieces that are not the first of their document.
-        between: [R] int64 number of pieces that are neither the first nor the last of their document.
+        between: [R] int64 number of inner pieces.
         halo: for each pair of ranks, the number of halo rows that travel.
     """
 

@@ -127,7 +127,7 @@ class SchedulerState:
         order: [R] ranks, sorted by the first row that they compute. Of equally good ranks, callers must take the first
             in this order, so that a plan does not depend on how ranks are numbered.
         kept: [R] number of k,v rows that every server reads.
-        most_kept: the most k,v rows that a server should read.
+        most_kept: the limit on ``kept`` (``_MOST_KEPT``).
         grew_by_joining: whether :meth:`joined` made the load of any server larger.
     """
 

@@ -83,10 +83,8 @@ class InternodeAddresses:
         receive_buffer: first byte of the receive buffer.
         staging: first byte of the staging memory, a multiple of 256.
         staging_bytes: size of the staging memory, a multiple of 512.
-        arrived_there: slot in the peer's block to which this rank signals "arrived".
-        consumed_here: first of [ranks] slots in this rank's block; rank r signals "consumed" to slot r.
-        consumed_there: slot in the peer's block to which this rank signals "consumed".
-        arrived_here: first of [ranks] slots in this rank's block; rank r signals "arrived" to slot r.
+        arrived_there, consumed_there: slots in the peer's block to which this rank signals.
+        arrived_here, consumed_here: first of [ranks] slots each in this rank's block; rank r signals to slot r.
     """
 
     receive_buffer: int
