@@ -59,8 +59,8 @@ class CadArguments(CadOptions):
             ``servers`` or ``speeds``. "auto" is "time" on GPUs with ``ping_pong`` and a transport other than "nvshmem",
             if there are stages, ``servers``, ``speeds`` or different GPUs. In other runs, and if the file
             ``cost_table`` has no times of linear layers, "auto" is "attention".
-        recompute: with "none" backward recomputes only modules that Megatron's configuration names. With "all" it
-            recomputes everything but core attention, or, without ``disaggregate``, every layer as a whole.
+        recompute: with "none" backward recomputes only modules that Megatron's configuration names. With "all"
+            backward recomputes everything but core attention; without ``disaggregate``, whole layers.
         keep_outputs: True keeps the outputs of norms and SwiGLU for backward, which takes more memory and less time. It
             needs recompute "none", and a configuration without recomputed modules and without FP8.
         offload: True moves the inputs of every layer to host memory until backward. It needs ``disaggregate``,

@@ -38,7 +38,7 @@ class _Linear:
     def is_first_microbatch(self) -> bool:
         """Always False. After a forward with True, Transformer Engine's backward overwrites the weight's gradient.
 
-        Backward of part 1 comes last, so it would overwrite the gradient of part 2.
+        Backward of part 1 would overwrite the gradient of part 2.
         """
         return False
 
