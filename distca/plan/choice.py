@@ -1,7 +1,7 @@
 """Chooses the cheaper of two placements of a micro-batch's documents on ranks.
 
-A micro-batch is computed in two parts, the *nano-batches*. The transfers of one nano-batch run during the computation
-of the other. A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear
+A micro-batch is computed in one or two parts, the *nano-batches*. The transfers of one run during the computation of
+the other. A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear
 layers. A *server* is a rank that computes attention.
 
 - *together* (``place/shares.py``): ranks get about equal attention work, summed over both nano-batches. Each rank then

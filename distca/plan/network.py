@@ -7,10 +7,10 @@
 - shard: a range of a document's rows on one home.
 - gateway: of a node's servers that read a shard from a home on another node, the one that reads most rows.
 
-The home sends the shard's k and v to the gateway, which sends them on to the node's other servers. Example: home 0 on
-node A has a shard of rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8
-gets 10 rows from home 0, and server 9 gets 6 rows from server 8. Two sorts of rows come *straight* from home: q, and
-in layers with a window k and v, because the gateway may lack rows that the node's other servers read.
+The home sends k and v to the gateway, which sends them on to the node's other servers. Example: home 0 on node A has a
+shard of rows [0, 10). On node B, server 8 reads rows [0, 10) and server 9 reads rows [0, 6). Then server 8 gets 10 rows
+from home 0, and server 9 gets 6 rows from server 8. In layers with a window, k and v come *straight* from home, because
+a gateway may lack rows that other servers read. q always comes from home.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
 _NVLINK = 360e9
-"""Bytes per second that a rank sends inside a node while it receives as many bytes per second. The rate was measured
-between H200s over NVLink (benchmarks/results/planner.md)."""
+"""A rank sends this number of bytes per second inside a node while it receives as many. It was measured between H200s
+over NVLink (benchmarks/results/planner.md)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Links:
         return _NVLINK / (self.network_price if far else 1.0)
 
     def may_relay(self, ranks: int) -> bool:
-        """Returns whether there can be gateways: with several nodes of several ranks each."""
+        """Returns whether there are several nodes of several ranks each, so that there can be gateways."""
         return 1 < self.ranks_per_node < ranks
 
 
@@ -77,7 +77,7 @@ class Reads:
         home: [N] rank that holds the rows.
         server: [N] rank that reads the rows; it may be the home.
         rows: [N] number of rows.
-        straight: [N] bool, whether the piece must come from home and not from a gateway; None if no piece must.
+        straight: [N] bool, whether the piece must not come from a gateway; None if all may.
     """
 
     task: np.ndarray
@@ -97,11 +97,7 @@ class Reads:
         """Returns which pieces come from home, and which come from a gateway.
 
         A piece that is not ``straight`` must begin with the first row of its shard. A server may have at most one
-        piece of a shard that is not ``straight``.
-
-        Args:
-            links: which ranks share a node; None if all ranks share one.
-            ranks: number of ranks.
+        piece of a shard that is not ``straight``. ``links`` None stands for one node.
 
         Returns:
             Three arrays of indices of pieces: pieces that come from home; pieces that come from a gateway; and for each
@@ -116,9 +112,9 @@ class Reads:
             far = far[~self.straight[far]]
         if not len(far):
             return slice(None), none, none
-        # Pieces with home on another node are sorted by shard and node. Pieces of one shard and one node are a group.
-        # The first piece of a group has the most rows and is the gateway's. If several have the most rows, "turn" takes
-        # another gateway for each home: with 4 ranks per node, home 2 prefers the servers 6, 7, 4, 5 in this order.
+        # Pieces of one shard on one other node are a "group". The piece with the most rows is sorted to the group's
+        # front, and is the gateway's. If several have the most rows, "turn" prefers another server for each home. With
+        # 4 ranks per node, home 2 prefers server 6, home 3 server 7, and home 0 server 4.
         rows, group = self.rows[far], self.shard[far] * (ranks // links.ranks_per_node + 1) + node[far]
         turn = (self.server[far] - self.home[far]) % links.ranks_per_node
         order = order_by(group, rows.max() - rows, turn)

@@ -30,11 +30,12 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""One rank can compute a document with at most this many times a rank's mean attention work. This is ``whole`` of
-:func:`distca.plan.choice.cheaper`. Values from 1.01 to 1.2 give about equal plans (benchmarks/results/planner.md)."""
+"""A document is cut for balance if it has more than this many times the attention work of the mean rank. See ``whole``
+of :func:`distca.plan.choice.cheaper`. Values from 1.01 to 1.2 give about equal plans
+(benchmarks/results/planner.md)."""
 _LONGER = 1.02
-"""If :func:`plan_step` moves documents to other micro-batches, this factor times the tokens of the largest micro-batch
-before is the most tokens after. If documents do not fit, the most tokens are ``room``."""
+"""If :func:`plan_step` moves documents between micro-batches, a micro-batch gets at most this factor times the tokens
+of the largest micro-batch that was given. If documents do not fit so, the limit is ``room``."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class StepPlan:
 class StepBalance:
     """The seconds of every rank with and without balancing, and the bytes that travel between ranks.
 
-    All are for one layer of each stage, as the mean over the stage's layers. Array legend: P phases (forward, then
-    backward), R ranks, K kinds of attention layers.
+    All values are for one layer of each stage, as the mean over the stage's layers. Array legend: P phases (forward,
+    then backward), R ranks, K kinds of attention layers.
 
     Attributes:
         before_by_kind: [K, P, R] each kind's part of the attention seconds without balancing
@@ -213,7 +214,7 @@ def _laid_out(
     options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Scheduler
 ) -> tuple[Layout, ...]:
     """Returns the layouts of one micro-batch, one for each nano-batch."""
-    # With several stages, ranks of idle stages serve ping and pong of others. "even" gives them work in both.
+    # With several stages, idle stages serve ping and then pong of other stages. "even" gives both equal work.
     dealing = "lean" if options.stages == 1 else "even"
     laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
     if not options.disaggregate or homes is not None:
@@ -228,7 +229,8 @@ def _laid_out(
 
     by_work = _by_work(options, lengths, laid, price)
     room = int(lengths.sum()) // options.ranks // options.align * options.align
-    # Whole documents suit recurrent layers, but more rows of q, k and v travel. This was measured on one node only.
+    # Recurrent layers take less time if documents are whole, but more rows of q, k and v travel. It was measured that
+    # this pays on one node, but not between nodes.
     one_node = not options.servers and len(set(options.links.nodes(options.homes))) == 1
     if not options.recurrent or options.ranks == 1 or not one_node or lengths.max(initial=0) > room:
         return by_work

@@ -50,8 +50,8 @@ def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, prob
 def lie_last_first(experts: SequentialMLP) -> bool:
     """Whether the experts' weights lie in memory in reverse order, at equal distances.
 
-    Megatron's DDP with a distributed optimizer lays them so. Rows must then be sorted in reverse order of experts, or
-    each grouped product would copy all weights.
+    Megatron's DDP with a distributed optimizer lays them so. A grouped product would copy all weights if its rows were
+    not in the same order of experts.
     """
     pairs = _linears(experts)
     if not _come_at_once(experts, pairs):
@@ -64,7 +64,6 @@ def _linears(experts: SequentialMLP) -> list[tuple[Any, Any]]:
 
 
 def _come_at_once(experts: SequentialMLP, pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether grouped products compute the same as Megatron's loop."""
     bare = all(map(_is_bare, (linear for pair in pairs for linear in pair)))
     return bare and not experts.config.activation_func_fp8_input_store
 

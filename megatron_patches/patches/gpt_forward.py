@@ -26,7 +26,6 @@ class PatchedForward(LanguageModule):
 
     Attributes:
         vocabulary: number of token ids, if the output layer has rows of padding; else None.
-        logit_transform: factor and soft cap of the logits.
         takes: the class that ``attention_mask`` of :meth:`forward` must have.
         expert_load: counts of the rows that experts got, for the log.
     """
@@ -53,10 +52,10 @@ class PatchedForward(LanguageModule):
             input_ids: [1, rows] token ids.
             position_ids: [1, rows] position of each row in its document, for RoPE.
             attention_mask: the attribute ``attention`` of a batch that the model's ``distca.CAD`` planned.
-            args: further arguments of Megatron's forward.
+            args: other arguments of Megatron's forward.
             summed_loss: whether to return the sum of losses; needs ``labels`` and ``loss_mask``.
             log_probabilities: whether to return log-probabilities; needs ``labels``.
-            kwargs: further arguments of Megatron's forward, such as ``labels``.
+            kwargs: other arguments of Megatron's forward, such as ``labels``.
 
         Returns:
             With ``summed_loss`` a scalar: the sum of the tokens' losses, each times its ``loss_mask``. With
@@ -120,7 +119,7 @@ class PatchedForward(LanguageModule):
 
 
 class PatchedGPT(PatchedForward, GPTModel):
-    """:class:`PatchedForward` for a GPTModel. Megatron's forward calls ``_preprocess`` and ``_postprocess``."""
+    """:class:`PatchedForward` for a GPTModel."""
 
     def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Calls the forward of the built model's class, which comes after PatchedForward in Python's MRO.
@@ -141,7 +140,7 @@ class PatchedGPT(PatchedForward, GPTModel):
 
 
 class PatchedHybrid(PatchedForward):
-    """:class:`PatchedForward` for a HybridModel. Megatron's forward computes the output layer itself."""
+    """:class:`PatchedForward` for a HybridModel."""
 
     post_process: bool
 
@@ -194,11 +193,7 @@ def megatrons_class(model: Any) -> type[LanguageModule]:
 
 
 def check_attached(model: Any) -> None:
-    """Refuses a model without the new forward.
-
-    Raises:
-        SupportError: the model was not attached. The message names the model's class.
-    """
+    """Raises SupportError for a model without the new forward."""
     if not isinstance(model, PatchedForward):
         raise SupportError(
             f"The model is a {type(model).__module__}.{type(model).__name__} that was not attached: take the model "
@@ -207,11 +202,7 @@ def check_attached(model: Any) -> None:
 
 
 def check_unwrapped(model: PatchedForward) -> None:
-    """Refuses a model that was wrapped in a DistributedDataParallel before.
-
-    Raises:
-        SupportError: a parameter has a ``main_grad``.
-    """
+    """Raises SupportError for a model that was wrapped in Megatron's DistributedDataParallel before."""
     if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
         raise SupportError(
             "The model is in a DistributedDataParallel already, and a second one would also hook its weights: call "

@@ -22,7 +22,7 @@ from distca.ops.triton import has_kernels
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm over the last dimension. On GPUs forward is one kernel and backward another; both compute in float32.
+    """RMSNorm over the last dimension, computed in float32 on GPUs.
 
     With ``layernorm_zero_centered_gamma`` the factor is 1 + weight.
     """
@@ -51,7 +51,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PlainRMSNorm(RMSNorm):
-    """RMSNorm without a zero-centred weight, even with ``layernorm_zero_centered_gamma``."""
+    """RMSNorm whose factor is the weight itself, even with ``layernorm_zero_centered_gamma``."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **named: Any) -> None:
         super().__init__(config, hidden_size, eps, **named)

@@ -1,6 +1,6 @@
-"""Counts the weights of a model's matrix products. The planner multiplies the counts by measured seconds per weight.
+"""Counts the weights in matrix products of a model's layers. The planner multiplies counts by seconds per weight.
 
-There is a count for each *unit*: an attention or recurrent layer, together with its MLPs and experts.
+A *unit* is an attention or recurrent layer, together with its MLPs and experts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_patches.model.recurrences import has_output_gate
 
 
 def layer_works(config: TransformerConfig, pattern: str, recompute_segments: bool) -> list[LayerWork]:
-    """Returns the counts of each unit with attention. Tensor-parallel ranks' weights are added up.
+    """Returns the counts of each unit with attention, summed over tensor-parallel ranks.
 
-    Each layer of a GPTModel gets the same count of MLPs and experts: the mean over all layers.
+    In a GPTModel each unit gets the mean count of MLPs and experts of all layers.
 
     Args:
         pattern: the layers of a HybridModel, a letter for each layer and "|" between stages; empty for a GPTModel.

@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
-"""Keys that every file must have."""
+"""Every file must have these keys."""
 _SIZES = ("heads", "kv_heads", "head_dim", "value_dim", "value_bytes", "block", "window")
-"""Keys whose value must be a whole number from 1 to ``_LARGEST``."""
+"""The values of these keys must be whole numbers from 1 to ``_LARGEST``."""
 _LARGEST = 1 << 20
 """The largest value of a key in ``_SIZES``. A larger value is refused."""
 _SIDES = ("forward", "backward")
@@ -79,7 +79,7 @@ def find_table(
         folder: the folder with the tables.
 
     Raises:
-        PlanError: a fitting file is not a usable table.
+        PlanError: a file in the folder is not a usable table.
     """
     fitting: list[tuple[float, Path, dict[str, Any]]] = []
     for path in sorted(folder.glob("*.json")):
@@ -101,8 +101,8 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int, value
     """Returns the measured costs in a user's file, with seconds scaled to ``heads``.
 
     Raises:
-        PlanError: the file is not a usable table, or was measured with a window. Or its head sizes, or its query heads
-            per key/value head, differ from those of the arguments.
+        PlanError: the file is not a usable table; or it was measured with a window, or for other head sizes or another
+            number of query heads per key/value head.
     """
     content = _read(Path(path))
     if window := content.get("window", 0):

@@ -4,8 +4,8 @@ A micro-batch is computed in one or two parts, the *nano-batches*. A *piece* is 
 in one nano-batch. It turns the recurrent state S before the piece into A·S + B. A is the piece's *transition*, and B is
 its *own state*. Both together are its *summary*.
 
-A rank receives the summaries of all pieces that come before its own piece in the document, and computes the state
-before its own piece. Example: a document has pieces 0, 1 and 2 on ranks 0, 1 and 2.
+A rank receives the summaries of all pieces that come before its own pieces in a document, and computes the states
+before its own pieces. Example: a document has pieces 0, 1 and 2 on ranks 0, 1 and 2.
 
 - Rank 0 sends B0 to ranks 1 and 2. Rank 1 sends A1 and B1 to rank 2.
 - The state before piece 1 is B0. The state before piece 2 is A1·B0 + B1.
@@ -50,8 +50,8 @@ class ChainRoute:
     Attributes:
         sends_state: indices of this rank's pieces whose own state is sent, in the order of the sent tensor.
         sends_transition: indices of this rank's pieces whose transition is sent, in the order of the sent tensor.
-        states: the transfer of own states; each is one row.
-        transitions: the transfer of transitions; each is one row.
+        states: the transfer of own states, each as one row.
+        transitions: the transfer of transitions, each as one row.
         chains: for each document of which this rank computes a state, the document's index, and links for its pieces in
             order.
     """

@@ -59,7 +59,7 @@ class Sent:
     """One exchange's writes or copies, which are queued on side streams.
 
     Attributes:
-        events: CUDA events at their ends.
+        events: CUDA events, one at the end of the writes on each stream.
         held: tensors that must stay alive until the events.
         peers: the peers that must consume exchange ``reuses`` before the writes begin.
         reuses: number of an exchange; 0 for no wait.
