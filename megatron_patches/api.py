@@ -311,7 +311,7 @@ class CAD:
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         model.expert_load = ExpertLoad(take_nano_batches(model), self.config.moe_router_topk)
-        # If backward recomputes layers, it keeps the outputs of norms and SwiGLU of one layer at a time.
+        # To keep the outputs of norms and SwiGLU is cheap with recomputation: they are there for one layer at a time.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate or pattern:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -329,8 +329,8 @@ class CAD:
     ) -> DistributedDataParallel:
         """Returns Megatron's DistributedDataParallel around an attached model that is on this rank's device.
 
-        Weights become bfloat16 if the configuration says so. Ranks reduce gradients during backward, but after backward
-        with several pipeline stages.
+        Weights become bfloat16 if the configuration says so. Ranks reduce gradients during backward; with several
+        pipeline stages they do so after backward.
 
         Args:
             model: from :meth:`attach`.
@@ -356,7 +356,7 @@ class CAD:
         """Plans one step and copies this rank's tokens to the device; all ranks call this method together.
 
         Args:
-            documents: for each micro-batch the list of documents of all data-parallel ranks, the same on every rank. A
+            documents: for each micro-batch the list of documents of all data-parallel ranks, equal on all ranks. A
                 document is anything with a length and slices of token ids. A rank reads the ids of its own tokens. It
                 also reads up to 16 ids of up to 8 documents, to check that ranks have equal documents.
 
@@ -375,8 +375,8 @@ class CAD:
     ) -> Generator[Step, None, None]:
         """Yields steps, each planned in a background thread while the caller runs the previous step.
 
-        All ranks call this method together. Loops may be nested, for example validation inside training. If all ranks
-        leave a loop early, the next item of ``steps`` may already have been read.
+        All ranks call this method together, and leave a loop over steps together. Loops may be nested, for example
+        validation inside training. After a loop that ended early, the next item of ``steps`` may already be read.
 
         Args:
             steps: the documents of every step, in the form that :meth:`plan_step` takes.
@@ -417,9 +417,9 @@ class CAD:
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
-            forward_step: function of an iterator over this rank's batches and the model. It returns the model's output
-                and a function of this output, which returns three values: the summed loss, the number of target tokens
-                as an int tensor, and a report of any type.
+            forward_step: function with two arguments, an iterator over this rank's batches and the model. It returns
+                the model's output and a loss function. From the output the loss function computes three values: the
+                summed loss, the number of target tokens as an int tensor, and a report of any type.
             model: from :meth:`data_parallel`.
             forward_only: whether to leave out backward.
 
@@ -471,8 +471,9 @@ class CAD:
         return () if self._remote is None else self._remote.numbers
 
     def as_run(self, step: Step) -> Step:
-        """Returns the step that :meth:`forward_backward` just ran for ``step``: planned again if servers without a
-        model have left or joined, else ``step`` itself.
+        """Returns the step that the last :meth:`forward_backward` ran for ``step``.
+
+        If servers without a model have left or joined, it is a new plan of the same documents, else ``step`` itself.
         """
         return self._ran or step
 
@@ -490,7 +491,7 @@ class CAD:
         return [[each[:-1] for each in documents] for documents in gather_documents(self.as_run(step), values)]
 
     def let_server_go(self, number: int) -> None:
-        """Makes all later steps run without server ``number``; all ranks call this method together.
+        """Makes all later steps run without one of :attr:`servers`; all ranks call this method together.
 
         Raises:
             SupportError: servers without a model cannot leave on this type of device.
@@ -499,11 +500,11 @@ class CAD:
             self._remote.let_go(number)
 
     def served(self, step: Step) -> list[Served | None] | None:
-        """Waits for reports of the servers without a model: their seconds of attention and memory in the last step.
+        """Waits for reports of the servers without a model on ``step``: their seconds of attention, and their memory.
 
         Returns:
-            On rank 0 a list with, for each server of the step, its report, or None if the server has left. None on
-            other ranks, and without such servers.
+            On rank 0 a list with the report of each server, or None for a server that has left. None on other ranks,
+            and without such servers.
         """
         return None if self._remote is None else self._remote.served(self.as_run(step).announced)
 
@@ -517,8 +518,8 @@ class CAD:
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
         """Returns how tokens were spread over experts in all training since the last call of this method.
 
-        The result has this stage's layers with experts, by the layer's number from 1, and is the same on all ranks of
-        the stage.
+        The keys are the numbers, from 1 in the whole model, of this stage's layers with experts. All ranks of the stage
+        get equal results.
         """
         loads: dict[int, LayerLoad] = unwrap_model(model).expert_load.take()
         return loads

@@ -1,4 +1,4 @@
-"""Makes the object with which a rank uses the server pool: the ranks that compute each other's core attention."""
+"""Makes a rank's :class:`AttentionPool`: an attention kernel, and a transport to ranks that compute attention."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ def join_pool(
     how: How,
     remote: RemoteServers | None = None,
 ) -> AttentionPool:
-    """Returns this rank's attention kernel, and its transport for rows of q, k, v and outputs between ranks.
-
-    All ranks call this function together.
+    """Returns this rank's attention kernel and its transport of q, k, v and outputs; all ranks call this together.
 
     Args:
         how: "keep" if the rank that computes attention keeps q, k and v for backward; "resend" if they travel again.
-        remote: processes without a model that compute attention too; None without such processes.
+        remote: processes without a model that compute attention too, if there are any.
 
     Raises:
         KernelError, TransportError: the kernel or transport cannot run on a rank or a process of ``remote``, or

@@ -4,7 +4,7 @@
 - A *server* is a rank that computes attention: every home, and ranks without a model if there are any.
 - A *task* is a range of query rows of one document on one server.
 
-``step.py`` plans with these options. The same options and document lengths give the same plans on every rank.
+``step.py`` plans with these options. Equal options and document lengths give equal plans on all ranks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from distca.plan.network import Links
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of planning. Array legend: R servers, C combinations.
+    """The options of planning.
 
     Attention layers with and without a window, for example, are two *kinds* of layers. All pipeline stages run their
     layer i at the same time. The kinds of these layers, one for each stage, are a *combination*.
+    Array legend: R servers, C combinations.
 
     Attributes:
         ranks: data-parallel ranks of a stage.
         servers: number of servers without a model; they are numbered after all other ranks.
-        cost: seconds of a task.
-        nano_batches: parts in which a micro-batch is computed, 1 or 2. With 2, the transfers of each part run during
-            the computation of the other.
+        cost: the model of tasks' seconds.
+        nano_batches: number of parts, the nano-batches, in which a micro-batch is computed: 1 or 2. With 2, transfers
+            of one part run during the computation of the other.
         align: the number of rows of a nano-batch on a rank is a multiple of ``align``, except on the last rank.
             ``align`` must be a multiple of ``shares``.
         shares: tensor-parallel ranks that split the rows of a data-parallel rank; 1 without sequence parallelism.
@@ -47,11 +48,11 @@ class PlanOptions:
             value that depends on the number of servers.
         links: which servers share a node, and how long bytes take inside a node and between nodes.
         kinds: the kinds of the model's attention layers.
-        costs: seconds of a task for each kind; empty if all kinds have ``cost``.
+        costs: a cost model for each kind; empty if all kinds have ``cost``.
         layer_kinds: for each stage and layer, the index of the layer's kind; empty if all layers have the first kind.
-        non_attention: seconds of linear layers, to be balanced together with attention; None balances attention alone.
+        non_attention: seconds of linear layers, to balance together with attention; None balances attention alone.
         scheduler: plans one nano-batch, for tests; None takes the default scheduler.
-        server_gb_s: GB/s over the network of a server without a model; 0 takes the rate of ``links``.
+        server_gb_s: network rate of a server without a model, in GB/s; 0 takes the rate of ``links``.
         recurrent: whether the model has recurrent layers (linear attention, SSM).
 
     Raises:
@@ -115,7 +116,7 @@ class PlanOptions:
                 )
         factors = () if self.non_attention is None else self.non_attention.factors
         if len(factors) not in (0, self.homes):
-            raise PlanError(f"{len(factors)} homes have a factor, and there are {self.homes} homes.")
+            raise PlanError(f"`non_attention` has factors for {len(factors)} homes, and there are {self.homes} homes.")
 
     @cached_property
     def server_cost(self) -> CostModel:
@@ -124,7 +125,7 @@ class PlanOptions:
     def on_servers(self, cost: CostModel) -> CostModel:
         """Returns ``cost`` as the cost model of all servers.
 
-        A server without a model is as fast as a home, unless ``cost`` is a :class:`PoolCost`."""
+        All servers are equally fast, unless ``cost`` is a :class:`PoolCost`, which has a table for each server."""
         if isinstance(cost, PoolCost) or not self.servers:
             return cost
         return PoolCost((cost,), (0,) * self.pool_ranks)
@@ -197,7 +198,7 @@ class PlanOptions:
     def stage_node(self) -> int:
         """Returns how many consecutive ranks of a stage share a node.
 
-        It is 0 if all ranks share one node, no two ranks share one, or a stage's ranks do not fill whole nodes."""
+        The number is 0 if all ranks share one node, no two share one, or a stage's ranks do not fill whole nodes."""
         size = self.links.ranks_per_node
         return size if size > 1 and self.ranks % size == 0 else 0
 

@@ -1,4 +1,4 @@
-"""The rows that a rank sends, receives and computes in core attention, as index tensors on the rank's device.
+"""The rows that a rank sends, receives and reads for core attention, as index tensors on the rank's device.
 
 - home: a rank that holds rows (a row is one token's q, k, v or o).
 - server: a rank that computes attention. Every home is a server too; further servers have no model.
@@ -7,7 +7,8 @@
 - route: one rank's part of a plan.
 - region: the contiguous k,v rows of one task, which the kernel reads. All regions are one tensor.
 - nano-batch: the whole micro-batch, or one of its two parts, *ping* (first) and *pong* (second).
-- kind: a set of attention layers with equal window, scale, softcap and use of sinks.
+- kind: a set of attention layers with equal window, scale and softcap, and with or without sinks (learned scores in
+  the softmax).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class KindBatch:
     """Consecutive tasks of one kind, for one kernel call.
 
     Attributes:
-        batch: the borders of tasks, counted from this batch's first row.
+        batch: where each task's rows begin and end, counted from this batch's first row.
         q, kv: the batch's rows in the server's query buffer and in the tensor of regions.
     """
 
@@ -92,14 +93,14 @@ class ServerRoute:
     """One rank's route of one plan, as index tensors on its device.
 
     Attributes:
-        q_to_server: moves to servers of q in forward; in backward of dO, and perhaps of q, o and lse (log-sum-exp).
-        q_to_home: moves to homes of o, and perhaps of lse, in forward; in backward of dQ.
+        q_to_server: moves from homes to servers of tensors with a row for each query, such as q and dO.
+        q_to_home: moves from servers to homes of tensors with a row for each query, such as o and dQ.
         kv_to_server: moves of k and v to servers. A row for several servers of another node may travel to one of them,
             which sends the row on.
-        kv_to_home: moves of dK and dV to homes, which add up the gradients that several servers computed for a row.
+        kv_to_home: moves of dK and dV to homes. A home adds up the gradients that servers computed for a row.
         repeats: copies from this server's k,v buffer to the regions. Empty if the buffer itself serves as the regions.
         before: in pong, copies to the regions from the k,v buffer that this server has kept from ping.
-        q_rows, kv_rows, region_rows: rows of the server's query buffer, of its k,v buffer, and of all regions.
+        q_rows, kv_rows, region_rows: numbers of rows in the query buffer, in the k,v buffer, and in all regions.
     """
 
     q_to_server: RowMoves
@@ -139,9 +140,9 @@ class NanoRoutes:
 
     Attributes:
         q_rows: number of rows that this rank holds as a home, without padding.
-        prefix: in pong, ranges [first, end) of ping's rows on this rank whose documents go on in pong. Pong sends k and
-            v of these rows to servers that have not kept them from ping.
-        backward: route of the backward plan; ``forward`` itself if the forward and backward plans are one object.
+        prefix: in pong, ranges [first, end) of ping's rows on this rank. Their documents go on in pong, which sends k
+            and v of these rows to servers that have not kept them from ping.
+        backward: route of the backward plan; may be ``forward`` itself.
     """
 
     q_rows: int
@@ -188,7 +189,7 @@ class StepRoutes:
 
     Attributes:
         own: [micro-batches][layers] routes of this stage's micro-batches.
-        served_forward, served_backward: for each phase, [layers] routes if this stage has no micro-batch, else None.
+        served_forward, served_backward: for each phase, [layers] routes if this rank has no micro-batch, else None.
     """
 
     own: tuple[tuple[LayerRoutes, ...], ...]
@@ -219,8 +220,8 @@ class StepRoutes:
                 for one, other, previous in zip(there, back, before, strict=False)
             )
 
-        # All stages run their layer i at the same time. Each combination of these layers' kinds has its own plans, and
-        # ``layer_combinations[i]`` is the combination's number.
+        # All stages run their layer i at the same time. These layers have one kind for each stage. Each combination of
+        # kinds has its own plans, and ``layer_combinations[i]`` is the combination's number.
         def routes(there: Phase, back: Phase) -> tuple[LayerRoutes, ...]:
             of_combination = [of_plans(*each) for each in zip(there.by_combination, back.by_combination, strict=True)]
             return tuple(of_combination[number] for number in options.layer_combinations)

@@ -1,8 +1,8 @@
 """The CUDA library of ``csrc/``, called through ctypes: copies by copy engine, signals between GPUs, kernels for rows.
 
 A *slot* is a 64-bit word of memory. To *signal*, a GPU writes a number to a slot, and a stream of another GPU waits for
-that number. The library is optional; :func:`why_not` says why it cannot be used. Copies, signals, waits and kernels are
-queued on a stream, and the host does not wait for them.
+that number. Copies, signals, waits and kernels are queued on a stream, and the host does not wait for them. The library
+is optional: :func:`why_not` tells whether it can be used.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def why_no_signals() -> str | None:
 
 
 def create_stream(priority: int) -> torch.cuda.Stream:
-    """Returns a new stream of the current GPU, which is never destroyed.
+    """Returns a new stream of the current GPU. The stream is never destroyed.
 
-    ``torch.cuda.Stream()`` may return a stream that other code uses too. That code's work would then wait behind this
-    stream's waits for other ranks.
+    ``torch.cuda.Stream()`` may return a stream that other code uses too. That code's work would then be queued behind
+    waits for other ranks.
 
     Args:
         priority: 0 is usual; work of streams with a lower number starts first.
@@ -125,7 +125,7 @@ def current_stream() -> torch.cuda.Stream:
 
 
 def mark(stream: torch.cuda.Stream) -> Event:
-    """Returns an event that comes when the stream's earlier work is done."""
+    """Records an event behind the stream's earlier work, and returns the event."""
     event = Event()
     event.record(stream)
     return event
@@ -138,8 +138,8 @@ def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool,
         pieces: for each tensor (address of its first row, address of the destination's first row, ranges, bytes of a
             row). The destination may be on any GPU. Ranges are a contiguous [N, 3] int64 array: first source row, first
             destination row, number of rows.
-        batched: whether one CUDA call copies all ranges, in any order. Otherwise each range is a call, in order, and
-            copies inside one GPU run as kernels.
+        batched: whether one CUDA call copies all ranges, in any order. Otherwise one call per range follows the other,
+            and copies inside one GPU run as kernels.
     """
     table = [(source, to, ranges.ctypes.data, len(ranges), width) for source, to, ranges, width in pieces]
     packed = np.array(table, np.int64)
@@ -154,7 +154,7 @@ def push_rows(
     most_blocks: int,
     stream: torch.cuda.Stream,
 ) -> None:
-    """Writes rows to addresses by a kernel, which then signals.
+    """Queues a kernel that writes rows to addresses and then signals.
 
     Args:
         pieces: for each piece (contiguous tensor, [N] int64 numbers of its rows to write, address on any GPU). The rows
@@ -207,7 +207,7 @@ def sum_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor,
 ) -> None:
-    """Adds packed[copies[borders[i]:borders[i+1]]] to destination[destination_rows[i]].
+    """Adds the rows packed[copies[borders[i]:borders[i+1]]] to the row destination[destination_rows[i]], for each i.
 
     Rows are added in float32, in the order of ``copies``, and each sum is rounded once. ``copies``, ``borders`` and
     ``destination_rows`` are int64 on the same device."""

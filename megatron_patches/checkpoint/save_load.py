@@ -50,8 +50,8 @@ def save_checkpoint(
             everything to the disk.
 
     Returns:
-        A function that writes the copies to the disk, if there are any. Every rank calls this function once before the
-        next checkpoint, perhaps in a thread while training goes on.
+        A function that writes the copies to the disk, if there are any. Every rank calls the returned function once
+        before the next checkpoint, perhaps in a thread while training goes on.
     """
     state = _sharded_state(model, optimizer, is_loading=False)
     state["extra"] = extra
@@ -63,7 +63,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule) -> dict[str, Any]:
-    """Restores the state that :func:`save_checkpoint` wrote; returns ``extra``.
+    """Restores the state that :func:`save_checkpoint` wrote; returns its ``extra``.
 
     Raises:
         VersionError: the checkpoint needs a newer Megatron-Core.
@@ -80,7 +80,7 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
         if missing:
             quantise_main_weights(model, distributed_parts(optimizer.optimizer))
         elif any(getattr(adam, "store_param_remainders", False) for adam in inner_adams(optimizer.optimizer)):
-            # Loading set only this rank's range of the bfloat16 weights.
+            # Loading has set this rank's range of the bfloat16 weights; other ranks send the rest.
             model.start_param_sync(force_sync=True)
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
@@ -107,7 +107,7 @@ def _check_readable(path: Path) -> None:
 def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
     """Loads each weight's state into an optimizer, and keeps the optimizer's own parameter groups.
 
-    The checkpoint has the parameter groups of the first rank only, which do not fit other pipeline stages.
+    The checkpoint has the first rank's parameter groups, which do not fit other pipeline stages.
     """
     parts = optimizer_parts(optimizer)
     states = [loaded] if len(parts) == 1 else [loaded.get(number, {}) for number in range(len(parts))]

@@ -1,4 +1,4 @@
-"""The losses that spread a layer's rows evenly over its experts, and counts of the rows that each expert gets.
+"""Auxiliary losses that spread rows evenly over a layer's experts, and counts of the rows that each expert gets.
 
 A layer's router gives each row (a token's hidden vector) a score for each of E experts, and sends the row to ``topk``
 experts. Megatron's auxiliary loss of a layer, "aux_loss", is
@@ -6,13 +6,13 @@ experts. Megatron's auxiliary loss of a layer, "aux_loss", is
     coeff x E / (topk x T^2) x sum over experts i of c_i x P_i
 
 T is the number of rows in the micro-batch. c_i is the number of rows with expert i among their ``topk`` highest scores.
-P_i is the sum of all rows' scores for expert i. "seq_aux_loss" is the same formula over the rows of each document.
+P_i is the sum of all rows' scores for expert i. "seq_aux_loss" is this formula for each document, with its T, c_i, P_i.
 
-Here the loss is multiplied by T, because a step's gradients are divided by the step's number of tokens at the end. c_i
+Here a loss is multiplied by its T, because a step ends with a division of gradients by the step's number of tokens. c_i
 has no gradient, so the gradient of a row's score for expert i is coeff x E x c_i / (topk x T). Forward counts c_i on
 each rank, one all-reduce adds up the counts of all ranks of the pipeline stage, and backward reads the sums.
 
-Shape suffixes: N rows of a nano-batch (the whole micro-batch, or one of its two parts) on this rank; E experts; D
+A *nano-batch* is the whole micro-batch, or one of its two parts. Shape suffixes: N rows on this rank; E experts; D
 documents of the micro-batch, but 1 without "seq_aux_loss".
 """
 
@@ -44,14 +44,14 @@ def coefficient(config: TransformerConfig, kind: str) -> float:
 
 
 class MicroBatchBalance:
-    """Counts of each expert's rows, for one micro-batch and the layers of one pipeline stage.
+    """Counts each expert's rows in one micro-batch, for the layers of one pipeline stage.
 
     Args:
-        layers: numbers of this stage's layers with experts, from 1.
+        layers: this stage's layers with experts, counted from 1 over the whole model.
         documents_N: int64 number of each row's document, for this rank's rows in all nano-batches; -1 for padding.
         documents: number of documents in the micro-batch, over all ranks.
-        peers: [expert-parallel ranks, nano-batches] each rank's number of rows, as an asynchronous copy to the host.
-            None without expert parallelism.
+        peers: [expert-parallel ranks, nano-batches] numbers of rows, on their way to the host. None without expert
+            parallelism.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ class MicroBatchBalance:
         assert experts is not None
         self.per_document = coefficient(config, "seq_aux_loss") > 0
         groups = documents if self.per_document else 1
-        # _best: [layers, D, E] the counts c_i. _load: [layers, E] rows that each expert gets. _entropy: [layers] sum
-        # over rows of the entropy of a row's scores.
+        # _best: the counts c_i. _load: the rows that each expert gets. _entropy: the sum of all rows' entropies.
         self._best = torch.zeros(len(layers), groups, experts, dtype=torch.float32, device=device)
         self._load = torch.zeros(len(layers), experts, dtype=torch.float32, device=device)
         self._entropy = torch.zeros(len(layers), dtype=torch.float32, device=device)
@@ -88,7 +87,7 @@ class MicroBatchBalance:
         nano_rows: Sequence[int],
         documents: int,
     ) -> MicroBatchBalance:
-        """Starts the counts of a micro-batch; all expert-parallel ranks call this method together.
+        """Makes the counts, all zero, of a micro-batch; all expert-parallel ranks call this method together.
 
         With sequence parallelism, ``documents_N`` and ``nano_rows`` cover the rows of all tensor-parallel ranks.
         """
@@ -101,7 +100,7 @@ class MicroBatchBalance:
         return NanoBatch(self, number, self.document_of[number])
 
     def rows_of_peers(self, nano_batch: NanoBatch) -> list[int]:
-        """Returns each expert-parallel rank's number of rows in this nano-batch."""
+        """Returns each expert-parallel rank's number of rows."""
         if self._peers is None:
             return [len(nano_batch.document_N)]
         rows: list[int] = self._peers.read()[:, nano_batch.number].tolist()
@@ -122,8 +121,8 @@ class MicroBatchBalance:
 
         Args:
             best_NE: bool, true for the ``topk`` experts with a row's highest scores.
-            chosen_NE: bool, true for the experts to which a row is sent; with router biases or groups of experts it may
-                differ from ``best_NE``.
+            chosen_NE: bool, true for the experts to which a row is sent. Router biases and groups of experts may make
+                them other experts than those of ``best_NE``.
             entropy_N: entropy of each row's scores, in nats.
         """
         if not (self._counting and self.training):
@@ -151,7 +150,7 @@ class MicroBatchBalance:
         return torch.cat((self._load, self._entropy[:, None]), 1)
 
     def gradient(self, layer: int, nano_batch: NanoBatch) -> torch.Tensor:
-        """Returns the auxiliary losses' gradient for the scores [N, E], or [1, E] if it is equal for all rows.
+        """Returns [N, E] the auxiliary losses' gradients of scores, or [1, E] if they are equal for all rows.
 
         Values for padding rows are arbitrary.
         """
@@ -178,12 +177,7 @@ def _rows_of_peers(rows: Sequence[int], device: torch.device) -> Question | None
 
 @dataclass(frozen=True)
 class NanoBatch:
-    """The rows of one nano-batch on this rank.
-
-    Attributes:
-        number: 0 or 1.
-        document_N: int64 number of each row's document in the micro-batch; -1 for padding.
-    """
+    """The rows of one nano-batch on this rank; ``document_N`` is as ``documents_N`` in :class:`MicroBatchBalance`."""
 
     balance: MicroBatchBalance
     number: int
@@ -211,9 +205,8 @@ class ExpertLoad:
     """The counts of all micro-batches since the last :meth:`take`, for the log.
 
     Attributes:
-        layers: numbers of the stage's layers with experts, from 1.
-        total: the sum of :meth:`MicroBatchBalance.report`, or None. It must not be changed in place, because
-            ``lost_step.py`` keeps the tensor to restore it after a failed step.
+        total: the sum of :meth:`MicroBatchBalance.report` over micro-batches; None if there were none. Code must not
+            change the tensor in place, because ``lost_step.py`` keeps it and restores it after a failed step.
     """
 
     def __init__(self, layers: Sequence[int], topk: int) -> None:
@@ -227,7 +220,7 @@ class ExpertLoad:
         self.total = report if self.total is None else self.total + report
 
     def take(self) -> dict[int, LayerLoad]:
-        """Returns each layer's load, by the layer's number, and begins anew."""
+        """Returns each layer's load, by the layer's number from 1, and sets the counts to zero."""
         total, self.total = self.total, None
         if total is None:
             return {}

@@ -1,8 +1,8 @@
 """Writes a model that is spread over many ranks as one Hugging Face folder.
 
-A *slot* (``slots.py``) links a parameter to the folder's tensors. A rank has a *share* of a parameter: its
+A *slot* (``slots.py``) links a parameter to its tensors in the folder. A rank has a *share* of a parameter: its
 tensor-parallel part, or the weight of one of its experts. The ranks of a pipeline stage gather the shares of one
-parameter at a time, and one of these ranks writes the stage's files.
+parameter at a time, and one rank of the stage writes the stage's files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def export_weights(
 ) -> None:
     """Writes the model's folder; all ranks call this function together.
 
-    A rank that writes holds one file at a time in host memory, plus a layer's experts if the folder stacks them.
+    A rank that writes holds one file at a time in host memory. If the folder has a layer's experts as one tensor, the
+    rank holds these too.
 
     Args:
         folder: an empty or missing folder that all ranks see.
@@ -52,7 +53,7 @@ def export_weights(
         raise CheckpointError(f"{folder} could not be written ({problem}).")
     if _has_shares(by_expert=False) or _has_shares(by_expert=True):
         problem, file_of = _write_stage(unwrap_model(model), exported, folder, values)
-    else:  # other ranks write these weights, but ``values`` may be a collective of all data-parallel ranks
+    else:  # other ranks write these weights, but all data-parallel ranks call ``values``, which may be a collective
         for weight, _ in _own_slots(unwrap_model(model), exported.model):
             values(weight)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -87,7 +88,7 @@ def _write_stage(
     biases = list(biases_of_choice(gpt, exported.model))
     group = parallel_state.get_pipeline_model_parallel_group()
     counts: list[Any] = [None] * group.size()
-    # "others": the folder's tensors that are not trained here, such as an image encoder's. The first stage copies them.
+    # "others" are tensors of the folder without a parameter, such as an image encoder's. The first stage copies them.
     first = parallel_state.is_pipeline_first_stage()
     mine = count_shards(exported, [name for _, slot in own + biases for name in slot.names], others=first)
     dist.all_gather_object(counts, mine, group=group)
@@ -114,7 +115,7 @@ def _write_stage(
 
 
 def _has_shares(by_expert: bool) -> bool:
-    """Whether the export takes this rank's shares: of experts' weights with ``by_expert``, else of all others.
+    """Whether the export takes this rank's shares of experts' weights, or with ``by_expert`` False of other weights.
 
     Later data-parallel ranks have copies.
     """
@@ -133,7 +134,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
-    """Yields each parameter's slot, and with ``writes`` the folder's tensors, else ()."""
+    """Yields each parameter's slot with its tensors in the folder, or with () if ``writes`` is False."""
     for weight, slot in own:
         parameter, group = values(weight), group_of(slot)
         shares = [parameter]
@@ -148,5 +149,5 @@ def _whole_tensors(
 
 
 def _as_is(buffer: torch.Tensor) -> torch.Tensor:
-    # This takes the place of ``values`` for routers' biases: the optimizer has no values of buffers.
+    # Routers' biases are buffers, of which the optimizer has no values.
     return buffer

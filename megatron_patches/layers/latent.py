@@ -1,7 +1,7 @@
-"""A transformer layer with multi-head latent attention, split before and after core attention, and its RoPE.
+"""A transformer layer with multi-head latent attention, and the RoPE of such layers.
 
 In latent attention (DeepSeek-V2) a narrow *latent row* of each token is expanded to the keys and values of all heads.
-The rank that holds a token expands its latent row. Ranks that compute core attention receive expanded rows.
+The rank that holds the token does this. Ranks that compute core attention receive expanded rows.
 
 A model computes RoPE's angles once for all layers, as :class:`RowAngles`. Each layer gives the angles to Megatron's
 attention through :class:`GivenAngles`.
@@ -60,7 +60,7 @@ class GivenAngles(torch.nn.Module):
         self.angles: torch.Tensor | None = None
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Returns 0: Megatron asks for a length, and :meth:`forward` needs none."""
+        """Returns a length for Megatron, which passes it to :meth:`forward`; it has no effect there."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> Any:
@@ -72,7 +72,7 @@ class GivenAngles(torch.nn.Module):
 class LatentLayer(SplitTransformerLayer):
     """A layer whose keys and values are expanded from latent rows.
 
-    Its first norm's output must not be freed after the first projection, because a second projection reads it.
+    Unlike other layers this one keeps the output of ``input_layernorm``, because two projections read the output.
     """
 
     def pre(self, hidden: torch.Tensor, rotation: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,8 +83,8 @@ class LatentLayer(SplitTransformerLayer):
             rotation: [rows, 1, 1, qk_pos_emb_head_dim] angles of these rows.
 
         Returns:
-            ``hidden`` for :meth:`post`; queries [rows, heads, key width]; keys with values [rows, 2, heads, width] if
-            they are equally wide, else [rows, heads, key width + value width].
+            ``hidden`` for :meth:`post`; queries [rows, heads, key width]; keys and values in one tensor, [rows, 2,
+            heads, width] if keys and values are equally wide, else [rows, heads, key width + value width].
         """
         attention = self.self_attention
         hidden, normed = beside(self.input_layernorm, hidden)

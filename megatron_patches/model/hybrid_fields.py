@@ -11,7 +11,7 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
 def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the fields; empty without ``shape.hybrid.pattern``, Megatron's string with a symbol for each layer.
+    """Returns the fields' values by name; empty if ``shape.hybrid.pattern``, a string of layer symbols, is empty.
 
     Raises:
         SupportError: there is a pattern, and the installed Megatron-Core has no gated delta nets.
@@ -33,7 +33,7 @@ def hybrid_fields(shape: ModelShape) -> dict[str, Any]:
             "linear_value_head_dim": hybrid.value_dim,
         }
     if MAMBA in hybrid.pattern:
-        # Mamba-2's B is keys, C is queries, and x is values. Heads of one group share B and C.
+        # A key head of ``hybrid`` is a group of Mamba-2's heads, which share B and C. A value head is one of the heads.
         fields |= {
             "mamba_num_groups": hybrid.key_heads,
             "mamba_num_heads": hybrid.value_heads,

@@ -1,7 +1,7 @@
 """Holds and checks the documents of one training step, for ``CAD.plan_step`` and ``CAD.plan_ahead``.
 
 A step is a list of micro-batches. A micro-batch is a list of the documents of all data-parallel ranks. A document's
-*home* is the data-parallel rank that is to hold the whole document; most documents have none.
+*home* is the data-parallel rank that the caller chose to hold the whole document.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from distca.data.batch import Document
 from distca.errors import PlanError
 
 _SAMPLES, _SAMPLE_IDS = 8, 16
-"""The most documents of a step of which :func:`checksum` reads token ids, and the most ids that it reads of each. Every
-rank reads these ids from the data, so larger numbers make every step slower."""
+""":func:`checksum` reads up to 16 token ids of up to 8 documents of a step. Every rank reads these ids from the data,
+so larger numbers make every step slower."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class StepDocuments:
     Attributes:
         micro_batches: for each micro-batch a list of documents. A document is anything with a length and slices of
             token ids.
-        homes: for each micro-batch a [documents] integer array, the data-parallel rank that holds the whole document.
-            With None the planner may cut documents over ranks.
+        homes: for each micro-batch a [documents] integer array, the home of each document. With None the planner may
+            cut documents over ranks.
         note: any object; the planned step has it as ``step.documents.note``.
-        weights: for each micro-batch a [documents] array of finite factors >= 0 of the documents' tokens in the loss;
-            None is 1 for all documents.
+        weights: for each micro-batch a [documents] array: what each token of a document weighs in the loss, finite and
+            at least 0. None is 1 for all documents.
     """
 
     micro_batches: Sequence[Sequence[Document]]
@@ -45,8 +45,7 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
     """Returns the given documents with micro-batches as lists, and homes and weights as arrays.
 
     Raises:
-        PlanError: a micro-batch is no list, or a document no row of token ids; homes are not one whole number, or
-            weights not one number, for each document; or a weight is negative, infinite or nan.
+        PlanError: micro-batches, documents, homes or weights are not as :class:`StepDocuments` says.
     """
     documents = given if isinstance(given, StepDocuments) else StepDocuments(given)
     try:
@@ -125,9 +124,9 @@ def _check_row(name: str, document: Any) -> None:
 
 
 def checksum(documents: StepDocuments) -> int:
-    """Returns a CRC-32 of all weights and of some token ids; ranks compare it to find that their documents differ.
+    """Returns a CRC-32 of all weights, and of the middle token ids of up to 8 documents; for a comparison of ranks.
 
-    The ids are the middle ones of up to ``_SAMPLES`` documents. ``documents`` are from :func:`listed`.
+    ``documents`` are from :func:`listed`.
     """
     value = 0
     for weights in documents.weights or ():
@@ -153,7 +152,7 @@ def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Seq
     for number, (values, documents) in enumerate(zip(given, micro_batches, strict=True)):
         try:
             array = None if values is None else np.asarray(values)
-        except ValueError:  # lists of unequal lengths
+        except ValueError:  # the values are lists of unequal lengths
             array = np.empty(0)
         if array is not None and not array.size:
             array = array.astype(np.int64)  # numpy makes a float array of an empty list

@@ -1,7 +1,7 @@
 """Notes the state of a model at the end of ``CAD.attach``, and refuses to run the model once the state has changed.
 
-``CAD`` is the object that a training script makes. Its ``attach`` checks a model and copies some settings, so a later
-change could have no effect, or be an unsupported setting.
+``CAD`` is the object that a training script makes. ``CAD.attach`` checks a model and copies some of its settings. A
+later change to the model might have no effect, or make the model unsupported.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MAY_CHANGE = {
 """Fields of the configuration that may change: ``CAD`` sets them itself, or Megatron reads them in every step."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
 _NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
-"""Paths in a layer, "" for the layer itself, of modules whose ``forward`` never runs if the model is disaggregated
-(:attr:`Attached.disaggregated`). Only the modules' parts are called then."""
+"""Modules of a layer, by their path in the layer; "" is the layer itself. In a disaggregated model
+(:attr:`Attached.disaggregated`) their ``forward`` never runs, because their parts are called one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Attached:
     Attributes:
         pool: the attention kernel and transport of the CAD that attached the model. No two CADs share a pool.
         fields: values of the model's configuration, by field.
-        modules: for each module inside the model its name, the module that holds it, and the module itself.
+        modules: for each module inside the model: name, parent module, and the module itself.
         disaggregated: whether other ranks may compute parts of this rank's core attention.
     """
 
@@ -52,7 +52,7 @@ class Attached:
 
 
 def note_attached(model: GPTModel, pool: AttentionPool, disaggregated: bool) -> None:
-    """Stores the state of a model in ``model.attached``; to be called after all changes of ``CAD.attach``."""
+    """Stores the state of a model in ``model.attached``. ``CAD.attach`` calls this function after all its changes."""
     named = dict(model.named_modules())
     modules = [(name, named[name.rpartition(".")[0]], module) for name, module in named.items() if name]
     model.attached = Attached(pool, fields_of(model.config), modules, disaggregated)

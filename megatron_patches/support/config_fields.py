@@ -1,7 +1,7 @@
 """Says which values of each field of Megatron's TransformerConfig are supported.
 
-``experts.py`` lists the fields of mixtures of experts, and this file all others. A field that is not listed comes from
-an unknown version of Megatron, and has to have its default.
+``experts.py`` lists the fields of mixtures of experts, and this file lists all others. A field that neither lists is
+from an unknown version of Megatron, and must have its default.
 
 Attention servers are ranks that compute core attention for other ranks. ``CAD`` is ``distca.CAD``, the object that
 training scripts make.
@@ -65,7 +65,7 @@ _SERVED_BY = {
 }
 
 
-_OWN_EXPERTS = "rows go to experts and back by exchanges of DistCA"
+_OWN_EXPERTS = "tokens go to experts and back by exchanges of DistCA"
 _NO_GRAPHS = "exchanges with attention servers cannot be captured in CUDA graphs"
 _NOT_OFFLOADED = "tensors that are exchanged with attention servers are not offloaded"
 _EQUAL_STAGES = "all stages have equally many layers"
@@ -104,9 +104,9 @@ LIMITS = {
     # Layer and block
     "normalization": Limit("norms are RMSNorms or LayerNorms", ("RMSNorm", "LayerNorm")),
     "hidden_dropout": Limit("layers have no dropout", (0.0,)),
-    "fp32_residual_connection": Limit("the residual has the type of the layers' output", (False,)),
+    "fp32_residual_connection": Limit("the residual has the type of the parameters", (False,)),
     "apply_residual_connection_post_layernorm": Limit("the residual is taken before the norm", (False,)),
-    "test_mode": Limit("Megatron's own checks of queries, keys and values never run in DistCA's layers", (False,)),
+    "test_mode": Limit("DistCA's layers do not run Megatron's checks of queries, keys and values", (False,)),
     "mlp_chunks_for_training": Limit("a layer's MLP takes all rows at once", (1,)),
     "heterogeneous_block_specs": Limit("all layers have the same configuration", (False,)),
     "mtp_num_layers": Limit(
@@ -126,12 +126,12 @@ LIMITS = {
     ),
     # Precision
     "params_dtype": Limit(
-        "training supports some types only",
+        "DistCA does not train weights of this type",
         (torch.bfloat16, torch.float32, torch.float64),
     ),
     "fp16": Limit("losses are not scaled for float16", (False,)),
     "enable_autocast": Limit("activations have the type of the parameters", (False,), "autocast_dtype"),
-    "fp8": Limit("only some formats are supported", (None, "hybrid", "e4m3")),
+    "fp8": Limit("DistCA does not train with this format", (None, "hybrid", "e4m3")),
     "fp8_recipe": Limit(
         "the linear layers scale by whole tensors or by blocks of 128",
         ("delayed", "tensorwise", "blockwise"),
@@ -146,7 +146,7 @@ LIMITS = {
     ),
     "tp_comm_overlap": Limit("tensor-parallel transfers do not go by Transformer Engine's user buffers", (False,)),
     "fp4": Limit("there is no FP4 here", (None,), "fp4_recipe fp4_param fp4_quantizer_factory"),
-    "quant_recipe": Limit("the only quantization is FP8, which the field fp8 sets for all layers", (None,)),
+    "quant_recipe": Limit("the only quantization is that of the field fp8, for all layers", (None,)),
     "use_kitchen": Limit(
         "linear layers are Megatron's or Transformer Engine's",
         (False,),
@@ -216,7 +216,7 @@ LIMITS = {
     "use_grouped_gemm_for_dense_mlp": Limit(_TRANSFORMER_ENGINE, (False,)),
     "delay_wgrad_compute": Limit("weight gradients are computed in backward", (False,)),
 }
-"""Fields of which some values are supported: the reason for refusing others, and the supported values.
+"""For each field of which some values are supported: the reason for refusing other values, and the supported values.
 
 The last argument of a ``Limit`` names fields that no code reads while the limited field has a supported value.
 """

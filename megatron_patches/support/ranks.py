@@ -20,7 +20,7 @@ def check_groups(config: TransformerConfig) -> None:
     """Checks sizes and order of Megatron's process groups.
 
     Raises:
-        SupportError: there are no groups yet; sizes of groups differ from the configuration; or ranks are not in
+        SupportError: there are no groups yet; a group's size differs from the configuration; or ranks are not in
             Megatron's default order: tensor-parallel ranks first, then data-parallel ranks, then stages.
     """
     if not parallel_state.model_parallel_is_initialized():
@@ -44,8 +44,8 @@ def check_groups(config: TransformerConfig) -> None:
                 f"{name} is {getattr(config, name)} in the configuration, but Megatron's process groups were made with "
                 f"{size}: give the configuration and parallel_state.initialize_model_parallel the same {name}."
             )
-    # The key is the distance of neighbouring ranks in the group, for example 1, 2 and 4 in a 2 x 2 x 2 job. Of groups
-    # with equal keys, the last one stays. The others have one rank each, and need no check.
+    # The key is the distance of neighbouring ranks in the group, for example 1, 2 and 4 in a 2 x 2 x 2 job. If two keys
+    # are equal, the earlier group has one rank, needs no check, and drops out of the dict.
     strides = {
         1: parallel_state.get_tensor_model_parallel_group(),
         tp: parallel_state.get_data_parallel_group(),

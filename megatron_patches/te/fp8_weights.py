@@ -1,7 +1,7 @@
 """FP8 weights of Transformer Engine's linear layers: the model holds FP8 numbers and scales, and no bfloat16 copies.
 
 Megatron builds such weights if its configuration sets ``fp8_param``. Megatron's optimizer keeps a float32 *main weight*
-for each, which begins as the initial value before rounding to FP8.
+of each. The main weight begins as the initial value before rounding to FP8.
 
 For backward on Hopper GPUs Transformer Engine makes a transposed copy of a weight's FP8 numbers, and keeps the copy.
 Dropping the copy after use saves one byte for each element. In names, "columns" means the transposed copy.
@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 def is_fp8(weight: torch.Tensor) -> bool:
-    """Whether a weight is stored in FP8; ``weight.dtype`` is bfloat16 then too."""
+    """Whether a weight is stored in FP8; ``weight.dtype`` does not say so, it is bfloat16."""
     return bool(fp8_utils.is_float8tensor(weight))
 
 
@@ -34,14 +34,14 @@ def keep_rows_only(weight: Any) -> None:
     weight._quantizer.set_usage(rowwise=True, columnwise=False)
     forget_columns(weight)
     _cast_parts_by_rows()
-    # Megatron calls this function after every update, and its own version makes transposed copies of all weights.
+    # Megatron calls ``te_post_all_gather_processing`` after every update. Megatron's version makes transposed copies.
     fp8_utils.te_post_all_gather_processing = forget_columns
 
 
 def break_reference_cycle(weight: Any) -> None:
     """Lets Python free a weight as soon as nothing else uses it.
 
-    Two attributes of the weight are its own bound methods, a reference cycle. The new attributes have a weak reference.
+    Two attributes of the weight are bound methods that refer to the weight. The new attributes have a weak reference.
     """
     here = weakref.ref(weight)
 

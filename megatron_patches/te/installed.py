@@ -1,7 +1,7 @@
 """Says whether a supported Transformer Engine is installed, and hides Transformer Engine where torch has no GPU.
 
 Megatron-Core imports an installed Transformer Engine. Without a GPU the import fails with an error that Megatron-Core
-does not catch. A hook makes the import raise ModuleNotFoundError, as if the package were missing.
+does not catch. An import hook raises ModuleNotFoundError instead, which Megatron-Core catches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """Returns why Transformer Engine cannot be used, without a final period; None if a supported one is installed."""
+    """Returns why Transformer Engine cannot be used, without a final period; None if it can."""
     version = installed_version()
     if version is None:
         return f"Transformer Engine is not installed; versions {SUPPORTED} are supported"

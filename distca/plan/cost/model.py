@@ -1,4 +1,4 @@
-"""The interface of cost models, which tell the planner how long core attention takes, and the shape of heads.
+"""The interface of cost models: how long core attention takes, for the planner.
 
 A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A task's seconds
 are the time that the task adds to a kernel call for many tasks.
@@ -82,7 +82,7 @@ class AttentionShape:
 
         Args:
             direction: the direction to count; "both" is the sum.
-            resend: whether homes send q, k and v again in backward, because servers do not keep them.
+            resend: whether homes send q, k and v again in backward.
             sinks: whether heads have *sinks*: learned scores in the softmax that belong to no key.
         """
         lse = 4 * self.heads if resend or sinks else 0
@@ -95,11 +95,11 @@ class AttentionShape:
 
 
 class CostModel(ABC):
-    """Seconds of tasks on one GPU and kernel.
+    """The seconds of tasks.
 
     Attributes:
         block: query rows of one kernel tile.
-        linear: seconds of matrix products on this GPU; None if unknown.
+        linear: the seconds of matrix products; None if unknown.
     """
 
     shape: AttentionShape

@@ -1,9 +1,8 @@
 """Cost models that add the time in which a task's rows travel, for servers without rows of their own.
 
 A *task* is a range of a document's queries, with all keys that the queries see. A *server* is a rank that computes
-tasks. A *home* is a rank that holds tokens; *rows* are their q, k and v. While rows travel, a server that is a home too
-computes linear layers, and a server without rows of its own waits. So a part of the travel time counts as attention
-time of a server without rows of its own.
+tasks. *Rows* are tokens' q, k and v. While rows travel, a server with rows of its own computes linear layers, and a
+server without waits. So a part of the travel time counts as attention time of the servers without.
 
 Array legend: R servers, K directions (forward, backward), N tasks.
 """
@@ -28,8 +27,7 @@ class TravellingCost(CostModel):
     """The seconds of the cost model ``kernel``, plus seconds for each query row and each key/value row of a task.
 
     Attributes:
-        forward_rows: seconds to add in forward for one query row, and for one key/value row.
-        backward_rows: seconds to add in backward for one query row, and for one key/value row.
+        forward_rows, backward_rows: seconds to add for one query row, and for one key/value row.
     """
 
     kernel: CostModel
@@ -76,8 +74,8 @@ def with_travel(
         bytes_per_s: [R] bytes per second that a server can receive while it sends equally many.
         resend, sinks: arguments of :meth:`~distca.plan.cost.model.AttentionShape.moved_bytes`.
     """
-    # ways: the bytes of a query row and of a key/value row, in forward and in backward. made: the index of the new
-    # table for each index of an old table and bytes per second.
+    # ways: for forward and backward, the bytes of a query row and of a key/value row. made: the index of the new table
+    # for each pair of an old table's index and bytes per second.
     ways = [cost.shape.moved_bytes(direction, resend, sinks) for direction in ("forward", "backward")]
     tables, of_server = list(cost.tables), list(cost.of_server)
     made: dict[tuple[int, float], int] = {}

@@ -1,11 +1,11 @@
 """Places a micro-batch's documents on ranks so that few documents lie on several ranks.
 
 ``distca/plan/step.py`` considers this placement for models with recurrent layers (linear attention, SSM). For a
-document on several ranks, these layers run more kernels, and ranks send each other the layers' states.
+document on several ranks, these layers run more kernels, and ranks send each other recurrent states.
 
 The ``_ONE_BY_ONE`` longest documents are given to ranks whole, the longest first. Each goes to the rank with the least
-attention work among the ranks with room for it. All other documents, and those for which no rank has room, are laid end
-to end into the room that is left. A document over the border of two ranks' room is cut there.
+attention work so far, among the ranks with room for the document. All other documents, and those for which no rank has
+room, fill the remaining room one after the other. A document is cut where the room of a rank ends.
 
 Array legend: D documents, R ranks, N pieces of cut documents. Arrays are int64, ``work`` may be float64.
 """

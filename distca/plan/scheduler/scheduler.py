@@ -5,13 +5,13 @@
 - A *server* is a rank that computes attention. The *home* of a row (a token) is the rank that holds the row.
 - A *task* is a range of query rows of one document on one server. At first every task is at home.
 - A server's *load* is its seconds of attention. Its *target* is the load that it should have (``target_load.py``), and
-  its *limit* is a little more.
+  its *limit* is the target plus a fraction of the mean load.
 
 ``balancer.py`` moves ranges from servers above their limit to other servers. Rising limits are tried, until a plan has
-no server above its limit. The scheduler is greedy, like the scheduler in arXiv 2510.18121, section 5.2.
+no server above its limit. The scheduler is greedy, as in arXiv 2510.18121, section 5.2.
 
 Array legend: R servers, K directions (forward and backward, or one of them). ``benchmarks/planner_constants.py``
-compared most constants with other values; see benchmarks/results/planner.md.
+compares constants with other values; benchmarks/results/planner.md has the results.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ _SERVERS_OF_DEFAULT = 128
 finer plan costs only a few milliseconds of planning and some percent more bytes."""
 
 _AIM = 0.95
-"""The first limit is this fraction of the tolerance above the target. Adjacent ranges on a server are joined to one
-task later, which may add time. With 0.8 the slowest server is 0.24 % faster, and 0.8 % more bytes travel."""
+"""The first limit is this fraction of the tolerance above the target. The rest is for the time that may be added when
+adjacent ranges of a server become one task. With 0.8 the slowest server is 0.24 % faster, and 0.8 % more bytes travel.
+"""
 _JOININGS = 3
 """The most rounds of moving and joining with one limit. A further round is run if joining made a server slower."""
 _USUAL_TRIES = 4
-"""The number of limits that are tried before cuts may add more time, ``_MORE_OVERHEAD``."""
+"""The number of limits that are tried before cuts may add the time ``_MORE_OVERHEAD``."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Fractions of the mean load that are added to the tolerance, one after the other. A small limit may be out of reach:
 one kernel tile of a long document can take a few percent of the mean load."""
@@ -67,8 +68,7 @@ take very many moves. The last limit is tried in any case."""
 
 
 def training_tolerance(servers: int) -> float:
-    """Returns the tolerance of plans for training: 0.005 for up to 32 servers, growing in proportion to 0.02 for 128 or
-    more."""
+    """Returns the tolerance of plans for training: 0.005 for up to 32 servers, 0.02 for 128 or more, linear between."""
     return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 
 
@@ -90,14 +90,15 @@ def schedule(
             tolerance, for example if every range that could move is too short to be worth it.
         direction: the direction that is balanced; "both" finds one set of tasks for forward and backward.
         resend: whether homes send q, k and v again for backward; more bytes then travel for a moved row.
-        links: which ranks share a node, and prices of bytes between ranks; None prices all pairs alike.
+        links: which ranks share a node, and how long bytes take between ranks; None if they take equally long between
+            all ranks.
         other_seconds: seconds of other work than attention on every server, [R] for one direction, [2, R] for both. A
             server with less other work gets more attention. None if all servers have equally much.
-        growth: by ``direction``, the [K] factors by which cuts raised the seconds of all tasks in the previous plan. If
-            servers are not equally fast, ``growth`` is used and updated in place. None for the first plan.
+        growth: by ``direction``, the [K] factors by which cuts raised the sum of tasks' seconds in the previous plan.
+            If servers are not equally fast, ``growth`` is used and updated in place. None for the first plan.
 
     Returns:
-        A plan that computes every query row once; the same for the same arguments.
+        A plan that computes every query row once. Equal arguments give equal plans.
 
     Raises:
         PlanError: the tolerance is negative, or ``other_seconds`` has a wrong shape or value.
@@ -129,8 +130,8 @@ class _Search:
         moved_bytes: bytes that travel for a query row, and for a key/value row, that leaves its home.
         lowest: :meth:`SchedulerState.figure` of ``best``: 1 plus the most that a server is above its target, as a
             fraction of the mean load.
-        before: [K] :attr:`SchedulerState.slowest` of ``home``.
-        grown: [K] mean load after the newest try, which cuts have raised.
+        before: [K] the slowest server's seconds in ``home``.
+        grown: [K] mean load after the newest try; cuts raise it.
     """
 
     home: Plan
@@ -154,13 +155,13 @@ class _Search:
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
         for tried, aim in enumerate((*usual, *more)):
-            # Limits below ``least`` are left out, and limits that the best plan already keeps to.
+            # The loop leaves out limits below ``least``, and limits that the best plan already keeps to.
             last = tried == len(usual) + len(more) - 1
             if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # The first tries end early if no range can leave a server that is above the next try's limit.
+            # A usual try ends early if no range can leave the servers that are above the next try's limit.
             at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
-            # Cuts raise the mean load and so the limits, each time by too little for another range to move. The last
+            # A cut raises the mean load, and so the limits, but by too little for another range to move. So the later
             # tries begin with the raised mean load.
             expected = self.grown if tried > len(usual) else None
             overhead = MOST_OVERHEAD if tried < len(usual) else _MORE_OVERHEAD
@@ -175,13 +176,13 @@ class _Search:
     def _at_limit(
         self, aim: float, tolerance: float, at_most: float, overhead: float, expected: np.ndarray | None
     ) -> float:
-        """Balances to one limit; returns the most that a server then is above its target.
+        """Balances to one limit; returns the most that a server is then above its target.
 
         The result, ``aim``, ``tolerance`` and ``at_most`` are fractions of the mean load.
 
         Args:
             aim: how far the limit is above the target.
-            at_most: the try ends if no range can leave a server that is further above its target.
+            at_most: balancing ends if no range can leave the servers that are further above their targets than this.
             overhead: the time that a cut may add, as a fraction of the time of the range that moves.
             expected: [K] least mean load to compute the limit from; None for the present mean load.
         """
@@ -208,7 +209,7 @@ class _Search:
 
 
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
-    """Estimates how far the slowest server must be above the mean load, as a fraction of the mean load.
+    """Estimates how far the slowest server of any plan is above the mean load, as a fraction of the mean load.
 
     For "both" a server with the mean load in one direction may have more in the other. For one direction the result is
     0."""

@@ -1,10 +1,10 @@
 """Computes how much attention each server should get, so that all servers end at the same time.
 
-A *server* is a rank that computes attention. ``scheduler.py`` moves attention until no server is far above its target.
-A server gets less attention if it is slower, or if it has other work at the same time, such as linear layers.
+A *server* is a rank that computes attention. ``scheduler.py`` moves attention until no server has much more than its
+*target*. A target is lower if the server is slower, or has other work at the same time, such as linear layers.
 
-Let server r take f_r times as long for attention as a server of mean speed. All servers end at the same time T if
-server r gets
+Let server r take f_r times as long for attention as a server of mean speed. All servers with attention end at the same
+time T if server r gets
 
     target_r = max(T − other_seconds_r, 0) / f_r      where the targets add up to all attention.
 
@@ -38,15 +38,15 @@ _SEARCHED = 24
 100,000th."""
 _GOLDEN = (5**0.5 - 1) / 2
 _ROUNDING = 1e-9
-"""The fractions of all servers count as all attention if their sum is below 1 by at most this."""
+"""Servers' fractions of attention count as all attention if their sum is below 1 by at most this."""
 
 
 class TargetLoad:
     """The attention that each server should get.
 
     Args:
-        other_seconds: [R], or [K, R] for each direction: seconds of other work on each server. None if all servers have
-            equally much.
+        other_seconds: [R] for one direction, [K, R] for two: seconds of other work on each server. None if all servers
+            have equally much.
         slowness: [K, R] the factor f of each server; None if servers are equally fast.
         mean: [K] attention per server before tasks are cut; needed if servers are not equally fast, or for two
             directions.
@@ -83,8 +83,8 @@ class TargetLoad:
         )
         slow = np.ones_like(other) if slowness is None else slowness
         times = _least_times(mean * servers, other, slow)
-        # Cuts will raise the mean, and the servers that get attention do the added work. The last array: how many
-        # seconds later each direction ends for each second that the mean rises.
+        # Cuts will raise the mean, and the servers with attention do the added work. The last array of _times says how
+        # many seconds later each direction ends for each second that the mean rises.
         takes_part = np.where(other < times[:, None], 1.0 / slow, 0.0).sum(axis=1)
         self._times = mean, times, servers / np.maximum(takes_part, 1.0 / slow.max(axis=1))
         self._other = other
@@ -98,7 +98,7 @@ class TargetLoad:
             first, times, rise = self._times
             later = times + np.maximum(mean - first, 0.0) * rise
             return self.work_in(np.maximum(later[:, None] - self._other, 0.0))
-        # done[k, n] is the end of all attention in direction k if the n + 1 servers with least other work compute it.
+        # done[k, n] is when direction k's attention ends if the n + 1 servers with least other work compute all of it.
         # The next server takes part if its other work ends before that time.
         done = ((mean * self._servers)[:, None] + self._spent) / np.arange(1, self._servers + 1)
         joined = (done > self._ascending).sum(axis=1) - 1
@@ -106,9 +106,9 @@ class TargetLoad:
         return np.asarray(np.maximum(last[:, None] - self._other, 0.0))
 
     def tolerated(self, mean: np.ndarray) -> np.ndarray:
-        """Returns the [K] seconds of which a tolerance is a fraction, for [K] ``mean`` attention per server.
+        """Returns the [K] seconds of which a tolerance is a fraction: ``mean``, the [K] attention per server.
 
-        They are ``mean``, but the average over directions if servers differ in speed."""
+        If servers differ in speed, each is the average of ``mean`` over directions."""
         return mean if self._slowness is None else np.full_like(mean, mean.mean())
 
     def work_in(self, seconds: np.ndarray) -> np.ndarray:

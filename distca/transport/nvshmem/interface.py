@@ -6,7 +6,7 @@
 - consumed: the receiver has copied the rows out of its buffer. Then the receiver signals the number to the senders.
 - token: a value that :meth:`Fabric.join` waits for.
 
-``NvshmemFabric`` (symmetric_memory.py) implements the interface on GPUs, and a test double on CPUs.
+``NvshmemFabric`` (symmetric_memory.py) implements the interface on GPUs. Tests have an implementation for CPUs.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Fabric(Protocol):
 
         Args:
             parts: the tensors of an exchange.
-            behind: the exchange's token from :meth:`put`; copies may wait until the exchange's writes end. None if no
-                rows were put.
+            behind: the exchange's token from :meth:`put`, None if no rows were put. Copies may begin when these writes
+                have ended.
 
         Returns:
             A token for the end of the copies; None if the current stream copies.
@@ -89,7 +89,7 @@ class Fabric(Protocol):
         ...
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
-        """Makes the current stream wait until the rows from ``peers`` have arrived."""
+        """Makes the current stream wait until the rows of exchange ``number`` from ``peers`` have arrived."""
         ...
 
     def beside(self, work: Callable[[], None]) -> Any:
@@ -101,6 +101,5 @@ class Fabric(Protocol):
         ...
 
     def consumed(self, number: int) -> None:
-        """Signals to all peers, after the current stream's earlier work, that exchanges up to ``number`` are consumed
-        here."""
+        """Signals to peers, after the current stream's earlier work, that exchanges up to ``number`` are consumed."""
         ...

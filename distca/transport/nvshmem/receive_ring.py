@@ -46,7 +46,7 @@ class RingPlace:
 
 
 class ReceiveRing:
-    """Computes the places of exchanges; ``setting`` is the name of the option that sets ``capacity``, in bytes."""
+    """Computes the places of exchanges in buffers of ``capacity`` bytes; the option named ``setting`` sets the size."""
 
     def __init__(self, capacity: int, setting: str) -> None:
         self.capacity = capacity
@@ -58,13 +58,13 @@ class ReceiveRing:
         self._not_consumed: set[int] = set()  # exchanges that this rank has launched and not consumed
 
     def place(self, sizes: tuple[int, ...], hops: int = 1) -> RingPlace:
-        """Returns the place of the next exchange. This rank must have consumed all exchanges but the newest.
+        """Returns the place of the next exchange. This rank must have consumed all earlier ones but the last.
 
         Args:
             sizes: for each part of each hop, bytes on the rank that receives most.
 
         Raises:
-            TransportError: the place would not fit, or would overlap the newest exchange's place. Nothing was sent.
+            TransportError: the place would not fit into the buffer, or would overlap the last exchange's place.
         """
         offsets, size = _offsets(sizes)
         begin, reuses = self._next_place(size)
@@ -81,7 +81,7 @@ class ReceiveRing:
         return RingPlace(self._number, begin, tuple(offsets), reuses)
 
     def skip(self) -> int:
-        """Returns the number of an exchange that another transport runs, so it has no place here.
+        """Numbers the next exchange, which another transport runs without a place here; returns the number.
 
         Callers must later call :meth:`consumed` with this number."""
         self._check_consumed()
@@ -99,7 +99,7 @@ class ReceiveRing:
         assert not older, f"exchanges {older} are not consumed, though {self._number} is the newest"
 
     def _next_place(self, size: int) -> tuple[int, int]:
-        """Returns ``begin`` and ``reuses`` (:class:`RingPlace`) of a place of ``size`` bytes after the newest."""
+        """Returns ``begin`` and ``reuses`` (:class:`RingPlace`) of the next place, of ``size`` bytes."""
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._in_use if a < begin + size and begin < b)
         # A sender waits for the receivers of its own rows only. The next exchange may have other receivers, which may
@@ -111,9 +111,7 @@ class ReceiveRing:
         return size <= self.capacity and (reuses < self._number or not self._number)
 
     def consumed(self, number: int) -> int:
-        """Notes that this rank has consumed exchange ``number``.
-
-        Returns the largest n for which this rank has consumed all exchanges up to n."""
+        """Notes that this rank has consumed exchange ``number``; returns the largest n with 1 to n all consumed."""
         self._not_consumed.remove(number)
         return min(self._not_consumed, default=self._number + 1) - 1
 

@@ -1,8 +1,8 @@
 """NVSHMEM's memory and signals for the NVSHMEM transport (transport.py).
 
 - block: the NVSHMEM memory of one rank. All ranks' blocks have the same layout.
-- intra-node peers: the other ranks of this rank's node. Copy engines or a kernel write to their blocks (intranode.py).
-- inter-node peers: ranks on other nodes. NVSHMEM's own calls write to their blocks (internode.py).
+- intra-node peers: the other ranks of this node. This rank writes to their blocks by copies or a kernel (intranode.py).
+- inter-node peers: ranks on other nodes. This rank writes to their blocks by NVSHMEM's own calls (internode.py).
 - exchange: one movement of tensor rows between all ranks. Exchanges are numbered 1, 2, 3 and so on.
 - slot: a 64-bit word in a block. To signal, a rank writes an exchange's number to a slot of a peer.
 
@@ -41,9 +41,9 @@ _PAGE = 4096
 
 
 class NvshmemFabric:
-    """Implements ``Fabric`` (interface.py), which explains the methods and attributes.
+    """Implements ``Fabric``; interface.py explains the methods.
 
-    All ranks must make the object at the same time, at most once per process.
+    All ranks make the object together, and a process makes at most one.
 
     Args:
         group: process group of all ranks that exchange rows.
@@ -93,7 +93,7 @@ class NvshmemFabric:
         return self._peers.keep(parts, behind)
 
     def join(self, token: Sent) -> None:
-        # token.wait() would also wait until rows have arrived on other nodes.
+        # ``token.wait()`` is not used: it would also wait until rows have arrived on other nodes.
         for event in token.events:
             event.wait(torch.cuda.current_stream())
         if token.peers and token.reuses:
@@ -127,11 +127,11 @@ class NvshmemFabric:
             self._internode_peers.consumed(number, sorted(self._internode))
 
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
-        # ``what`` is a part of warnings, and tells :meth:`_missing` which signals to look at.
+        # ``what`` is a part of warnings. :meth:`_missing` looks at list 1 of slots for "rows of", else at list 2.
         self._waits.note(Wait(cuda_ops.mark(torch.cuda.current_stream()), tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
-        """Returns the peers whose signals ``wait`` still lacks. The watching thread calls this method."""
+        """Returns the peers whose signals have not come yet. A watching thread calls this method."""
         with torch.cuda.device(self.receive_buffer.device), torch.cuda.stream(self._looking):
             self._seen.copy_(self._signals, non_blocking=True)
             self._looking.synchronize()
@@ -173,7 +173,7 @@ class _Layout:
     def internode_addresses(self, base: int, rank: int) -> InternodeAddresses:
         """Returns the addresses for writes to inter-node peers; this rank's block begins at ``base``.
 
-        NVSHMEM takes the address in this rank's block for the same place in a peer's block."""
+        To name a place in a peer's block, NVSHMEM takes the address of the same place in this rank's block."""
         return InternodeAddresses(
             receive_buffer=base + self.receive_buffer,
             staging=base + self.staging,

@@ -259,7 +259,7 @@ def test_factors_are_those_of_homes() -> None:
         ({"servers": -1}, "`servers` is -1"),
         ({"servers": 1, "disaggregate": False}, "0 where attention stays at home"),
         ({"servers": 1, "cost": PoolCost((LLAMA_8B,), (0, 0))}, "2 servers have a cost table, and there are 3"),
-        ({"non_attention": NonAttention(1e-7, 1e-7, (1.0,))}, "1 homes have a factor, and there are 2"),
+        ({"non_attention": NonAttention(1e-7, 1e-7, (1.0,))}, "has factors for 1 homes, and there are 2"),
     ],
 )
 def test_mistakes_are_sentences(given_options: dict, words: str) -> None:
