@@ -125,7 +125,7 @@ def cheaper(
     return both if after.beats(before) else apart
 
 
-def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> Price:
+def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool, sinks: bool = False) -> Price:
     """Returns the price of one layer of a micro-batch.
 
     Args:
@@ -133,21 +133,23 @@ def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool) -> P
         cost: seconds of attention, and bytes of rows.
         links: which ranks share a node, and the speeds of transfers.
         resend: whether homes send rows again for backward, because servers do not keep them.
+        sinks: whether heads have learned scores in the softmax. With sinks, each row's log-sum-exp travels too.
     """
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
     rows_of: dict[Plan, Traffic] = {}
-    q, o = shape.q_bytes, shape.o_bytes
+    q, o, lse = shape.q_bytes, shape.o_bytes, 4 * shape.heads if sinks else 0
     # Each direction has the bytes that go to the server for a query row, and those that return home. In backward dO, or
-    # with "resend" q, o and dO, go to the server, and dQ returns.
+    # with "resend" q, o and dO, go to the server, and dQ returns. Without sinks, lse with "resend" is left out: it is
+    # small.
     directions: tuple[tuple[Direction, int, int], ...] = (
-        ("forward", q, o),
-        ("backward", q + 2 * o if resend else o, q),
+        ("forward", q, o + lse),
+        ("backward", (q + 2 * o if resend else o) + lse, q),
     )
     for way, (direction, out, back) in enumerate(directions):
         plans = [nano[way] for nano in nanos]
         slowest = [float(server_seconds(plan, cost, direction).max()) for plan in plans]
         attention += sum(slowest)
-        q_bytes, kv_bytes = shape.moved_bytes(direction, resend)
+        q_bytes, kv_bytes = shape.moved_bytes(direction, resend, sinks)
         for own, plan in zip(slowest, plans, strict=True):
             if plan not in rows_of:
                 rows_of[plan] = traffic(plan, links)

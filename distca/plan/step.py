@@ -225,7 +225,7 @@ def _laid_out(
         return forward, forward if options.keeps else scheduler(layout, "backward")
 
     def price(layouts: tuple[Layout, ...]) -> Price:
-        return price_of([planned(each) for each in layouts], options.cost, options.links, options.resend)
+        return price_of([planned(each) for each in layouts], options.cost, options.links, options.resend, options.sinks)
 
     by_work = _by_work(options, lengths, laid, price)
     room = int(lengths.sum()) // options.ranks // options.align * options.align

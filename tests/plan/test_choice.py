@@ -5,6 +5,7 @@ from distca.data.mixes import Mix, sample_lengths
 from distca.plan import Layout, Links, Plan, PlanOptions, analytic_cost, lay_out, plan_step
 from distca.plan.choice import Price, once, price_of
 from distca.plan.metrics import server_seconds, traffic
+from distca.plan.phases import scheduler_of
 from distca.plan.plan import plan_at_home
 
 LLAMA_8B = analytic_cost(32, 8, 128)
@@ -58,6 +59,22 @@ def test_a_price_is_what_the_slowest_and_the_busiest_rank_need() -> None:
         pytest.approx(exposed),
         moved,
     )
+
+
+@pytest.mark.parametrize("resend", [False, True])
+def test_a_price_counts_the_log_sum_exp_that_travels_in_models_with_sinks(resend: bool) -> None:
+    links, heads = Links(1, network_price=1e4), 4
+    cost = analytic_cost(heads, 2, 8)
+    (layout,) = lay_out([60_000, 900, 3000], 2)
+    plans = plan_at_home(layout), scheduler_of(PlanOptions(2, cost))(layout, "both")
+    for plan in plans:
+        rows = traffic(plan).q
+        without, found = (price_of([(plan, plan)], cost, links, resend, sinks) for sinks in (False, True))
+        assert found.attention == without.attention
+        # With resend, bytes count it anyway.
+        assert found.bytes - without.bytes == (0 if resend else 2 * 4 * heads * rows.total)
+        assert (found.exposed > without.exposed) == bool(rows.total)
+    assert rows.total
 
 
 def test_less_to_wait_for_must_be_worth_it() -> None:
