@@ -23,12 +23,12 @@ class Part:
 
     Attributes:
         source: [moves.source_rows or more, ...] contiguous tensor to send rows of. Callers must not write to it until
-            the exchange has ended. With ``moves.relay_before`` the exchange itself writes to ``source``: it first adds
-            the gradients that other ranks of the node send.
+            the exchange has ended. With ``moves.relay_before`` (see :class:`Hops`) the exchange itself first adds to
+            ``source`` the gradients that other ranks of this rank's node send.
         destination: [moves.destination_rows or more, ...] contiguous tensor to fill, with the trailing shape and dtype
             of ``source``. Callers must not use it until the exchange has ended. If received rows are added up
             (``moves.reduction``), ``destination`` must hold zeros at first.
-        moves: to which rank and row each row of ``source`` goes.
+        moves: which rows of ``source`` go to which rank and row, or stay on this rank.
     """
 
     source: torch.Tensor
@@ -43,14 +43,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Hops:
-    """The parts of an exchange, by hop: a *hop* is one journey of rows from rank to rank.
+    """The parts of an exchange, by *hop*: the direct way of rows from one rank to another.
 
-    Rows of keys and values for another node may take two hops: to one rank of the node, the *gateway*, and from there
-    to other ranks of the node. On the way back, these ranks send gradients to the gateway, and the gateway sends sums.
+    Rows of keys and values for another node may take two hops: to one rank of that node, the *gateway*, and from there
+    to other ranks of that node. In backward these ranks send gradients to the gateway, which sends back the sums.
 
     Attributes:
         handed_on: first hop of the parts with two hops.
-        others: parts with one hop, if at least one row travels.
+        others: parts with one hop, without those of which no row travels.
         second: second hop of the parts with two hops.
     """
 
@@ -66,8 +66,8 @@ class Hops:
     def of(parts: tuple[Part, ...]) -> Hops:
         """Splits the parts of an exchange into hops.
 
-        With ``moves.relay_after``, the gateway sends rows of its ``destination`` to ``destination`` of other ranks.
-        With ``moves.relay_before``, other ranks send rows of their ``source`` to ``source`` of the gateway.
+        With ``moves.relay_after``, a second hop goes from the gateway's ``destination`` to that of other ranks. With
+        ``moves.relay_before``, a first hop goes from the ``source`` of other ranks to that of the gateway.
         """
         handed_on, others, second = [], [], []
         for part in parts:

@@ -29,8 +29,8 @@ class Exchange:
 
     Args:
         dispatch: which rows go to which ranks and experts.
-        again: whether backward recomputes experts. Then forward frees their input after use, and backward sends the
-            input rows again, together with the gradients of the experts' outputs.
+        again: whether backward recomputes experts. Then forward frees the experts' input after use, and backward sends
+            the input rows again, together with the gradients of the experts' outputs.
     """
 
     def __init__(self, dispatch: Dispatch, again: bool = False) -> None:
@@ -43,7 +43,7 @@ class Exchange:
     def launch_rows(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
         """Starts to send rows and the router's probabilities; returns the graph token for :meth:`join_rows`.
 
-        Expert numbers are sent too, except when backward recomputes the layer: receivers have them then.
+        Expert numbers are sent too, except when backward recomputes the layer: receivers have them from forward.
         """
         token: torch.Tensor = _LaunchRows.apply(hidden_NH, probs_NE, self)
         return token

@@ -1,4 +1,4 @@
-"""Megatron's layer specs for models in which some layers have experts in place of an MLP."""
+"""Makes Megatron's layer specs for models in which some layers have experts in place of an MLP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DrawnExperts(SequentialMLP):
     """Megatron's SequentialMLP (one MLP for each expert) with other initial weights on the CPU.
 
     With CPU initialization, Megatron draws the same weights on every expert-parallel rank. Here each rank draws the
-    experts of all ranks in turn and keeps its own. So weights do not depend on the number of ranks.
+    weights of all ranks' experts and keeps those of its own. So weights do not depend on the number of ranks.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, **options: Any) -> None:
@@ -34,7 +34,7 @@ class DrawnExperts(SequentialMLP):
 def has_experts(config: TransformerConfig) -> list[bool]:
     """Returns for each layer of the whole model whether it has experts.
 
-    ``moe_layer_freq`` is a number N for layers 0, N, 2N and so on, or a list with 1 for each layer with experts.
+    ``moe_layer_freq`` is N if layers 0, N, 2N and so on have experts; or a list with 1 for such layers, else 0.
     """
     if not config.num_moe_experts:
         return [False] * config.num_layers
@@ -45,7 +45,7 @@ def has_experts(config: TransformerConfig) -> list[bool]:
 
 
 def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
-    """Returns this pipeline stage's layer specs: ``dense``, with a router and experts as ``mlp`` in some layers."""
+    """Returns this pipeline stage's layer specs: ``dense`` for layers without experts, a changed copy for others."""
     first = get_transformer_layer_offset(config)
     mine = has_experts(config)[first : first + get_num_layers_to_build(config)]
     if not any(mine):
@@ -58,7 +58,7 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
 
 def experts_spec(config: TransformerConfig) -> Any:
     """Returns the ``mlp`` spec of a layer with experts: a ModuleSpec, or for newer Megatron-Core a partial."""
-    # Megatron-Core 0.16.1 defines te_general_gemm only with Transformer Engine, but its router reads this name.
+    # Without Transformer Engine, Megatron-Core 0.16.1 does not define te_general_gemm, but its router reads this name.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)

@@ -46,7 +46,7 @@ class Batch:
         positions: [1, rows] int64 position in the document.
         documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
         attention: the object that a model gets in place of the attention mask.
-        micro_batch_lengths: [documents] int64 length of each document of the micro-batch on any rank; in host memory.
+        micro_batch_lengths: [documents] int64 tokens of each document of the micro-batch, of all ranks; in host memory.
     """
 
     tokens: torch.Tensor
@@ -64,7 +64,7 @@ class Step:
 
     Attributes:
         documents: the documents, by micro-batch of the plan. The plan may move documents to other micro-batches.
-        balance: each rank's estimated seconds of compute as planned, and without balancing.
+        balance: each rank's estimated seconds of compute with this plan, and without balancing.
         routes: this rank's routes; None if every rank computes the attention of its own rows.
         planning_ms: milliseconds from the beginning of planning until attention's routes were made.
         waited_ms: milliseconds that the training loop waited for the step.
@@ -72,7 +72,7 @@ class Step:
         announced: the number of the step in orders to servers without a model; 0 without such servers, and on ranks
             other than 0.
         generation: how often the set of servers without a model had changed when the step was planned.
-        queued: must be called once all work is queued on the device; ``CAD.plan_ahead`` then plans the next step.
+        queued: must be called once the step's last kernel is queued; ``CAD.plan_ahead`` then plans the next step.
     """
 
     documents: StepDocuments
@@ -118,13 +118,13 @@ def make_step(
     folder: Path = Path(),
     remote: RemoteServers | None = None,
 ) -> Step:
-    """Plans a step and brings a rank's routes and rows to its device.
+    """Plans a step, and brings the routes and rows of rank ``taker.rank`` to its device.
 
     Args:
         room: the most tokens of a micro-batch, over all ranks. Within this limit the planner may move documents between
             micro-batches, unless ``documents.homes`` gives documents their ranks. 0 leaves documents where they are.
         number: the step's number, for messages.
-        folder: where a file is written if the planner fails.
+        folder: where a file with the planner's inputs is written if the planner fails.
         remote: the servers without a model, which compute the plan too; None without such servers.
 
     Raises:
@@ -221,7 +221,7 @@ def _with_pieces(of_attention: StepRoutes, plan: StepPlan, taker: Taker, upload:
 
     def own(micro_batch: int, attention: Sequence[LayerRoutes]) -> tuple[LayerRoutes, ...]:
         there = pieces(plan.forward[plan.forward_phase(micro_batch, stage)])
-        # During this micro-batch's backward, other stages run other micro-batches than during its forward.
+        # Backward has routes of its own: other stages then run other micro-batches than during this forward.
         if options.stages > 1:
             back = pieces(plan.backward[plan.backward_phase(micro_batch, stage)])
             there = {
@@ -260,7 +260,7 @@ def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np
             micro_batch, place = origin[batch.documents[wrong[0]]]
             raise DataError(
                 f"Document {place} of micro-batch {micro_batch} has token {batch.tokens[wrong[0]]}, but the "
-                f"model knows 0 to {vocabulary - 1}: correct the data, or build the model with more token ids."
+                f"model has ids 0 to {vocabulary - 1}: correct the data, or build the model with more token ids."
             )
 
 
@@ -308,7 +308,7 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
     Raises:
         PlanError: a document of the layout spans ranks, on any rank.
     """
-    parts = layout.q  # the part of a document that a rank has is its tokens from ``start`` to ``stop``
+    parts = layout.q  # ranges [start, stop) of documents, each on one rank
     cut = parts.document[(parts.start > 0) | (parts.stop < layout.last[parts.document])]
     if len(cut):
         raise PlanError(
@@ -324,8 +324,7 @@ def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBa
 def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
     """Pads all micro-batches of a rank to as many rows as the largest has.
 
-    With unequal numbers of rows Megatron's 1F1B schedule would send each tensor's shape first, and the host would wait
-    for the shape.
+    With unequal numbers, pipeline stages would have to send each tensor's shape first, and the host to wait for it.
     """
     assert all(len(batch.nano_rows) == 1 for batch in batches), "rows are added after the only nano-batch"
     rows = max(batch.nano_rows[0] for batch in batches)

@@ -1,4 +1,4 @@
-"""Lists the supported values of the fields of Megatron's configuration about mixtures of experts.
+"""Lists and checks the supported values of the fields of Megatron's configuration about mixtures of experts.
 
 Rows (hidden states of tokens) go to experts by exchanges of this project, in place of Megatron's token dispatcher. A
 micro-batch may run as two parts, called nano-batches, each with its own exchanges.
@@ -11,15 +11,15 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from megatron_patches.support.limits import Limit, check_limit
 
-# Fields of which all values are supported. The key names the code that reads them, or says why no code does.
-_ANY_VALUE = {
+# Fields that are not in LIMITS; ``check_experts`` limits some of them. The key says which code reads the fields.
+_OTHERS = {
     "megatron's routers and experts, and the losses for balance between experts": """
         num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
         moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
         moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
         expert_model_parallel_size""",
-    "no code, as this project's part in place of megatron's computes the same formula": """
+    "no code, as code of this project, which computes the same formula, takes megatron's place": """
         moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_per_layer_logging
         moe_shared_expert_glu_interleave_size use_grouped_gemm_for_shared_expert moe_mlp_glu_interleave_size
         moe_single_grouped_weight moe_single_grouped_bias use_fused_weighted_squared_relu
@@ -58,7 +58,7 @@ LIMITS = {
 """Fields of which a model with experts supports some values only."""
 
 EXPERT_FIELDS = {
-    *" ".join(_ANY_VALUE.values()).split(),
+    *" ".join(_OTHERS.values()).split(),
     *" ".join(limit.inert for limit in LIMITS.values()).split(),
     *LIMITS,
 } - {"fp8"}

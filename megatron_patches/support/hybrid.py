@@ -1,8 +1,8 @@
 """Refuses settings that are not supported with recurrent layers or with gates on attention's output.
 
-A GPTModel has recurrent layers if its ``experimental_attention_variant`` is "gated_delta_net". A HybridModel has a
-*pattern* with one letter for each layer, such as "G-*-": "G" is a gated delta net, "M" Mamba-2, "*" attention, "-" an
-MLP.
+*Recurrent layers* are gated delta nets and Mamba-2. A GPTModel has gated delta nets if its
+``experimental_attention_variant`` is "gated_delta_net". A HybridModel has a *pattern* with one letter for each layer,
+such as "G-*-": "G" is a gated delta net, "M" Mamba-2, "*" attention, "-" an MLP.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def warn_of_recurrent_layers(config: TransformerConfig, pattern: str, device: to
 def check_hybrid(
     config: TransformerConfig, pattern: str, options: ModelOptions, disaggregate: bool, offload: bool
 ) -> None:
-    """Raises SupportError for a setting that is not supported with recurrent layers or output gates.
+    """Raises SupportError for a setting that is not supported with the model's recurrent layers or output gates.
 
-    ``pattern`` is a HybridModel's pattern; it is empty for a GPTModel.
+    ``pattern`` is empty for a GPTModel. ``disaggregate`` and ``offload`` are arguments of ``distca.CAD``.
     """
     delta_nets = has_recurrent_layers(config)
     _check_options(pattern, options)
@@ -53,7 +53,7 @@ def check_hybrid(
         what = f"hybrid_layer_pattern is {pattern!r}"
     recurrent = delta_nets or any(symbol in RECURRENT for symbol in pattern)
     tp = config.tensor_model_parallel_size
-    # Key: the end of the message about an unsupported setting. Value: whether the model has this setting.
+    # Key: the part of the message that names an unsupported setting. Value: whether the model has this setting.
     refused = {
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
@@ -88,15 +88,15 @@ def check_hybrid(
 
 
 def _check_stages(config: TransformerConfig) -> None:
-    """Refuses pipeline stages whose i-th layers differ in kind: all stages run their i-th layers at the same time."""
+    """Refuses stages whose i-th layers differ in kind (attention or recurrent): the i-th layers of all run together."""
     recurrent = [is_recurrent(config, 1 + n) for n in range(config.num_layers)]
     stages = config.pipeline_model_parallel_size
     size = config.num_layers // stages
     if any(recurrent[n] != recurrent[n % size] for n in range(size * stages)):
         raise SupportError(
             f"linear_attention_freq is {config.linear_attention_freq!r}, which gives the {stages} stages of "
-            "pipeline_model_parallel_size different kinds of layers, but all stages must have the same kinds: change "
-            "linear_attention_freq or pipeline_model_parallel_size."
+            "pipeline_model_parallel_size different kinds of layers, but the i-th layers of all stages must be of one "
+            "kind: change linear_attention_freq or pipeline_model_parallel_size."
         )
 
 

@@ -33,7 +33,7 @@ _RUN_BY = {
     "layer_kinds": "configuration's windows",
     "align": "sequence parallelism or FP8",
 }
-"""The planner's options that must be the same in a step's plan and in the CAD that runs it, with names for messages."""
+"""The planner's options that must be equal in a step's plan and in the model's CAD, with names for messages."""
 
 
 def made_ready(
@@ -45,18 +45,18 @@ def made_ready(
     *,
     forward_only: bool,
 ) -> ForwardStep:
-    """Checks that a model can run a step, and sets the model's gradients to zero. All ranks must call this together.
+    """Checks that a model can run a step; unless ``forward_only``, sets gradients to zero. All ranks must call this.
 
     Args:
         model: from ``wrap_for_data_parallel``. With ``forward_only`` it may also be a model that is not wrapped.
-        forward_step: the ``forward_step_func`` for Megatron's schedules.
         options: the planner's options of the CAD that runs the step.
 
     Returns:
         A function that calls ``forward_step`` and checks what ``forward_step`` returns.
 
     Raises:
-        SupportError: the step was planned for another model or CAD; or gradients or updates of weights would be wrong.
+        SupportError: the model was not attached, or was changed since; the step was planned for another model or by
+            another CAD; or weights would get wrong gradients or updates.
     """
     if not forward_only:
         check_wrapped(model)
@@ -85,8 +85,8 @@ def _check_step(step: Step, options: PlanOptions, gpt: Any) -> None:
     if step.vocabulary is None or step.vocabulary > known_ids(gpt):
         known = "before any model was attached" if step.vocabulary is None else f"for {step.vocabulary:,} token ids"
         raise SupportError(
-            f"The step was planned {known}, and the model has {known_ids(gpt):,}, for which the documents were not "
-            "checked: plan the step after CAD.attach, with the CAD that attached the model."
+            f"The step was planned {known}, and the model has {known_ids(gpt):,} token ids, for which the documents "
+            "were not checked: plan the step after CAD.attach, with the CAD that attached the model."
         )
 
 
@@ -114,7 +114,7 @@ def _forget_step(model: DistributedDataParallel) -> None:
 
 
 def note_trained(model: DistributedDataParallel) -> None:
-    """Marks a step with a backward as finished; otherwise the next :func:`made_ready` takes the step for failed."""
+    """Marks a training step as finished. Without the mark the next :func:`made_ready` takes the step for failed."""
     model.unfinished = False
     note_gradients(model)
 
@@ -122,9 +122,9 @@ def note_trained(model: DistributedDataParallel) -> None:
 def _check_replicas(model: Any) -> None:
     """Refuses a model whose weights differ between data-parallel ranks.
 
-    They differ if the model was wrapped for a distributed optimizer, but trained with an optimizer without shards.
+    They differ if the model was wrapped for a distributed optimizer, but trained with another optimizer.
     """
-    if getattr(model, "weights_gathered", True):  # a distributed optimizer has run, or nothing is sharded
+    if getattr(model, "weights_gathered", True):  # a distributed optimizer has run, or none is used
         return
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     weights = [weight for weight in model.parameters() if not is_fp8(weight)]
@@ -141,7 +141,7 @@ def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     most = torch.stack((sums, -sums))  # reduced by MAX: the largest sums, and the smallest sums negated
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     differ = most[0] != -most[1]
-    if (differ & most.isfinite().all(0)).any():  # weights that are not finite show in the loss
+    if (differ & most.isfinite().all(0)).any():  # the loss shows weights that are not finite
         raise SupportError(
             "Weights differ between data-parallel ranks: the optimizer updates all weights, but each rank has reduced "
             "gradients of its own shard only. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "

@@ -48,7 +48,7 @@ def test_tokens_that_the_model_does_not_know_are_refused() -> None:
     known = StepDocuments([[np.array([0, 8, 9])]])
     make_step(known, _options(1), Taker(0, 0, "cpu", vocabulary=10))
     for token, vocabulary in ((9, 9), (-1, 9)):
-        with pytest.raises(DataError, match=f"has token {token}, but the model knows 0 to 8"):
+        with pytest.raises(DataError, match=f"has token {token}, but the model has ids 0 to 8"):
             make_step(StepDocuments([[np.array([token] * 40)]]), _options(1), Taker(0, 0, "cpu", vocabulary=vocabulary))
 
 
@@ -58,7 +58,7 @@ def test_a_document_with_such_a_token_is_named_as_it_was_given(room: int) -> Non
     from megatron_patches.steps.step_documents import StepDocuments
 
     documents = [[np.zeros(3, int), np.zeros(2, int)], [np.zeros(4, int), np.full(60, 9)], [np.zeros(50, int)]]
-    with pytest.raises(DataError, match=r"^Document 1 of micro-batch 1 has token 9, but the model knows 0 to 8"):
+    with pytest.raises(DataError, match=r"^Document 1 of micro-batch 1 has token 9, but the model has ids 0 to 8"):
         make_step(StepDocuments(documents), _options(1), Taker(0, 0, "cpu", vocabulary=9), room=room)
 
 

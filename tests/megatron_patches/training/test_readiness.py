@@ -319,7 +319,7 @@ def test_steps_and_models_of_another_cad_are_refused_where_something_differs(fou
         assert said["configuration"].startswith("The model was built with softmax_scale 0.5, but the CAD with None")
         assert said["early"].startswith("The step was planned before any model was attached, and the model has 100")
         assert said["large"].startswith("The step was planned for 100 token ids, and the model has 50")
-        assert "has token 60, but the model knows 0 to 49" in said["both"], "of two models the smaller one counts"
+        assert "has token 60, but the model has ids 0 to 49" in said["both"], "of two models the smaller one counts"
 
 
 @pytest.mark.parametrize("name", ["recomputed", "recomputed at home", "failed", "not zeroed"])
