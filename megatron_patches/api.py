@@ -63,7 +63,7 @@ from megatron_patches.patches.gpt_forward import (
 )
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.pool import attention_spec, join_pool
-from megatron_patches.ranks.remote_servers import RemoteServers, check_with_servers
+from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.steps.per_document import gather_documents
 from megatron_patches.steps.plan_options import plan_options
@@ -78,6 +78,7 @@ from megatron_patches.support.latent import check_latent
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.support.model_options import check_model_options, check_own_rotary
 from megatron_patches.support.ranks import check_groups, check_same_on_ranks
+from megatron_patches.support.servers import check_with_servers
 from megatron_patches.support.trained_weights import check_fp8_weights, check_gradients, check_weights_before
 from megatron_patches.te.choice import refuse_te_spec, use_te
 from megatron_patches.training.pipeline_schedule import run_ticks

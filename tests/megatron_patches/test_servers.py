@@ -33,8 +33,9 @@ from distca.runtime.attention_server import Comer, KernelAnswer, KernelTerms, ch
 from distca.testing.ranks import run_ranks
 from distca.transport.breakable import BreakableTransport
 from megatron_patches.arguments import CadArguments
-from megatron_patches.ranks import remote_servers
-from megatron_patches.ranks.remote_servers import RemoteServers, _check_gpus, check_planned, check_with_servers
+from megatron_patches.ranks import server_members
+from megatron_patches.ranks.remote_servers import RemoteServers, check_planned
+from megatron_patches.support.servers import check_gpus, check_with_servers
 from megatron_patches.versions import has_gated_delta_net
 from tests.attention.rounded_kernel import RoundedKernel
 from tests.megatron_patches.small_cases import on_cpu
@@ -211,13 +212,13 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
     with pytest.raises(SupportError, match="Server 1 has device cpu, and the homes compute on cuda"):
         check_device("cuda", "cpu", 1)
     sharing: Any = [SimpleNamespace(number=number, gpu_id=gpu) for number, gpu in enumerate("aabb")]
-    _check_gpus(sharing, 2)
+    check_gpus(sharing, 2)
     with pytest.raises(SupportError, match=r"Servers 0 and 1 of the pool share a GPU .*: start each on its own"):
-        _check_gpus(sharing, 1)
+        check_gpus(sharing, 1)
     with pytest.raises(SupportError, match=r"Servers 0 and 1 of the pool share a GPU .* let at most 2 servers with"):
-        _check_gpus([sharing[0], sharing[2], sharing[1]], 2)
+        check_gpus([sharing[0], sharing[2], sharing[1]], 2)
     with pytest.raises(SupportError, match="Server 2 of the pool is on the GPU of a rank with a model"):
-        _check_gpus(sharing, 2, ["b"])
+        check_gpus(sharing, 2, ["b"])
     with pytest.raises(SupportError, match="server_gb_s is 25, but servers is 0"):
         CadArguments(tokens_per_rank=1, server_gb_s=25).how(1)
     with pytest.raises(SupportError, match="speeds are given, but disaggregate is False"):
@@ -317,7 +318,7 @@ def _ended_early() -> list[str]:
     elsewhere, of which nobody here sees whether it runs. Then of one that has chosen."""
     store, said = c10d._get_default_store(), []
     here, elsewhere = replace(Process.here(), started=1), replace(Process.here(), space="another machine")
-    with patch.object(remote_servers, "TIMEOUT", timedelta(seconds=20)), patch.object(pool_watch, "STARTING_S", 0.5):
+    with patch.object(server_members, "TIMEOUT", timedelta(seconds=20)), patch.object(pool_watch, "STARTING_S", 0.5):
         for pool, ended in enumerate((here, elsewhere, elsewhere)):
             PoolStore(store, pool).put("server/0", Comer(0, "", "cpu", "", ended))
             remote, began = RemoteServers(1, 1, "auto", CPU), time.monotonic()

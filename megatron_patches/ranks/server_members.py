@@ -1,0 +1,444 @@
+"""The servers that a home knows: how they join at the start, how they leave, and how others come during a run.
+
+The ranks that train are called *homes*. In this file a *server* is a process without a model, which only computes core
+attention for homes. A *pool* is all homes with the same tensor-parallel rank, and their servers. Each pool has a
+process group, in which homes and servers exchange rows of q, k, v and outputs.
+
+Homes and servers write messages to each other into a key-value store, which all of them reach. On the homes' side only
+rank 0 does so, and tells the other homes. At the start:
+
+1. Each server writes who it is, a :class:`Comer`.
+2. Rank 0 writes what homes compute. Each server answers with the kernel of core attention that it has chosen.
+3. Rank 0 writes the list of servers, and the process groups form.
+
+When a server leaves or another one comes, there is a new list and there are new process groups: a new *generation* of
+the pool.
+
+``distca/runtime/attention_server.py`` is the servers' side.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from distca.attention import AttentionSpec
+from distca.cluster.agreement import of_ranks
+from distca.cluster.pool_store import MAY_GO, POLL_S, PoolStore
+from distca.cluster.pool_watch import PoolWatch
+from distca.cluster.timeout import TIMEOUT
+from distca.errors import KernelError, LaunchError, SupportError
+from distca.plan.cost.table_file import TABLES, find_table, table_name, write_table
+from distca.runtime.attention_server import (
+    FORMING,
+    Comer,
+    Generation,
+    KernelAnswer,
+    KernelTerms,
+    PoolTerms,
+    check_device,
+    gpu_id,
+    group_name,
+)
+from distca.transport.breakable import BreakableTransport
+from megatron_patches.steps.unlike_servers import ServerSort
+from megatron_patches.support.servers import check_gpus
+
+logger = logging.getLogger(__name__)
+
+_HERE = timedelta(seconds=15)
+"""The time that homes wait for a server's answer. After it the run goes on without the server. On devices on which
+servers may not leave (``MAY_GO``), ``TIMEOUT`` holds instead."""
+_TRIES = 5
+"""The most attempts to form a generation; then the run ends."""
+_TRIES_WITH_NEW = 2
+"""The most attempts with servers that came during the run; later attempts leave them out."""
+_pools = count()
+"""Numbers :class:`ServerMembers` objects in the order of their creation, which is the same on all homes."""
+
+
+class ServerMembers:
+    """A home's view of the servers in its pool; all homes create it together.
+
+    Args:
+        servers: number of servers of all tensor-parallel ranks.
+        tp: number of tensor-parallel ranks, which have equally many servers.
+        transport: what the user set: "auto", or "nccl" on GPUs and "gloo" on CPUs.
+        device: the device of this home.
+
+    Attributes:
+        transport: moves rows between the members of this rank's pool, in which homes have the first ranks.
+        generation: number of the present generation, from 0.
+        numbers: the numbers of the present servers of all pools. A server is started with its number. The i-th server
+            here serves tensor-parallel rank i % ``tp``.
+
+    Raises:
+        SupportError: the number of servers or the transport cannot be, or a server has another kind of device or a
+            taken GPU.
+        LaunchError: a server did not come in time.
+    """
+
+    def __init__(self, servers: int, tp: int, transport: str, device: torch.device) -> None:
+        if servers % tp:
+            raise SupportError(
+                f"`servers` is {servers}, no multiple of the {tp} tensor-parallel ranks, but each tensor-parallel rank "
+                "has servers of its own: set it to a multiple."
+            )
+        by = "nccl" if device.type == "cuda" else "gloo"
+        if transport not in ("auto", by):
+            raise SupportError(
+                f"`transport` is {transport!r}, but rows reach servers without a model by {by}: set it to 'auto'."
+            )
+        self._tp, self._device, self._may_change = tp, device, device.type in MAY_GO
+        self._leads = dist.get_rank() == 0
+        self._store = PoolStore(c10d._get_default_store(), next(_pools))
+        found: list[Any] = [None]
+        if self._leads:
+            found = [
+                [self._store.take(f"server/{each}", why=_MISSING.format(each, servers)) for each in range(servers)]
+            ]
+        dist.broadcast_object_list(found)
+        self._servers: list[Comer] = found[0]
+        for each in self._servers:
+            check_device(device.type, each.device, each.number)
+        self._gpus = of_ranks(gpu_id(device))
+        check_gpus(self._servers, tp, self._gpus)
+        self.generation = 0
+        self._comers: list[Comer] = []  # servers that came during the run and have not joined yet
+        self._seen = 0  # how many servers have come during the run
+        self._lost: set[int] = set()  # numbers of servers that are to leave the pool
+        self._released: set[int] = set()  # the numbers in ``_lost`` of servers that the user let go
+        self.transport, self._watch = BreakableTransport(self._may_change), PoolWatch(self._store)
+        weakref.finalize(self, self._watch.stop)
+        if self._leads:
+            self._watch.await_first([each.process for each in self._servers])
+        # Homes agree through CPU tensors where there is gloo, so that they do not wait for the GPU.
+        self._asking = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
+        if self._leads:
+            # Servers are told to end when this object is collected, or when this process ends.
+            weakref.finalize(self, self._store.tell, "end")
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(each.number for each in self._servers)
+
+    @property
+    def machines(self) -> list[str]:
+        """The machine of each server of this rank's pool."""
+        return [each.machine for each in self._servers[dist.get_rank() % self._tp :: self._tp]]
+
+    @property
+    def sorts(self) -> list[ServerSort]:
+        """The GPU and the kernel of each server, in the order of :attr:`numbers`."""
+        return [ServerSort(each.gpu, each.kernel) for each in self._servers]
+
+    @property
+    def sharing(self) -> list[int]:
+        """For each ``tp`` consecutive servers, the number of servers on the fullest of their GPUs.
+
+        With tp 2, let servers 0 and 1 share a GPU, and 2 and 3 have one each. Then it is [2, 1].
+        """
+        of_gpu = Counter(each.gpu_id or each.process for each in self._servers)
+        found = [of_gpu[each.gpu_id or each.process] for each in self._servers]
+        return [max(found[at : at + self._tp]) for at in range(0, len(found), self._tp)]
+
+    def ask_for_kernels(self, spec: AttentionSpec, kernel: str, tables: Path | None) -> None:
+        """Makes each server choose its kernel of core attention, while homes choose theirs.
+
+        Args:
+            spec: core attention on this home.
+            kernel: the name of a kernel, or "auto".
+            tables: a folder of cost tables, which say how long attention takes on a GPU. Servers measure what neither
+                the folder nor the package has; with None they measure nothing.
+        """
+        self._spec, self._tables = spec, tables
+        if self._leads:
+            self._store.put("kernel", KernelTerms(tuple(self._servers), spec, kernel, tables is not None))
+
+    def hear_kernels(self) -> None:
+        """Waits until servers have chosen kernels and measured tables; all homes call it together.
+
+        Raises:
+            KernelError: a server has no usable kernel, or not the one that the user named. All homes raise it.
+            LaunchError: a server has ended, or does not answer.
+        """
+        found: list[Any] = [None]
+        if self._leads:
+            found = [[self._kernel_of(each) for each in self._servers]]
+        dist.broadcast_object_list(found)
+        answers: list[KernelAnswer] = found[0]
+        for each, answer in zip(self._servers, answers, strict=True):
+            if answer.objection:
+                raise KernelError(f"On server {each.number} of the pool: {answer.objection}")
+        self._servers = [
+            replace(each, kernel=answer.kernel) for each, answer in zip(self._servers, answers, strict=True)
+        ]
+        if self._leads and self._tables is not None:
+            self._have_measured(self._tables)
+        if self._tables is not None:
+            dist.barrier()  # a table takes minutes
+
+    def _have_measured(self, folder: Path) -> None:
+        """Makes one server measure each cost table that is missing, and writes the tables to ``folder``."""
+        spec = self._spec
+        heads = (spec.heads, spec.kv_heads, spec.head_dim)
+        chosen: dict[ServerSort, Comer] = {}
+        for each, sort in zip(self._servers, self.sorts, strict=True):
+            found = [find_table(*sort, *heads, value_dim=spec.value_dim, folder=at) for at in (folder, TABLES)]
+            if sort not in chosen and found == [None, None]:
+                chosen[sort] = each
+        for each in self._servers:
+            self._store.put(f"measure/{each.process}", each in chosen.values())
+        for sort, each in chosen.items():
+            logger.info("No cost table fits %s: server %d measures one, for about two minutes.", sort, each.number)
+            self._answers(f"table/{each.process}", each, TIMEOUT)
+            table = self._store.take(f"table/{each.process}", timedelta(0), _NO_TABLE.format(each.number))
+            if table is not None:
+                write_table(folder / table_name(*sort, *heads, value_dim=spec.value_dim), table)
+
+    def _kernel_of(self, server: Comer) -> KernelAnswer:
+        key = f"kernel/{server.process}"
+        self._answers(key, server, TIMEOUT)
+        # Zero: if the server has ended, nobody waits for the rest of the time.
+        found: KernelAnswer = self._store.take(key, timedelta(0), _NO_KERNEL.format(server.number))
+        return found
+
+    def begin(self, terms: PoolTerms) -> None:
+        """Forms the first generation; all homes call it together.
+
+        Args:
+            terms: the facts about the homes' model that servers need.
+
+        Raises:
+            LaunchError: a server has ended.
+            RuntimeError: a member of the pool does not connect in time.
+        """
+        self._check_all_live()
+        self._put_generation(terms)
+        self.transport.use(self._group(TIMEOUT))
+        self._begin_watch()
+
+    def _check_all_live(self) -> None:
+        """Raises LaunchError on all homes if a server has ended."""
+        found: list[Any] = [None]
+        if self._leads:
+            found = [[each for each in self._servers if self._is_gone(each)]]
+        dist.broadcast_object_list(found)
+        for each in found[0]:
+            raise LaunchError(_ENDED.format(each.number))
+
+    # Later generations.
+
+    def wants_change(self) -> bool:
+        """Whether servers have left or new ones can join; all homes call it together before a step."""
+        if not self._may_change:
+            return False
+        wanted = self.transport.broken
+        if self._leads:
+            new = self._store.count("comers") > self._seen
+            while self._store.count("comers") > self._seen:
+                self._comers.append(self._store.take(f"comer/{self._seen}"))
+                self._seen += 1
+            self._answer_comers()
+            joining = self._let_in(self._comers)
+            waiting = [each.number for each in self._comers if each not in joining]
+            if new and waiting:
+                logger.warning(
+                    "Of the servers without a model, %s waiting, as servers join %d at a time, one for each "
+                    "tensor-parallel rank.",
+                    *(_servers(waiting), self._tp),
+                )
+            wanted |= bool(joining) or bool(self._lost) or any(map(self._is_gone, self._servers))
+        return self._anywhere(wanted)
+
+    def let_go(self, number: int) -> None:
+        """Leaves server ``number`` out of the pool from the next step on.
+
+        Raises:
+            SupportError: servers on this type of device have to stay to the end of the run.
+        """
+        if not self._may_change:
+            raise SupportError(f"Servers without a model stay to the end on {self._device.type}: end the run.")
+        self._released.add(number)
+        self._lost.add(number)
+
+    def change(self, terms_of: Callable[[], PoolTerms]) -> None:
+        """Forms the next generation from the servers that are there; all homes call it together.
+
+        Args:
+            terms_of: returns the facts about the homes' model that servers need. It is called on all homes when
+                :attr:`numbers` are those of the new generation.
+
+        Raises:
+            LaunchError: the pool has failed to form ``_TRIES`` times.
+        """
+        before, came = self.numbers, list[Comer]()
+        for attempt in range(_TRIES):
+            self._watch.end()
+            self.transport.give_up()
+            self.generation += 1
+            found: list[Any] = [None]
+            if self._leads:
+                self._store.tell("change", self.generation)
+                # A new server that others cannot reach must not end the run.
+                unfit = came if attempt >= _TRIES_WITH_NEW else []
+                here = [each for each in self._servers if each not in unfit and self._is_here(each)]
+                new = self._let_in(self._comers) if attempt < _TRIES_WITH_NEW else []
+                came += new
+                self._comers = [each for each in self._comers if each not in new]
+                found = [(self._whole_places(here) + new, new)]
+                if attempt == _TRIES_WITH_NEW and came:
+                    logger.warning(
+                        "Of the servers that came during the run, %s left out, as the pool did not form with them: "
+                        "look at their output, and whether all ranks can reach their machine.",
+                        _servers([each.number for each in came]),
+                    )
+            dist.broadcast_object_list(found)
+            self._servers, new = found[0]
+            self._lost.clear()
+            self._released.clear()
+            self._put_generation(terms_of(), new)
+            try:
+                self.transport.use(self._group(FORMING))
+            except RuntimeError:
+                logger.warning("A server went while the pool was formed.", exc_info=True)
+                self.transport.give_up()
+            if not self._anywhere(self.transport.broken):
+                self._begin_watch()
+                _say(before, self.numbers)
+                return
+        raise LaunchError(
+            f"The pool of homes and servers without a model has failed to form {_TRIES} times: look at the "
+            "servers' output."
+        )
+
+    def _is_here(self, server: Comer) -> bool:
+        if server.number in self._released:
+            return False
+        return self._answers(f"here/{self.generation}/{server.number}", server)
+
+    def _answers(self, key: str, server: Comer, patience: timedelta | None = None) -> bool:
+        """Waits until a server has written ``key`` into the store.
+
+        Returns False if the server has ended, or needs longer than ``patience``."""
+        usual = _HERE if self._may_change else TIMEOUT
+        until = time.monotonic() + (patience or usual).total_seconds()
+        while not self._store.has(key):
+            if (self._may_change and self._is_gone(server)) or time.monotonic() > until:
+                return self._store.has(key)
+            time.sleep(POLL_S)
+        return True
+
+    def _is_gone(self, server: Comer) -> bool:
+        return self._watch.is_gone(server.process)
+
+    def _begin_watch(self) -> None:
+        servers = [each.process for each in self._servers] if self._leads else []
+        self._watch.begin(self.generation, self.transport, servers)
+
+    def _whole_places(self, here: list[Comer]) -> list[Comer]:
+        """Returns the servers that stay if only those in ``here`` can.
+
+        They stay or leave as ``tp`` consecutive servers, one for each tensor-parallel rank.
+        """
+        places = [self._servers[at : at + self._tp] for at in range(0, len(self._servers), self._tp)]
+        return [each for place in places if all(one in here for one in place) for each in place]
+
+    def _let_in(self, comers: list[Comer]) -> list[Comer]:
+        """Returns the new servers that join next, by number: equally many for each tensor-parallel rank."""
+        some = sorted((each for each in comers if not self._is_gone(each)), key=lambda each: each.number)
+        return some[: len(some) // self._tp * self._tp]
+
+    def _answer_comers(self) -> None:
+        """Refuses new servers on another kind of device or a taken GPU, or with the number of another server."""
+        taken = {each.number for each in self._servers if not self._is_gone(each)}
+        for each in list(self._comers):
+            wrong = None
+            if each.device != self._device.type:
+                wrong = f"Server {each.number} has device {each.device}, and the homes compute on {self._device.type}."
+            elif each.number in taken:
+                wrong = f"The homes have a server {each.number} already: give this one another number."
+            if wrong is not None:
+                self._refuse([each], wrong)
+            taken.add(each.number)
+        self._refuse_shared_gpus()
+
+    def _refuse_shared_gpus(self) -> None:
+        """Refuses new servers on taken GPUs, as no process group could form with them."""
+        stay = self._whole_places([each for each in self._servers if not self._is_gone(each)])
+        joining = self._let_in(self._comers)
+        for at in range(0, len(joining), self._tp):
+            place = joining[at : at + self._tp]
+            try:
+                check_gpus([*stay, *place], self._tp, self._gpus)
+            except SupportError as error:
+                self._refuse(place, str(error))
+            else:
+                stay += place
+
+    def _refuse(self, comers: Sequence[Comer], why: str) -> None:
+        for each in comers:
+            self._comers.remove(each)
+            self._store.put(f"welcome/{each.process}", why)
+
+    def _put_generation(self, terms: PoolTerms, new: Sequence[Comer] = ()) -> None:
+        """Writes the generation into the store, for servers that stay and for each new server."""
+        if self._leads:
+            made = Generation(self.generation, tuple(self._servers), terms, self._store.told)
+            self._store.put(f"generation/{self.generation}", made)
+            for each in new:
+                self._store.put(f"welcome/{each.process}", made)
+
+    def _group(self, patience: timedelta) -> dist.ProcessGroup:
+        """Returns the process group of this rank's pool.
+
+        Raises:
+            RuntimeError: a member takes longer than ``patience``.
+        """
+        rank, homes = dist.get_rank(), dist.get_world_size() // self._tp
+        name = group_name(self.generation, rank % self._tp)
+        ranks = homes + len(self._servers) // self._tp
+        return self._store.group(name, rank // self._tp, ranks, self._device, patience)
+
+    def _anywhere(self, so: bool) -> bool:
+        """Whether ``so`` is True on any home; all homes call it together."""
+        said = torch.tensor([float(so)], device=self._asking)
+        dist.all_reduce(said, dist.ReduceOp.MAX)
+        return bool(said.item())
+
+
+def _say(before: Sequence[int], now: Sequence[int]) -> None:
+    gone, come = sorted(set(before) - set(now)), sorted(set(now) - set(before))
+    if dist.get_rank() == 0:
+        for numbers, what in ((gone, "gone"), (come, "there")):
+            if numbers:
+                logger.warning("Of the servers without a model, %s %s; the run goes on.", _servers(numbers), what)
+
+
+def _servers(numbers: Sequence[int]) -> str:
+    """Returns a part of a sentence: "server 0 is" or "servers 0, 1 are"."""
+    return f"server {numbers[0]} is" if len(numbers) == 1 else f"servers {', '.join(map(str, numbers))} are"
+
+
+_MISSING = "Server {} of the {} that `servers` asks for has not come: start it with distca.serve()."
+_NO_TABLE = "Server {} of the pool has not measured its cost table: measure it with `distca profile`."
+_NO_KERNEL = (
+    "Server {} of the pool came, but has not chosen a kernel of core attention: it has ended, or does not answer. "
+    "Look at the server's output, and start homes and servers again."
+)
+_ENDED = (
+    "Server {} of the pool ended before the pool was formed: look at the server's output, and start homes and servers "
+    "again."
+)
