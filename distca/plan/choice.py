@@ -128,19 +128,14 @@ def cheaper(
 def price_of(nanos: NanoPlans, cost: CostModel, links: Links, resend: bool, sinks: bool = False) -> Price:
     """Returns the price of one layer of a micro-batch.
 
-    Args:
-        nanos: the plans of each nano-batch.
-        cost: seconds of attention, and bytes of rows.
-        links: which ranks share a node, and the speeds of transfers.
-        resend: whether homes send rows again for backward, because servers do not keep them.
-        sinks: whether heads have learned scores in the softmax. With sinks, each row's log-sum-exp travels too.
-    """
+    With ``resend`` homes send rows again for backward, because servers do not keep them. With ``sinks``, learned scores
+    in heads' softmax, each row's log-sum-exp travels too."""
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
     rows_of: dict[Plan, Traffic] = {}
     q, o, lse = shape.q_bytes, shape.o_bytes, 4 * shape.heads if sinks else 0
     # Each direction has the bytes that go to the server for a query row, and those that return home. In backward dO, or
-    # with "resend" q, o and dO, go to the server, and dQ returns. Without sinks, lse with "resend" is left out: it is
-    # small.
+    # with "resend" q, o and dO, go to the server, and dQ returns. Without sinks, log-sum-exps travel with "resend",
+    # but they are small and left out.
     directions: tuple[tuple[Direction, int, int], ...] = (
         ("forward", q, o + lse),
         ("backward", (q + 2 * o if resend else o) + lse, q),

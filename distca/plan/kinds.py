@@ -59,7 +59,6 @@ def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[in
     Args:
         layer_types: "full" or "window" for each layer; the list is repeated if there are more layers.
         window: number of keys that a query sees in a "window" layer.
-        layers: number of the model's layers.
     """
     return tuple(window * (layer_types[layer % len(layer_types)] == "window") for layer in range(layers))
 

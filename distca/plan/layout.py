@@ -64,14 +64,8 @@ def overlaps(
     Example: a document has the shards [0, 4) and [4, 6). The range [2, 5) has 2 rows in common with the first shard and
     1 row with the second.
 
-    Args:
-        document: [N] document of each range.
-        start: [N] first position of each range.
-        stop: [N] one past the last position of each range.
-        shards: shards, sorted by (document, start).
-
-    Returns:
-        Three arrays with an element for each pair: index of the range, index of the shard, rows in common.
+    ``document``, ``start`` and ``stop`` [N] are the ranges [start, stop). Returns three arrays with an element for each
+    pair: index of the range, index of the shard, number of rows in common.
     """
     # A range is paired with "count" shards, from index "low" on: first with all shards of its document.
     shards_of = np.bincount(shards.document, minlength=int(document.max(initial=-1)) + 1)
@@ -98,15 +92,13 @@ def overlaps(
 class Layout:
     """The query rows of one nano-batch, the k,v rows that these queries see, and the homes of all these rows.
 
-    A layout is equal only to itself, and can be a key of a dictionary.
-
     Attributes:
         ranks: R; each rank may compute attention.
         first: [D] position of each document's first query row in this nano-batch.
         last: [D] one past the last query row; ``first == last`` for a document without query rows here.
         q: shards of the query rows [first, last) of every document.
-        kv: shards of the k,v rows [0, last) of every document with query rows here; after :meth:`within` without the
-            first rows. A rank's k,v tensor has the carried rows first, then the k,v rows of its query rows.
+        kv: shards of the k,v rows [0, last) of every document with query rows here. After :meth:`within` some first
+            rows are missing. A rank's k,v tensor has the carried rows first, then the k,v rows of its query rows.
         q_rows: [R] number of query rows of each rank.
         carried_rows: [R] number of carried rows of each rank.
     """

@@ -77,7 +77,7 @@ class Reads:
         home: [N] rank that holds the rows.
         server: [N] rank that reads the rows; it may be the home.
         rows: [N] number of rows.
-        straight: [N] bool, whether the piece must not come from a gateway; None if all may.
+        straight: [N] bool, whether the piece must not come from a gateway; None if every piece may.
     """
 
     task: np.ndarray

@@ -30,9 +30,9 @@ from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
-"""A document is cut for balance if it has more than this many times the attention work of the mean rank. See ``whole``
-of :func:`distca.plan.choice.cheaper`. Values from 1.01 to 1.2 give about equal plans
-(benchmarks/results/planner.md)."""
+"""A document with more than this many times the mean attention work of a rank is too much for one rank. Its rows then
+travel in any placement (``whole`` of :func:`distca.plan.choice.cheaper`). Values from 1.01 to 1.2 give about equal
+plans (benchmarks/results/planner.md)."""
 _LONGER = 1.02
 """If :func:`plan_step` moves documents between micro-batches, a micro-batch gets at most this factor times the tokens
 of the largest micro-batch that was given. If documents do not fit so, the limit is ``room``."""
@@ -157,12 +157,10 @@ class StepBalance:
 
     @cached_property
     def seconds_before(self) -> np.ndarray:
-        """Returns [P, R] attention seconds without balancing."""
         return np.asarray(self.before_by_kind.sum(axis=0))
 
     @cached_property
     def seconds_after(self) -> np.ndarray:
-        """Returns [P, R] attention seconds as planned."""
         return np.asarray(self.after_by_kind.sum(axis=0))
 
 
@@ -177,10 +175,10 @@ def plan_step(
     Args:
         lengths: for each micro-batch, tokens per document.
         options: how to plan.
-        homes: for each micro-batch, the home rank of every document, if documents must stay whole; None lets documents
-            span ranks.
+        homes: for each micro-batch, the home rank of every document, if documents must stay whole; None if they may
+            be on several ranks.
         room: for each micro-batch, the most tokens. If given, documents may move to other micro-batches
-            (``StepPlan.drawn``). With None, or if documents do not fit into ``room``, none moves.
+            (``StepPlan.drawn``). With None, or if they do not fit into ``room``, no document moves.
 
     Raises:
         PlanError: there is no micro-batch; a document has no tokens; ``homes`` or ``room`` has a wrong length or value;

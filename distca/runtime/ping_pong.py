@@ -1,8 +1,9 @@
 """The order in which layers run two nano-batches, so that one computes while the other's rows travel.
 
 A micro-batch is cut into two *nano-batches*, ping (0) and pong (1). A layer is cut at its core attention: ``pre`` runs
-before, ``post`` after. For core attention, which is called *serve* here, q, k and v are sent to any rank, and o is sent
-back. For layer i, autograd nodes of nano-batches 0 and 1 are created in this order. A *join* waits for a transfer:
+before, ``post`` after. Core attention, which is called *serve* here, may run on any rank: q, k and v are sent to this
+rank, and o is sent back. For layer i, autograd nodes of nano-batches 0 and 1 are created in this order. A *join* waits
+for a transfer:
 
     join q,k,v(i,0) · serve(i,0) · launch o(i,0) · join q,k,v(i,1) · serve(i,1) · launch o(i,1)
     join o(i,0) · post(i,0)+pre(i+1,0) · launch q,k,v(i+1,0) · join o(i,1) · post(i,1)+pre(i+1,1) · launch q,k,v(i+1,1)
@@ -67,17 +68,13 @@ class RecurrentLayer(Protocol):
     value."""
 
     @property
-    def recurrence(self) -> Recurrence:
-        """The core's formula and shapes."""
-        ...
+    def recurrence(self) -> Recurrence: ...
 
     @property
     def core_kernel(self) -> RecurrentKernel: ...
 
     @property
-    def core_parameters(self) -> CoreParameters:
-        """The core's weights, for this rank's heads."""
-        ...
+    def core_parameters(self) -> CoreParameters: ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
         """Computes the part before the core.

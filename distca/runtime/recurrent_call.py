@@ -46,11 +46,8 @@ class RecurrentCall(LayerCall):
     """One recurrent layer's core for one nano-batch, forward and backward.
 
     Args:
-        pool: this rank's transport.
         routes: this rank's pieces, and the rows and summaries to send and receive.
         what: the recurrence's formula and shapes.
-        kernel: the kernel that computes the recurrence.
-        layer: the layer's index.
         nano: 0 for ping, 1 for pong.
         before: in pong, the same layer's call for ping; None in ping.
     """
@@ -125,7 +122,6 @@ class RecurrentCall(LayerCall):
         return token
 
     def join_halo(self, token: torch.Tensor) -> torch.Tensor:
-        """Waits for the halo rows of this rank's pieces."""
         joined: torch.Tensor = Node.apply(token, self._join_halo, self._launch_halo_gradients)
         return joined
 
@@ -135,7 +131,6 @@ class RecurrentCall(LayerCall):
         return done
 
     def launch_states(self, token: torch.Tensor) -> torch.Tensor:
-        """Starts sending own states and transitions."""
         launched: torch.Tensor = Node.apply(token, self._launch_states, self._join_state_gradients)
         return launched
 
@@ -361,7 +356,7 @@ class RecurrentCall(LayerCall):
                         reached = own + carried(transitions[link.transition], reached, backward)
                     else:
                         reached = own.clone()  # a view would keep the whole receive tensor alive
-            # B of the last piece here arrives only if this rank has a later piece in the other nano-batch.
+            # B of the document's last piece here arrives only if this rank has a piece in the other nano-batch.
             if reached is not None and links[-1].state >= 0:
                 goes_on[document] = reached
         return found, goes_on

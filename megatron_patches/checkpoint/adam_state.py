@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 _WHOLE = "master_param"
-"""The key of the float32 weight, or of its lower 16 bits, in the state of Transformer Engine's Adam."""
+"""Transformer Engine's Adam has the float32 weight, or its lower 16 bits, under this key."""
 
 
 def inner_adams(optimizer: Any) -> Iterator[Any]:
@@ -35,7 +35,7 @@ def set_step(adam: Any, step: int) -> None:
 
 
 def get_states(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns float32 tensors: the weight as "param", and its moments by Adam's names. They may share Adam's memory."""
+    """Returns the weight as "param" and its moments by Adam's names, all in float32. Some may be Adam's own tensors."""
     states = {"param": weight.detach()}
     for name, held in adam.state[weight].items():
         if name == _WHOLE and held.dtype == torch.int16:

@@ -1,8 +1,8 @@
 """The indices for sending rows to their experts' ranks, for sorting them by expert there, and for summing results.
 
 A layer's experts are divided over the expert-parallel ranks, and a router chose K experts for each row. A row is sent
-once to each rank that has any of its experts. There it makes a *pair* with each of its experts, and the sum of these
-pairs' outputs is sent back. If nearly all rows would go to all ranks, every row is sent to every rank
+once to each rank that has any of its experts. There the row makes a *pair* with each of its experts on that rank, and
+the sum of these pairs' outputs is sent back. If nearly all rows would go to all ranks, every row is sent to every rank
 (``goes_everywhere``). Otherwise the host waits until the device has counted the rows to send.
 
 Shape suffixes: N rows of this rank, G expert-parallel ranks, E experts, K experts of a row, H hidden, P pairs of this
@@ -46,8 +46,8 @@ class Dispatch:
         expert_NK: int32 numbers of each row's experts.
         experts: E.
         group: the expert-parallel ranks. Rank 0 has the first E / G experts, rank 1 the next, and so on.
-        question: a copy of counts to the host. For each rank there is a line: how many of its rows go to each expert,
-            and with ``goes_NG`` also how many go to each rank.
+        question: a copy of counts to the host. Line r says how many rows of rank r go to each expert, and with
+            ``goes_NG`` also how many go to each rank.
         counts_GE: how many rows of each rank go to each expert, on the device.
         rows_G: each rank's number of rows.
         goes_NG: bool, whether a row is sent to a rank; None if all rows are sent to all ranks.

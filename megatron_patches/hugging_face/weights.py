@@ -34,7 +34,7 @@ from megatron_patches.hugging_face.slots import (
 from megatron_patches.te.fp8_weights import set_values
 
 _CHOICE_BIAS = "mlp.router.expert_bias"
-"""The end of the name of a buffer: the bias that a router adds to experts' scores before it chooses experts."""
+"""The name of a router's bias ends so. The router adds this bias to experts' scores before it chooses experts."""
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: int = 1) -> Slot:
@@ -53,7 +53,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         return Vocabulary((model.weights.embedding if model.tie_embeddings else OUTPUT,), model.vocabulary)
     if parameter in ("decoder.final_layernorm.weight", "decoder.final_norm.weight"):
         return Whole((model.weights.final_norm,))
-    # ``name`` is the parameter's name inside the layer. ``symbol`` is the layer's letter in a hybrid pattern, or "".
+    # ``name`` is the parameter's name inside the layer. ``symbol`` is the layer's letter in a HybridModel's pattern.
     place, name = layer_prefix(model.stored_numbers[layer]), parameter.split(".", 3)[3]
     stored, symbol = model.weights, model.hybrid.symbols(model.layers)[layer:][:1]
     kind = name.rpartition(".")[2]
@@ -87,7 +87,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         return Whole((f"{place}{stored.experts.router}.{kind}",))
     if name.startswith("mlp.experts."):
         own, number = model.experts.count // expert_ranks, int(name.split(".")[3])
-        # With 4 experts on 2 ranks, a parameter of a rank's expert 1 belongs to experts 1 and 3.
+        # With 4 experts on 2 ranks, number 1 is expert 1 on rank 0 and expert 3 on rank 1.
         experts = range(number, model.experts.count, own)
         return ExpertOfEachRank(tuple(_of_expert(name, place, expert, model) for expert in experts))
     if name.startswith("mlp.linear_fc1."):

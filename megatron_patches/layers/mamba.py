@@ -1,7 +1,7 @@
 """A layer of Mamba-2 that is cut at its *core*, the convolution and the scan.
 
-This project's kernels compute the core, possibly on another rank. Megatron's mixer gives the parameters and
-projections. Its constructor refuses to run without packages of CUDA kernels, although nothing here calls these kernels.
+This project's kernels compute the core, and Megatron's mixer gives the parameters and projections. The mixer's
+constructor refuses to run without packages of CUDA kernels, although nothing here calls these kernels.
 
 Shape suffixes: N rows (tokens), F columns of the projection, C channels of the convolution, H heads, V elements of an
 output head.

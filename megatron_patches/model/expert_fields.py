@@ -44,7 +44,7 @@ def expert_fields(shape: ModelShape) -> dict[str, Any]:
 
 def _clamped(limit: float) -> dict[str, Any]:
     """Returns the fields of gpt-oss's activation, which adds biases before it clamps at ``limit``."""
-    # Megatron's fused activation adds biases after clamping.
+    # Megatron's fused activation adds biases after clamping, so it is not used.
     return {
         "activation_func": sigmoid_gelu,
         "activation_func_clamp_value": limit,

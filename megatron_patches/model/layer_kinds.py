@@ -1,8 +1,8 @@
 """Reads from Megatron's configuration what each layer's attention or recurrence computes.
 
-A *kind* of attention has a scale of scores, a softcap, a window of keys, and perhaps *sinks*: each head's learned score
-that joins the softmax without a value. A *recurrence* is the gated delta rule or Mamba-2's scan, which some layers have
-in place of softmax attention.
+A *kind* of attention has a scale and a soft limit of scores, a window of keys, and perhaps *sinks*: each head's learned
+score that joins the softmax without a value. A *recurrence* is the gated delta rule or Mamba-2's scan, which some
+layers have in place of softmax attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LayerKinds:
     """The recurrences of a whole model, and its kinds of attention.
 
     In a GPTModel each layer is a *unit*. In a HybridModel a unit is an attention or recurrent layer, together with the
-    MLPs that follow.
+    MLPs and experts that follow.
 
     Attributes:
         kinds: the distinct kinds of attention, in descending order of the number of keys that a query sees.

@@ -1,7 +1,7 @@
 """The norms with which this project's specs build Megatron's layers.
 
 Unlike Megatron's norms from torch (WrappedTorchNorm), these norms support sequence parallelism and zero-centred
-weights. A zero-centred weight is stored minus one.
+weights. A zero-centred weight is the factor minus one.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class KeyWidthNorm(_WidthNorm):
 
 def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: TransformerConfig) -> bool:
     """Prepares a norm's parameters; returns whether the weight is zero-centred."""
-    # With sequence parallelism each rank normalises its own rows. Megatron adds up a parameter's gradients over ranks
-    # if the parameter has the attribute ``sequence_parallel``.
+    # With sequence parallelism each tensor-parallel rank normalises its own rows. Megatron adds up a parameter's
+    # gradients over these ranks if the parameter has the attribute ``sequence_parallel``.
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     if config.layernorm_zero_centered_gamma:

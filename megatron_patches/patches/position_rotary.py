@@ -40,7 +40,7 @@ class PositionRotary(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        # The frequencies are no buffer, so they are neither saved in checkpoints nor cast with the model.
+        # The frequencies are not a buffer, so they are neither saved in checkpoints nor cast with the model.
         self._inv_freq, self._interpolation, self._by_length = inv_freq, interpolation, by_length
         self._interleaved = interleaved
         self._angles: torch.Tensor | None = None
@@ -95,10 +95,7 @@ class PositionRotary(torch.nn.Module):
 
 
 def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
-    """Replaces a model's rotary embedding by a :class:`PositionRotary` with equal frequencies, and returns it.
-
-    Returns None if the model has no rotary embedding.
-    """
+    """Replaces a model's rotary embedding, if any, by a :class:`PositionRotary` with equal frequencies; returns it."""
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
         return None

@@ -1,8 +1,8 @@
 """Checks the layer spec that a user gives to ``CAD.block_spec``.
 
 A spec names the class of each module of a transformer layer. Megatron's specs with its own modules and with Transformer
-Engine's are supported. Other classes are refused, because the layer is rebuilt with modules that compute the same as
-the supported ones.
+Engine's are supported. Other classes are refused, because ``layers/block.py`` replaces modules by ones that compute
+only what the supported classes do.
 """
 
 from __future__ import annotations

@@ -27,9 +27,8 @@ TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
 """Every file must have these keys."""
 _SIZES = ("heads", "kv_heads", "head_dim", "value_dim", "value_bytes", "block", "window")
-"""The values of these keys must be whole numbers from 1 to ``_LARGEST``."""
 _LARGEST = 1 << 20
-"""The largest value of a key in ``_SIZES``. A larger value is refused."""
+"""Values of keys in ``_SIZES`` must be whole numbers from 1 to this. Others are refused."""
 _SIDES = ("forward", "backward")
 
 

@@ -52,8 +52,7 @@ def lay_out(
 ) -> tuple[Layout, ...]:
     """Places a micro-batch's documents on ranks, as one or two nano-batches.
 
-    Without ``rank_of`` every rank gets about equally many tokens of each nano-batch. All ranks but the last get
-    multiples of ``align``, so that tensor-parallel ranks can split the rows without padding.
+    Without ``rank_of`` every rank gets about equally many tokens of each nano-batch.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
@@ -61,7 +60,7 @@ def lay_out(
         nano_batches: 1, or 2 for ping and pong.
         rank_of: [D] home rank of each document. Documents then stay whole on these ranks, and ``align``, ``placement``
             and ``cost`` are not used.
-        align: the rows of all ranks but the last are multiples of this.
+        align: the rows of all ranks but the last are multiples of this, so that tensor-parallel ranks can split them.
         dealing: how documents are dealt to two nano-batches. "in_order": the first documents go to ping. "even": ping
             and pong get about equal attention work. "lean": like "even", but with the placement "spread" a document on
             several ranks may be in pong alone. Unless the placement is "spread", ping may get up to 1/32 more tokens,

@@ -4,7 +4,7 @@ The transfers of one nano-batch run during the computation of the other, so both
 ``lay_out.py`` puts documents in an order and lays them end to end. The tokens before a *cut* are ping's, and the tokens
 behind it are pong's.
 
-Array legend: D documents, N ranges, R ranks. ``benchmarks/planner_constants.py`` tries other constants.
+Array legend: D documents, N ranges, R ranks. ``benchmarks/planner_constants.py`` tries other values.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from distca.plan.sorting import merged
 
 Dealing = Literal["in_order", "even", "lean"]
 """How documents are dealt to ping and pong. "in_order": ping gets the first documents. "even" and "lean": both get
-about equal attention work (:func:`dealt_evenly`). The difference is in :func:`distca.plan.place.lay_out.lay_out`."""
+about equal attention work (:func:`dealt_evenly`). "lean" differs only with the placement "spread" of ``lay_out.py``."""
 _DEALT_ONE_BY_ONE = 64
-"""The number of longest documents that :func:`dealt_evenly` deals one by one. Shorter documents are dealt in turns.
-With 8 instead, attention on the slowest rank takes 0.1 % longer."""
+""":func:`dealt_evenly` deals this many of the longest documents one by one, and shorter documents in turns. With 8
+instead, attention on the slowest rank takes 0.1 % longer."""
 _SHORT_TAIL = 1 / 32
-"""The cut moves to the end of a document if the rows behind the cut are at most this part of the rows before it. It
-stays if ping's tokens would grow by more than this part."""
+"""If a document's rows behind the cut are at most this part of its other rows, the cut moves to the document's end. The
+cut stays if ping's tokens would grow by more than this part."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit
     """Returns the token at which to cut ``documents``, laid end to end: usually ``cut`` itself.
 
     If a document has only few rows behind ``cut``, the cut moves to the document's end, rounded up to a multiple of
-    ``unit``. These few queries in pong would read all keys and values of the document again."""
+    ``unit``. Otherwise a rank would need all keys and values of the document for few queries in pong."""
     ends = np.cumsum(length[documents])
     at = int(np.searchsorted(ends, cut))
     if at == len(ends):
@@ -88,7 +88,7 @@ def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit
 
 
 def streams_of(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut: int) -> list[Stream]:
-    """Returns the ranges of each nano-batch. Of two, ping has the first ``cut`` tokens."""
+    """Returns the ranges of each nano-batch. Of two nano-batches, ping has the first ``cut`` tokens."""
     if nano_batches == 1:
         return [Stream(documents, np.zeros(len(documents), np.int64), length[documents])]
     return list(_deal(length, documents, cut))
@@ -99,7 +99,7 @@ def dealt_evenly(length: np.ndarray, documents: np.ndarray, ping_first: bool) ->
 
     The longest documents go one by one to the nano-batch with less work so far. Shorter documents go in turns to ping,
     pong, pong and ping. Ping's documents come first, then pong's. The shortest documents of ping and of pong are in the
-    middle, where the line is cut.
+    middle, where the order is cut.
 
     Args:
         length: [D] tokens of all documents.

@@ -179,7 +179,6 @@ class IntranodePeers:
         return bool(pieces) and sum(piece.bytes for piece in pieces) < limit
 
     def _groups(self, puts: dict[int, list[Put]]) -> Iterator[dict[int, list[Put]]]:
-        """Yields groups of peers with about ``signal_after_bytes`` bytes for each group together."""
         group: dict[int, list[Put]] = {}
         size = 0
         for peer, pieces in puts.items():
