@@ -133,7 +133,7 @@ class CAD:
         check_same_on_ranks(config, given.alike)
         self.config, self._given = config, given
         self._recompute_all = given.recompute == "all"
-        # Whether layers of this project replace Megatron's TransformerLayer.
+        # Whether DistCA's layers replace Megatron's TransformerLayer.
         self._own_layers = (
             given.disaggregate
             or bool(given.hybrid_layer_pattern)
@@ -413,8 +413,8 @@ class CAD:
     ) -> list[Any]:
         """Runs forward and backward of a step.
 
-        Gradients are set to zero first. At the end each gradient is the sum over all ranks, divided by the number of
-        the global batch's target tokens.
+        Backward begins with zero gradients. At the end each gradient is the sum over all ranks, divided by the number
+        of the global batch's target tokens.
 
         Args:
             step: from :meth:`plan_ahead` or :meth:`plan_step`.
@@ -479,7 +479,7 @@ class CAD:
         return self._ran or step
 
     def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
-        """Returns the log-probability of every token after the first of each document, on all data-parallel ranks.
+        """Returns the log-probability of each token but the first of each document, on every rank for all documents.
 
         All ranks call this method together.
 
@@ -492,7 +492,7 @@ class CAD:
         return [[each[:-1] for each in documents] for documents in gather_documents(self.as_run(step), values)]
 
     def let_server_go(self, number: int) -> None:
-        """Makes all later steps run without one of :attr:`servers`; all ranks call this method together.
+        """Makes all later steps run without server ``number`` of :attr:`servers`; all ranks call this method together.
 
         Raises:
             SupportError: servers without a model cannot leave on this type of device.

@@ -33,14 +33,14 @@ class PlanOptions:
     Array legend: R servers, C combinations.
 
     Attributes:
-        ranks: data-parallel ranks of a stage.
+        ranks: number of data-parallel ranks of a stage.
         servers: number of servers without a model; they are numbered after all other ranks.
         cost: the model of tasks' seconds.
         nano_batches: number of parts, the nano-batches, in which a micro-batch is computed: 1 or 2. With 2, transfers
             of one part run during the computation of the other.
         align: the number of rows of a nano-batch on a rank is a multiple of ``align``, except on the last rank.
             ``align`` must be a multiple of ``shares``.
-        shares: tensor-parallel ranks that split the rows of a data-parallel rank; 1 without sequence parallelism.
+        shares: number of tensor-parallel ranks that split a data-parallel rank's rows; 1 without sequence parallelism.
         resend: True if homes send q, k and v again for backward; False if servers keep q, k and v from forward. With
             several stages and ``disaggregate``, ``resend`` must be True.
         disaggregate: False computes the attention of every row at its home.
@@ -132,7 +132,7 @@ class PlanOptions:
 
     @cached_property
     def combinations(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the different combinations, each with the index of a kind for each stage."""
+        """Returns each combination once, as the index of a kind for each stage."""
         return tuple(dict.fromkeys(zip(*self.layer_kinds, strict=True))) or ((0,) * self.stages,)
 
     @cached_property
@@ -149,7 +149,7 @@ class PlanOptions:
 
     @property
     def names_of_combinations(self) -> tuple[str, ...]:
-        """Returns the name of each combination, such as "3 of 4 layers: window | full" for two stages."""
+        """Returns the name of each combination, such as "3 of 4 layers: window 512 | full" for two stages."""
         layers = self.layer_combinations
         return tuple(
             f"{layers.count(number)} of {len(layers)} layers: {' | '.join(self.kinds[kind].name for kind in kinds)}"
@@ -158,7 +158,6 @@ class PlanOptions:
 
     @property
     def cost_of_kind(self) -> tuple[CostModel, ...]:
-        """Returns the cost model of each kind."""
         return self.costs or (self.cost,) * len(self.kinds)
 
     @property
@@ -183,7 +182,7 @@ class PlanOptions:
 
     @property
     def network_bytes_per_s(self) -> np.ndarray:
-        """Returns [R] bytes per second of every server over the network."""
+        """Returns [R] the network rate of every server, in bytes per second."""
         found = np.full(self.pool_ranks, self.links.bytes_per_s(far=True))
         if self.server_gb_s:
             found[self.homes :] = self.server_gb_s * 1e9

@@ -3,8 +3,8 @@
 - home: a rank that holds rows (a row is one token's q, k, v or o).
 - server: a rank that computes attention. Every home is a server too; further servers have no model.
 - task: a range of a document's queries, with all keys and values that these queries see.
-- plan: which server computes which task.
-- route: one rank's part of a plan.
+- plan: which server computes which task. A *route* is one rank's part of a plan.
+- k,v buffer: the k,v rows that a server has received, without repetition.
 - region: the contiguous k,v rows of one task, which the kernel reads. All regions are one tensor.
 - nano-batch: the whole micro-batch, or one of its two parts, *ping* (first) and *pong* (second).
 - kind: a set of attention layers with equal window, scale and softcap, and with or without sinks (learned scores in
@@ -93,8 +93,8 @@ class ServerRoute:
     """One rank's route of one plan, as index tensors on its device.
 
     Attributes:
-        q_to_server: moves from homes to servers of tensors with a row for each query, such as q and dO.
-        q_to_home: moves from servers to homes of tensors with a row for each query, such as o and dQ.
+        q_to_server: moves from homes to servers, for tensors with a row for each query, such as q and dO.
+        q_to_home: moves from servers to homes, for tensors with a row for each query, such as o and dQ.
         kv_to_server: moves of k and v to servers. A row for several servers of another node may travel to one of them,
             which sends the row on.
         kv_to_home: moves of dK and dV to homes. A home adds up the gradients that servers computed for a row.
@@ -140,7 +140,7 @@ class NanoRoutes:
 
     Attributes:
         q_rows: number of rows that this rank holds as a home, without padding.
-        prefix: in pong, ranges [first, end) of ping's rows on this rank. Their documents go on in pong, which sends k
+        prefix: in pong, ranges [first, end) of ping's rows on this rank, of documents that go on in pong. Pong sends k
             and v of these rows to servers that have not kept them from ping.
         backward: route of the backward plan; may be ``forward`` itself.
     """

@@ -132,7 +132,7 @@ def mark(stream: torch.cuda.Stream) -> Event:
 
 
 def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool, stream: torch.cuda.Stream) -> None:
-    """Copies row ranges by copy engine.
+    """Queues copies of row ranges.
 
     Args:
         pieces: for each tensor (address of its first row, address of the destination's first row, ranges, bytes of a
@@ -162,7 +162,7 @@ def push_rows(
         arrived: uint64 addresses of slots to signal to; empty for no signal.
         number: the value of the signal.
         finished_blocks: [1] int32 zero, a counter for the kernel. Two streams must not share a counter.
-        most_blocks: the most thread blocks of 256 threads.
+        most_blocks: the most thread blocks, of 256 threads each, that the kernel has.
     """
     table = [(rows.data_ptr(), index.data_ptr(), to, len(index), row_bytes(rows)) for rows, index, to in pieces]
     packed = np.array(table, np.int64)

@@ -87,7 +87,7 @@ class MicroBatchBalance:
         nano_rows: Sequence[int],
         documents: int,
     ) -> MicroBatchBalance:
-        """Makes the counts, all zero, of a micro-batch; all expert-parallel ranks call this method together.
+        """Returns zero counts for a micro-batch; all expert-parallel ranks call this method together.
 
         With sequence parallelism, ``documents_N`` and ``nano_rows`` cover the rows of all tensor-parallel ranks.
         """
@@ -146,7 +146,7 @@ class MicroBatchBalance:
         self._best, self._load, self._entropy = best.view_as(self._best), load.view_as(self._load), entropy
 
     def report(self) -> torch.Tensor:
-        """Returns [layers, E + 1] float32: the rows of each expert, then the sum of entropies."""
+        """Returns [layers, E + 1] float32: the number of rows of each expert, then the sum of the rows' entropies."""
         return torch.cat((self._load, self._entropy[:, None]), 1)
 
     def gradient(self, layer: int, nano_batch: NanoBatch) -> torch.Tensor:

@@ -124,7 +124,7 @@ def _check_row(name: str, document: Any) -> None:
 
 
 def checksum(documents: StepDocuments) -> int:
-    """Returns a CRC-32 of all weights, and of the middle token ids of up to 8 documents; for a comparison of ranks.
+    """Returns a CRC-32 of all weights, and of the middle token ids of up to 8 documents. Ranks compare these numbers.
 
     ``documents`` are from :func:`listed`.
     """

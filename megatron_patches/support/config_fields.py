@@ -107,7 +107,7 @@ LIMITS = {
     "fp32_residual_connection": Limit("the residual has the type of the parameters", (False,)),
     "apply_residual_connection_post_layernorm": Limit("the residual is taken before the norm", (False,)),
     "test_mode": Limit("DistCA's layers do not run Megatron's checks of queries, keys and values", (False,)),
-    "mlp_chunks_for_training": Limit("a layer's MLP takes all rows at once", (1,)),
+    "mlp_chunks_for_training": Limit("a layer's MLP is not computed in chunks", (1,)),
     "heterogeneous_block_specs": Limit("all layers have the same configuration", (False,)),
     "mtp_num_layers": Limit(
         "only the next token is predicted",

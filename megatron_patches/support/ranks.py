@@ -60,9 +60,9 @@ def check_groups(config: TransformerConfig) -> None:
 
 
 def check_same_on_ranks(config: TransformerConfig, arguments: dict[str, Any]) -> None:
-    """Compares numbers, strings, booleans and None in ``config`` and ``CAD``'s arguments between ranks.
+    """Compares configurations (by :func:`fields_of`) and ``CAD``'s arguments between ranks, which call this together.
 
-    All ranks call this function together.
+    Numbers, strings, booleans and None are compared.
 
     Raises:
         SupportError: a value differs. All ranks raise the same message, which names the first such value.

@@ -80,7 +80,7 @@ def forget_columns(weights: Any) -> None:
 
 
 def set_values(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Sets a weight. The optimizer, which must be built later, makes the main weight from ``values``.
+    """Sets a weight, before the optimizer is built. The optimizer makes the main weight from ``values``.
 
     ``values`` have the weight's shape, any dtype and any device.
     """

@@ -99,7 +99,7 @@ class CostModel(ABC):
 
     Attributes:
         block: query rows of one kernel tile.
-        linear: the seconds of matrix products; None if unknown.
+        linear: how long matrix products take; None if unknown.
     """
 
     shape: AttentionShape

@@ -58,8 +58,8 @@ _JOININGS = 3
 _USUAL_TRIES = 4
 """The number of limits that are tried before cuts may add the time ``_MORE_OVERHEAD``."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
-"""Fractions of the mean load that are added to the tolerance, one after the other. A small limit may be out of reach:
-one kernel tile of a long document can take a few percent of the mean load."""
+"""Later limits are the tolerance plus each of these fractions of the mean load. A small limit may be out of reach: one
+kernel tile of a long document can take a few percent of the mean load."""
 _MORE_OVERHEAD = 1.0
 """The time that a cut may add in later tries, as a fraction of the time of the range that moves."""
 _LEAST_SLACK = 0.0003
@@ -209,7 +209,7 @@ class _Search:
 
 
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
-    """Estimates how far the slowest server of any plan is above the mean load, as a fraction of the mean load.
+    """Estimates how far the best plan's slowest server is above the mean load, as a fraction of the mean load.
 
     For "both" a server with the mean load in one direction may have more in the other. For one direction the result is
     0."""

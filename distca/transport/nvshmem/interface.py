@@ -97,7 +97,7 @@ class Fabric(Protocol):
         ...
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Calls ``work``, which queues torch operations on the current stream; a test double may delay the call."""
+        """Calls ``work``, which queues torch operations on the current stream. A test may delay the call."""
         ...
 
     def consumed(self, number: int) -> None:

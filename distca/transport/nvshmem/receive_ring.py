@@ -58,13 +58,13 @@ class ReceiveRing:
         self._not_consumed: set[int] = set()  # exchanges that this rank has launched and not consumed
 
     def place(self, sizes: tuple[int, ...], hops: int = 1) -> RingPlace:
-        """Returns the place of the next exchange. This rank must have consumed all earlier ones but the last.
+        """Returns the place of the next exchange. This rank must have consumed all exchanges before the previous one.
 
         Args:
             sizes: for each part of each hop, bytes on the rank that receives most.
 
         Raises:
-            TransportError: the place would not fit into the buffer, or would overlap the last exchange's place.
+            TransportError: the place would not fit into the buffer, or would overlap the previous one's place.
         """
         offsets, size = _offsets(sizes)
         begin, reuses = self._next_place(size)
