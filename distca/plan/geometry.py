@@ -4,7 +4,7 @@ A query range is the rows [start, stop) of one document, also written [kv_rows -
 p sees the keys [0, p], or with a window w the last w of these. A *pair* is a query and a key that this query sees.
 Example: without a window, the range [2, 4) has 3 + 4 = 7 pairs.
 
-There are N ranges. ``Rows`` is one number or an array [N]; results are of the same type.
+There are N ranges. ``Rows`` is one number or an array; results have the shape to which the arguments broadcast.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def pairs(q_rows: np.ndarray, kv_rows: np.ndarray, window: int = 0) -> np.ndarra
     full = causal_pairs(q, kv_rows)
     if not window:
         return full
-    # With T(n) = 1 + 2 + ... + n, a window w takes T(kv - w) pairs from the queries [0, kv). From the queries
-    # [0, kv - q) it takes T(kv - q - w) pairs.
+    # With T(n) = 1 + 2 + ... + n, a window w removes T(kv - w) pairs of the queries [0, kv). The part T(kv - q - w)
+    # belongs to the queries [0, kv - q), which are before the range.
     beyond = np.maximum(np.asarray(kv_rows, np.float64) - window, 0)
     in_front = np.maximum(kv_rows - q - window, 0)
     return full - 0.5 * (beyond * (beyond + 1) - in_front * (in_front + 1))
@@ -78,16 +78,16 @@ def start_before(stop: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def cheapest_middle(wanted: np.ndarray, q_per_kv: float) -> np.ndarray:
-    """Returns [N] middle position of the query range that has ``wanted`` [N] pairs and needs the fewest bytes.
+    """Returns [N] middle of the query range that has ``wanted`` [N] pairs and needs the fewest bytes of q, k and v.
 
     A range of m rows with middle c has about m·c pairs, and needs m query rows and c + m/2 keys. If a query row has Q
-    bytes and a key K bytes, the fewest bytes are at c = sqrt(wanted · (Q/K + 1/2)). ``q_per_kv`` is Q/K.
+    bytes and a key with its value K, the fewest bytes are at c = sqrt(wanted · (Q/K + 1/2)). ``q_per_kv`` is Q/K.
     """
     return np.sqrt(wanted * (q_per_kv + 0.5))
 
 
 def rows_around(middle: np.ndarray, wanted: np.ndarray, least: float) -> np.ndarray:
-    """Returns [N] number of rows of ranges around ``middle`` with ``wanted`` pairs.
+    """Returns [N] number of rows of ranges around ``middle`` with about ``wanted`` pairs.
 
     A middle below ``least`` counts as ``least``."""
     return wanted / np.maximum(middle, least)

@@ -1,11 +1,11 @@
-"""Figures of a plan, which says where attention is computed: seconds of each rank, rows that travel, and memory.
+"""Figures of a plan: seconds of each rank, rows that travel, and memory. A plan says where attention is computed.
 
 - A *nano-batch* is a whole micro-batch, or one of its two parts. Each nano-batch has a plan.
 - A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers.
 - A *server* is a rank that computes attention. A *task* is a range of query rows of one document on one server.
 - A *gateway* is a server that receives key/value rows from another node, and sends them on to servers of its own node.
 
-R ranks, P pairs of ranks, K kinds of attention layers, N ranges of rows. Rows are int64, seconds float64.
+R ranks, P pairs of ranks, K kinds of layers (such as with and without a window). Rows are int64, seconds float64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PairRows:
 
     Attributes:
         ranks: number of ranks, R.
-        home: [P] rank that sends: a home or a gateway.
+        home: [P] rank that sends (a home or a gateway).
         server: [P] rank that receives.
         rows: [P] number of rows.
     """
@@ -58,7 +58,7 @@ class PairRows:
         return np.bincount(self.server, self.rows, self.ranks).astype(np.int64)
 
     def between(self, group: np.ndarray) -> PairRows:
-        """Returns the pairs of ranks in different groups; ``group`` [R] is each rank's group, such as its node."""
+        """Returns the pairs of ranks in different groups; ``group`` [R] numbers each rank's group, such as its node."""
         far = group[self.home] != group[self.server]
         return PairRows(self.ranks, self.home[far], self.server[far], self.rows[far])
 
@@ -86,7 +86,7 @@ class Traffic:
         return self.kv.total + self.relay.total
 
     def between(self, group: np.ndarray) -> Traffic:
-        """Returns the rows between ranks of different groups; ``group`` [R] is each rank's group, such as its node."""
+        """Like :meth:`PairRows.between`."""
         return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
     def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
@@ -94,7 +94,7 @@ class Traffic:
 
         Args:
             q_out: bytes of a query row to the server.
-            q_back: bytes that return home for a query row.
+            q_back: bytes of a query row's result to its home.
             kv_out: bytes of a key/value row to the server.
         """
         kv_sent, kv_received = self.kv.sent + self.relay.sent, self.kv.received + self.relay.received
@@ -104,15 +104,15 @@ class Traffic:
 
 
 def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """Returns [R] seconds in which each server computes its tasks once; "both" adds forward and backward.
+    """Returns [R] seconds that each server needs for its tasks; "both" adds forward and backward.
 
-    ``cost`` is one cost model for all tasks, or a sequence with a cost model for each kind of layer."""
+    ``cost`` is one cost model for all tasks, or one for each kind of layer."""
     costs = cost if isinstance(cost, Sequence) else (cost,)
     return np.asarray(seconds_by_kind(plan, costs, direction).sum(axis=0))
 
 
 def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction) -> np.ndarray:
-    """Returns [K, R] seconds in which each server computes its tasks in layers of each kind.
+    """Returns [K, R] seconds that each server needs for its tasks in layers of each kind.
 
     ``costs`` has K cost models. A single cost model is for the tasks of all kinds; the result is then [1, R]."""
     tasks, ranks = plan.tasks, plan.layout.ranks
@@ -128,7 +128,7 @@ def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     """Returns two [R] arrays: k,v rows in each server's buffer, and k,v rows that the server copies for its tasks.
 
     A server copies 0 rows unless its tasks share rows, or need rows from the previous nano-batch."""
-    # A kernel reads a *region* of k,v rows for each task. Regions with more rows in all than the buffer are copies.
+    # A kernel reads a *region* of k,v rows for each task. Regions with more rows in total than the buffer are copied.
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
     kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
     regions = np.bincount(tasks.server, plan.region_rows, ranks).astype(np.int64)
@@ -167,13 +167,13 @@ def pair_rows(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int
 
 
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
-    """Returns a lower bound on the seconds of the slowest server, for any plan.
+    """Returns a lower bound on the slowest server's seconds, which no plan for ``layout`` can beat.
 
     The result is the larger of two bounds: the seconds if all servers end at the same time, and the seconds in which
     the fastest server computes the costliest query row. "both" adds the bounds of forward and backward.
     """
-    # work [tables, directions]: seconds in which one server with this cost table computes all documents. row: the same
-    # for the costliest row. speed [directions]: the fraction of all documents that R servers compute in a second.
+    # A table is the cost model of some servers. work [tables, directions]: seconds of such a server for all documents.
+    # row: the same for the costliest row. speed [directions]: how often R servers compute all documents in a second.
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
     tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * layout.ranks)
@@ -186,14 +186,14 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:
     """Returns the GiB of memory for the rows that a rank receives.
 
-    The memory holds 4.5 rows of q, k and v per token of the rank, or 5 rows with ``resend``. Exchanges that need more
-    fail. Without pipeline stages, the documents of tests/plan/test_receive_buffer.py fit.
+    The memory holds q, k and v of 4.5 · ``tokens`` tokens, or with ``resend`` of 5 · ``tokens``. An exchange that needs
+    more fails. The factors hold the exchanges of tests/plan/test_receive_buffer.py, which has no pipeline stages.
 
     Args:
         shape: heads of one tensor-parallel rank.
         tokens: tokens of a micro-batch per rank.
         resend: whether backward sends q, k, v and o again, with dO.
-        sinks: whether heads have learned scores in the softmax. With sinks, each row's log-sum-exp travels too.
+        sinks: whether heads have learned scores in the softmax, which need the log-sum-exps too without ``resend``.
     """
     rows = (5.0 if resend else 4.5) * tokens
     lse = 4 * shape.heads if sinks and not resend else 0

@@ -1,12 +1,11 @@
 """The formula of recurrent layers (linear attention, SSM), and the sizes that follow from it.
 
-Each row reads and changes a *state*, instead of reading all earlier rows. Each head has a state S of shape [K, V], and
-computes one row after the other:
+A row is one token. Each head has a *state* S [K, V], which each row reads and changes, one row after the other:
 
     S ← e^g · S;   u = β · (v − Sᵀk) with the delta rule, β · v without it;   S ← S + k uᵀ;   o = scale · Sᵀq
 
-q, k and v come from a short causal convolution over rows. Each row has a β for each head. Each row has a g for each
-head, or for each channel of k in each head.
+q, k and v come from a short causal convolution over rows. β is one number for each row and head; g is one too, or one
+for each channel of k.
 
 Long documents are cut into *pieces*, which ranks compute at the same time. A piece turns a state S into T·S + B. T (the
 piece's *transition*) and B depend on the piece's rows only.
@@ -31,10 +30,8 @@ class Recurrence:
         heads: heads of v and of the state.
         key_dim: K, channels of a head of q or k.
         value_dim: V, channels of a head of v.
-        scale: the factor in the formula.
-        delta: whether the formula has the delta rule.
         normalise: whether heads of q and k are divided by their L2 norm.
-        decay_by_channel: whether each channel of k in each head has a g of its own.
+        decay_by_channel: whether each channel of k has its own g.
         kernel: rows that the convolution reads for one row: the row itself and ``kernel`` - 1 earlier rows.
         columns: the order of q, k and v among the convolution's channels.
     """
@@ -90,7 +87,7 @@ class Recurrence:
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
-        """Returns the shape of g for each row."""
+        """Returns the shape of one row's g."""
         return (self.heads, self.key_dim) if self.decay_by_channel else (self.heads,)
 
     @property
@@ -101,8 +98,8 @@ class Recurrence:
     def transition_shape(self) -> tuple[int, int, int]:
         """Returns the shape of the transitions of all heads.
 
-        With the delta rule, a head's transition is a matrix. Without it, a head's transition is one factor, or one for
-        each channel of k if g has one for each channel."""
+        With the delta rule, a head's transition is a matrix. Without it, the transition is a factor on the state, or a
+        factor for each channel of k."""
         if self.delta:
             return self.heads, self.key_dim, self.key_dim
         return self.heads, self.key_dim if self.decay_by_channel else 1, 1

@@ -1,9 +1,10 @@
-"""Routes: one rank's part of a plan, with the rows that it sends and receives, and the k,v rows of each of its tasks.
+"""Routes: which rows a rank sends and receives by a plan, and which k,v rows each of the rank's tasks reads.
 
-- The *home* of a row is the rank that holds the row. A *server* is a rank that computes attention.
+- A *row* is one token's q, or its k and v. Its *home* is the rank that computes the token's linear layers.
+- A *server* is a rank that computes attention.
 - A *task* is a range of query rows of one document on one server.
 - A *region* is the range of k,v rows that a kernel reads for one task.
-- A *context* is the union of overlapping regions on one server (``plan.py``).
+- A *context* is the union of overlapping regions of one document on one server (``plan.py``).
 
 Example: a server has the tasks [2, 4) and [6, 7) of a document. The server's buffer gets the context's k,v rows [0, 7)
 once. The regions are copies of the rows [0, 4) and [0, 7).
@@ -11,8 +12,8 @@ once. The regions are copies of the rows [0, 4) and [0, 7).
 k,v rows for another node may travel to one server there, the *gateway*. A second exchange, the *relay*, brings the rows
 to other servers of the node (``network.py``).
 
-A micro-batch is computed in one or two parts, the *nano-batches*. Each has a plan. In the second nano-batch a server
-may also read k,v rows that its buffer holds from the first.
+A micro-batch is computed in one or two parts, the *nano-batches*, with a plan each. In the second, a server may also
+read k,v rows that its buffer holds from the first.
 
 T tasks, L contexts, R ranks.
 """
@@ -44,8 +45,8 @@ class Route:
         relay: exchange of key and value rows from gateways' server buffers. It runs after ``kv``; for gradients it runs
             before ``kv``. None if no rank of the plan is a gateway.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
-        cu_kv: [T+1] int32 borders of the tasks' k,v regions.
-        kind: [T] int64 index of every task's kind of layer in the plan's ``windows``.
+        cu_kv: [T+1] int32 borders of the tasks' regions, laid end to end.
+        kind: [T] int64 index of each task in the plan's ``windows``, which has one window for each kind of layer.
     """
 
     rank: int
@@ -93,7 +94,7 @@ class Routes(Sequence[Route]):
         self._ranks = layout.ranks
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         # q_offset [T] and kv_offset [L]: first row of each task and of each context in its server's buffer. Server r
-        # has the tasks [_bounds[r], _bounds[r + 1]), and the contexts between the same elements of last_bounds.
+        # has the tasks [_bounds[r], _bounds[r + 1]) and the contexts [last_bounds[r], last_bounds[r + 1]).
         q_rows = tasks.stop - tasks.start
         self._q_ends, self._kv_ends = np.cumsum(q_rows), np.cumsum(plan.region_rows)
         self._kind = plan.kind_of_task
@@ -121,7 +122,6 @@ class Routes(Sequence[Route]):
     @overload
     def __getitem__(self, rank: slice) -> list[Route]: ...
     def __getitem__(self, rank: int | slice) -> Route | list[Route]:
-        """Raises PlanError if the plan has no such rank."""
         if isinstance(rank, slice):
             return [self[each] for each in range(*rank.indices(self._ranks))]
         if not 0 <= rank < self._ranks:
@@ -163,7 +163,7 @@ def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -
 
 
 def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
-    """Returns the copies that fill regions: from servers' buffers, and from their buffers of the previous nano-batch.
+    """Returns the copies that fill regions: those from the nano-batch's buffers, and those from the previous one's.
 
     A server copies nothing if its tasks share no rows, and need no rows from the previous nano-batch: its buffer then
     consists of the regions. ``peer`` is the server of each copy. ``Routes.__init__`` explains the arguments."""

@@ -3,11 +3,11 @@
 - homes: the ranks that train.
 - pool: homes and servers together.
 - store: the torch.distributed store through which homes and servers exchange messages.
-- generation: the pool while its members stay the same. For each generation, process groups are made anew.
+- generation: the pool while its members stay the same. Each generation has its own process groups.
 
 For each step, homes write the lengths of the documents to the store. From the lengths, homes and servers make the same
-plan, which says where the attention of each row is computed. A server has 0 tokens of its own. It still runs every
-layer with 0 rows, so that its exchanges of rows come in the same order as on homes.
+plan, which says where the attention of each token is computed. A server has 0 tokens of its own. It still runs every
+layer with 0 tokens, so that its exchanges come in the same order as on homes.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ replaces the oldest. A step whose plan was replaced is planned again."""
 _REMEMBERED = 16
 """The number of latest steps whose reports (:class:`Served`) stay in the store. Older reports are deleted."""
 FORMING = timedelta(seconds=20)
-"""The longest time for the processes of a generation to connect; later, homes start another generation. The first
-generation has TIMEOUT in place of this."""
+"""The longest time in which the processes of a generation connect; then homes start another generation. The first
+generation has TIMEOUT instead."""
 HOMES_QUIET = timedelta(days=7)
-"""The longest time without a message from homes; later, the server raises LaunchError."""
+"""The longest time without a message from homes; then the server raises LaunchError."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class PoolTerms:
         options: the planner's options.
         spec: core attention on a home: heads, dtype, device, and kinds (such as window and scale) of the layers.
         backward: "keep" if servers keep q, k and v until backward; "resend" if homes send these rows again.
-        layers: the numbers, from 0, of the layers with attention in each pipeline stage; empty if all have attention.
+        layers: numbers, from 0, of a pipeline stage's layers with attention, equal for all stages; empty means that
+            all layers have attention.
     """
 
     options: PlanOptions
@@ -75,15 +76,15 @@ class PoolTerms:
 
 @dataclass(frozen=True)
 class Comer:
-    """A server process that offers to serve.
+    """A process that offers to serve.
 
     Attributes:
         number: the server's number, which a restarted server keeps.
         machine: host name.
         device: "cuda" or "cpu".
-        gpu: name of the server's GPU model, or "cpu".
+        gpu: name of the GPU model, or "cpu".
         process: identity of the process; new after a restart.
-        kernel: name of the attention kernel that the server has chosen; empty before.
+        kernel: name of the attention kernel; empty until the server has chosen one.
         gpu_id: identity of the GPU; servers on the same GPU have the same ``gpu_id``. Empty without a GPU.
     """
 
@@ -104,7 +105,7 @@ class KernelTerms:
         servers: the servers of the first generation. They answer with a :class:`KernelAnswer`.
         spec: core attention on a home, as in :class:`PoolTerms`.
         kernel: the user's setting of the attention kernel. With "auto" each server takes the fastest correct kernel.
-        measures: whether each of ``servers`` then waits for a message that says if it has to measure a cost table.
+        measures: whether each of ``servers`` then waits to be told whether to measure a cost table (:data:`Measure`).
     """
 
     servers: tuple[Comer, ...]
@@ -169,7 +170,7 @@ def serve(
         LaunchError: no homes come in time, or homes are silent for ``HOMES_QUIET``.
         SupportError: homes compute on GPUs and this process on a CPU, or the reverse.
         KernelError: the kernel that homes name cannot run in this process, or computes wrong results.
-        RefusedServerError: the server came while homes train, and cannot join. Its number or its GPU is taken, homes
+        RefusedServerError: this server came while homes train, and cannot join: its number or its GPU is taken, homes
             compute on another type of device, or its kernel fails.
     """
     gpu = torch.cuda.is_available()
@@ -191,7 +192,6 @@ def serve(
 def _serve(
     meeting: PoolStore, me: Comer, device: torch.device, watch: PoolWatch, patience: timedelta, measure: Measure | None
 ) -> int:
-    """Offers to serve, chooses a kernel and serves; errors are those of :func:`serve`."""
     if not meeting.has("generation/0"):
         meeting.put(f"server/{me.number}", me)
     asked: KernelTerms = meeting.take("kernel", patience, "No homes have come that ask for servers without a model.")
@@ -272,7 +272,7 @@ class _Server:
         return self._me.number
 
     def _join(self, generation: Generation) -> None:
-        """Joins a generation, unless a process does not connect; homes then announce another generation.
+        """Joins a generation. If a process does not connect, it returns, and homes announce another generation.
 
         Raises:
             RuntimeError: a process of the first generation does not connect.
@@ -430,7 +430,7 @@ class _Server:
 
 
 class _TracedLayer:
-    """A layer with 0 rows, for a server. The rows require gradients, so autograd runs backward through all layers, and
+    """A layer with 0 tokens. Its input requires gradients, so that autograd runs backward through all layers, and
     exchanges come in the same order as on homes.
 
     Args:

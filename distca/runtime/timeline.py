@@ -1,7 +1,7 @@
 """The times of one rank's compute and transfers, for timelines in Perfetto and the step log.
 
-A *span* is a name with a start and an end. A *track* is a row of the timeline. A *nano-batch* is one of the two parts
-of a micro-batch, *ping* and *pong*.
+A *span* is a name with a start and an end. A *track* is a row of the timeline. A *nano-batch* is a micro-batch or
+one of its two parts, *ping* and *pong*.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Span:
 
 
 class Timeline:
-    """The spans of one rank. Methods take ``direction``, "forward" or "backward", and ``nano``, 0 for ping, 1 for pong.
+    """The spans of one rank. Methods take ``direction``, "forward" or "backward", and ``nano``, 1 for pong, else 0.
 
     Args:
         device: the device whose work is timed.
@@ -42,7 +42,7 @@ class Timeline:
         clock: this rank's clock; on GPUs it takes times of the current stream.
         recording: whether spans are recorded.
         zero: time 0 of recorded spans, in seconds since 1970.
-        times_waits: whether :meth:`waiting` measures.
+        times_waits: whether :meth:`waiting` measures waits for transfers; else it does nothing.
         order: the recorded actions in the order in which the host queued them, such as "launch q,k,v 3 ping forward".
     """
 
@@ -70,7 +70,7 @@ class Timeline:
 
     @contextmanager
     def compute(self, name: str, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Records the work queued inside the block as a span; the text ``kinds`` is added to the span's name."""
+        """Records the work queued inside the block as a span; ``kinds`` names kinds of layers in the span's name."""
         if not self.recording:
             yield
             return
@@ -84,7 +84,7 @@ class Timeline:
 
     @contextmanager
     def serve(self, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
-        """Measures the attention that is queued inside the block for :meth:`take_serves`, even without recording."""
+        """Measures attention that the block queues, even without recording. :meth:`take_serves` returns the seconds."""
         with self.compute("serve", layer, nano, direction, kinds):
             start = self.clock.work()
             yield
@@ -102,8 +102,7 @@ class Timeline:
         span.end = self.clock.now()
 
     def open(self, name: str, layer: int, nano: int, direction: str, *, past_launches: bool = False) -> None:
-        """Begins a span of compute, which ends at the next :meth:`compute`, :meth:`launched`, :meth:`joined` or
-        :meth:`close`.
+        """Begins a span of compute. The next call ends it, unless the call is :meth:`stage` or :meth:`waiting`.
 
         With ``past_launches``, :meth:`launched` ends this span and begins a new span of the same name."""
         if self.recording:
@@ -127,7 +126,7 @@ class Timeline:
         direction: str,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Records a transfer that was just launched, as a span until the transfer's end.
+        """Records a transfer that was just launched, as a span until all ``handle.works`` end; none without works.
 
         ``what`` names the moved tensors, such as "q,k,v". Perfetto shows ``args`` beside the span."""
         if not self.recording:
@@ -158,7 +157,7 @@ class Timeline:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Measures the block, a wait for a transfer, for :meth:`take_waits`."""
+        """Measures the block, a wait for a transfer. :meth:`take_waits` returns the seconds."""
         if not self.times_waits:
             yield
             return
@@ -167,14 +166,14 @@ class Timeline:
         self._waits.setdefault(what, []).append((start, self.clock.now()))
 
     def take_waits(self) -> dict[str, float]:
-        """Returns the seconds of :meth:`waiting` since the last call, by ``what``; blocks until these waits end."""
+        """Returns the seconds in :meth:`waiting` since the last ``take_waits``, by ``what``. Blocks until they end."""
         waits, self._waits = self._waits, {}
         return {what: sum(self.clock.seconds(*each) for each in spans) for what, spans in waits.items()}
 
     def take_serves(self) -> dict[str, list[float]]:
-        """Returns for each direction the seconds of each :meth:`serve` since the last call, in order.
+        """Returns by direction the seconds of each :meth:`serve` block since the last ``take_serves``, in order.
 
-        Blocks until the device has computed the last of them."""
+        Blocks until the device has computed these blocks."""
         seconds = {
             direction: [self.clock.seconds(start, end) for start, end in spans]
             for direction, spans in self._serves.items()
@@ -186,7 +185,7 @@ class Timeline:
         return {direction: sum(seconds) for direction, seconds in self.take_serves().items()}
 
     def take(self, rank: int) -> list[dict[str, Any]]:
-        """Ends recording; returns for each span its rank, track, name, start_us and duration_us, and args if given."""
+        """Ends recording; returns rank, track, name, start_us, duration_us and any args of each ended span."""
         self.close()
         self.recording = False
         spans, self._spans = self._spans, []

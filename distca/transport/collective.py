@@ -32,10 +32,10 @@ class CollectiveTransport:
         self._second_hop_stream: torch.cuda.Stream | None = None
 
     def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
-        """Starts the all-to-alls, and copies rows that stay on this rank.
+        """Starts the exchange, and copies rows that stay on this rank.
 
         Raises:
-            TransportError: the moves were planned for another number of ranks; nothing was sent.
+            TransportError: ``parts`` are for another number of ranks; nothing was sent.
         """
         check_ranks(parts, self.ranks)
         if self._newest is not None:
@@ -53,7 +53,7 @@ class CollectiveTransport:
                 handle.hand_on()
         elif hops.second:
             self._newest = handle
-        # The rows that stay here are copied while other rows travel.
+        # After the start of the all-to-alls, so that the copies run while other rows travel.
         for part in parts:
             part.moves.copy_kept(part.source, part.destination)
         return handle
@@ -129,7 +129,7 @@ class CollectiveHandle:
             each.tell(ended)
 
     def hand_on(self) -> None:
-        """Waits for the first hop and starts the second, unless it has started or there is none."""
+        """Waits for the first hop and starts the second, unless the second has started or there is none."""
         if not self._second:
             return
         for each in self._handed_on:
@@ -155,7 +155,7 @@ def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
 def nccl_goes_first() -> None:
     """Gives NCCL's kernels a high stream priority; must be called before any process group is made.
 
-    With equal priority, a collective may wait seconds until attention of a long document ends. A value of the
-    environment variable TORCH_NCCL_HIGH_PRIORITY stays as it is.
+    With equal priority, a collective may wait seconds until attention of a long document ends. If the environment sets
+    TORCH_NCCL_HIGH_PRIORITY, its value stays.
     """
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

@@ -1,7 +1,7 @@
 """Lets torch and Megatron read checkpoints without running code in them.
 
-torch's reader uses ``pickle.load`` for the file ``.metadata``, which describes tensors, and ``weights_only=False`` for
-other objects. Both would run any function that a file names. Both are replaced inside :func:`readable`.
+torch uses ``pickle.load`` for the file ``.metadata``, which describes tensors, and ``weights_only=False`` for objects
+that are no tensors. Both would run any function that a file names; inside :func:`readable`, replacements refuse it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_small_files(checkpoint: Path) -> None:
     The files that ``.metadata`` describes must be there and large enough; they are not read.
 
     Raises:
-        pickle.UnpicklingError: a file cannot be read, contains more than data, or does not fit ``.metadata``.
+        pickle.UnpicklingError: a file cannot be read, names functions to run, or does not fit ``.metadata``.
     """
     check_files(checkpoint, _read(checkpoint / ".metadata", read_metadata))
     for name, read in (("common.pt", _load_tensors), ("metadata.json", _load_format)):
@@ -65,7 +65,7 @@ def readable() -> Iterator[None]:
     """A context in which torch runs no code from checkpoints.
 
     Raises:
-        UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
+        UnreadableError: a file is damaged, or names functions to run. No function was run.
     """
     try:
         with only_data():

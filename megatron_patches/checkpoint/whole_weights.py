@@ -1,6 +1,6 @@
-"""Reads the weights of a Megatron checkpoint as tensors of a Hugging Face folder, without building the model.
+"""Writes checkpoints of weights alone, and reads weights of Megatron checkpoints as tensors of a Hugging Face folder.
 
-Without a model, the names of parameters come from tables here and in ``hybrid_names.py``. A *slot*
+No model is built for reading. The names of parameters come from tables here and in ``hybrid_names.py``. A *slot*
 (``hugging_face/slots.py``) says which of the folder's tensors make up a parameter.
 """
 
@@ -64,7 +64,7 @@ _LAYER = (
     "mlp.shared_experts.gate_weight",
     "post_mlp_layernorm.weight",
 )
-"""The parameters that a layer may have, in the order of reading, without those of experts and recurrent layers."""
+"""The parameters that a layer may have, in the order of reading, except routed experts' and recurrent layers'."""
 
 _SAVED_AS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -81,7 +81,7 @@ def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
     """Whether a layer has the parameter ``part``. With ``mixture`` the layer has experts in place of an MLP."""
     variant, experts = model.variant, model.experts
     shared = mixture and experts.shared_ffn > 0
-    # Latent attention makes keys and values from narrow rows. If ``low``, queries come from narrow rows too.
+    # latent: multi-head latent attention. low: its queries have a down-projection too.
     latent, low = model.latent.kv_rank > 0, model.latent.q_rank > 0
     absent = {
         "self_attention.linear_qkv.bias": not model.qkv_bias,
@@ -126,7 +126,7 @@ class SavedWeights:
     """The weights of a checkpoint, as tensors of a Hugging Face folder.
 
     Raises:
-        UnreadableError: a file is damaged, or contains more than data. No code in the file was run.
+        UnreadableError: a file is damaged, or names functions to run. No function was run.
     """
 
     def __init__(self, path: Path, model: ModelDescription) -> None:
@@ -177,7 +177,7 @@ class SavedWeights:
         model = self._model
         for layer, kind in enumerate(model.layer_kinds):
             mixture = kind.mlp.experts.count > 0
-            # In a model without experts, a checkpoint's tensor stacks all layers.
+            # In checkpoints of models without experts, each tensor stacks all layers.
             stack, number = ("decoder.layers", layer) if not model.experts.count else (f"decoder.layers.{layer}", None)
             for part in _LAYER:
                 if _has(model, part, mixture):
@@ -195,10 +195,10 @@ class SavedWeights:
                 yield (f"{place}.{part}",), expert, slot_of(f"{place}.{name}", layer, model)
 
     def _read(self, key: str, number: int | None) -> torch.Tensor:
-        """Returns the tensor under ``key``, or with ``number`` this index of its first dimension."""
+        """Returns the tensor under ``key``; with ``number``, the slice at this index of the first dimension."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
-            raise ModelError(f"{self._path} has no {key}, which the checkpoint's model has.")
+            raise ModelError(f"{self._path} lacks the weight {key} of the model that its configuration describes.")
         size = list(stored.size) if number is None else [1, *stored.size[1:]]
         tensor = torch.empty(size, dtype=stored.properties.dtype)
         begin = [0] * len(size) if number is None else [number, *[0] * (len(size) - 1)]
@@ -221,9 +221,9 @@ class _PartReader(checkpoint.FileSystemReader):
 
 
 class _PartPlanner(checkpoint.DefaultLoadPlanner):
-    """Makes torch's reader read the part of the stored tensor that begins at index ``begin`` of each dimension.
+    """Makes torch's reader read a part of a stored tensor into a tensor of the part's shape.
 
-    The part is as large as the tensor to load.
+    ``begin`` has the first index of the part in each dimension.
     """
 
     def __init__(self, key: str, stored: TensorStorageMetadata, begin: Sequence[int]) -> None:
@@ -241,4 +241,4 @@ class _PartPlanner(checkpoint.DefaultLoadPlanner):
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
-        """Does nothing, as resolve_tensor returned a view of the tensor to load."""
+        """Does nothing: the reader has written into resolve_tensor's view."""

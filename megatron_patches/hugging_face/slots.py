@@ -1,7 +1,7 @@
 """Converts tensors of a Hugging Face folder to parameters of Megatron, and back.
 
-A *slot* links one parameter to tensors of the folder. A rank has a *share* of a parameter: its tensor-parallel part, or
-the weight of one of its experts.
+A *slot* links one parameter to tensors of the folder. A rank's *share* is what it holds of the parameter: all of it, a
+tensor-parallel part, or the parameter of its own expert.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class QueryKeyValue:
         queries: number of query heads in a group.
         groups: number of groups on all ranks together.
         head_dim: number of rows of a head.
-        gated: whether query heads have output gates. In a folder each query head is followed by its gate. In Megatron
-            all gates of a group follow all its query heads.
+        gated: whether each query head has an output gate. In a folder each query head is followed by its gate. In
+            Megatron all gates of a group follow all its query heads.
     """
 
     names: tuple[str, ...]
@@ -245,10 +245,10 @@ class InputFirst:
 
 @dataclass(frozen=True)
 class ExpertOfEachRank:
-    """The parameter of an expert, where each rank numbers its experts from 0.
+    """A parameter of the n-th expert on each expert-parallel rank.
 
-    Example: the first rank has the experts 0 and 1, and the second 2 and 3. Number 1 is then expert 1 on the first
-    rank, and expert 3 on the second.
+    Example: the first rank has the experts 0 and 1, and the second 2 and 3. For n = 1, counted from 0, the slot is for
+    the experts 1 and 3.
 
     Attributes:
         each: the slot of each expert-parallel rank's parameter.

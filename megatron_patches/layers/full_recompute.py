@@ -2,7 +2,7 @@
 
 A block keeps only the input of each layer, and backward computes the layer again. Megatron's
 ``recompute_granularity="full"`` would pass ``attention_mask`` to autograd's ``save_for_backward``, which takes only
-tensors. In this project ``attention_mask`` is an object with the micro-batch, so a closure holds it here.
+tensors. In this project ``attention_mask`` is an object that describes the micro-batch, so a closure holds it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def recompute_layers(block: TransformerBlock) -> None:
-    """Changes a block in place, so that backward computes every layer again, with core attention."""
+    """Changes a block in place, so that backward computes every layer again, including core attention."""
     for layer in block.layers:
         layer.forward = partial(_forward, layer, layer.forward)
 

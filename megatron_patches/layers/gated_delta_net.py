@@ -1,7 +1,7 @@
-"""Megatron-Core 0.19's gated delta net, built without the package fla (flash-linear-attention), and its layer's spec.
+"""Megatron-Core 0.19's gated delta net, which can be built without the package fla, and its layer's spec.
 
 A gated delta net is a recurrence in place of softmax attention. Megatron's module supplies weights, projections and
-norm. This project's own kernels compute the convolution and the recurrence.
+norm. This project computes the convolution and, on GPUs with kernels of fla-core, the recurrence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_patches.layers.hybrid_layers import SplitRecurrentLayer
 
 
 class OwnGatedDeltaNet(GatedDeltaNet):
-    """Megatron's module, built without fla. :class:`SplitRecurrentLayer` calls its projections and norm directly."""
+    """Megatron's module without its forward. :class:`SplitRecurrentLayer` calls the projections and norm directly."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with patch.object(common, "HAVE_FLA", True):  # else Megatron's constructor refuses to build the module
@@ -34,7 +34,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
 
 
 def _never_called(*_: Any, **__: Any) -> NoReturn:
-    raise SupportError("A gated delta net was called by itself: run its layer in a model that CAD attached.")
+    raise SupportError("A gated delta net cannot be called alone: give the model to CAD.attach, and call the model.")
 
 
 def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, norm: type) -> ModuleSpec:
@@ -43,7 +43,7 @@ def recurrent_layer_spec(attention_layer: ModuleSpec, column: type, row: type, n
     Args:
         attention_layer: spec of a layer with attention.
         column, row: classes of column-parallel and of row-parallel linear layers.
-        norm: class of the norm of each output head.
+        norm: class of the output's norm, which works on each head.
     """
     layer = deepcopy(attention_layer)
     layer.module = SplitRecurrentLayer

@@ -1,10 +1,10 @@
 """Megatron's multi-head latent attention, with whole down-projections on every tensor-parallel rank.
 
 A down-projection makes a token's narrow *latent row*, from which up-projections make the keys and values of all heads.
-The down-projection also makes the part of the key that RoPE rotates, which is the same for all heads.
+The down-projection also makes the part of the keys that RoPE rotates. All heads share this part.
 
-Megatron's local spec splits down-projections over tensor-parallel ranks. The gradient of the rotated part then lacks
-the other ranks' heads.
+Megatron's local spec splits down-projections over tensor-parallel ranks. The rotated part's gradient on a rank then
+counts only the rank's own heads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 class ReplicatedLinear(torch.nn.Module):
     """A linear layer without bias, of which every tensor-parallel rank has the whole weight.
 
-    With sequence parallelism each rank multiplies its own rows. Megatron then adds up the weight's gradients over
+    With sequence parallelism each rank multiplies its own tokens. Megatron then adds up the weight's gradients over
     tensor-parallel ranks, because the weight has the attribute ``sequence_parallel``.
     """
 
@@ -48,7 +48,7 @@ class ReplicatedLinear(torch.nn.Module):
 class WholeRows(IdentityOp):
     """Takes the place of the norm of latent rows in models without this norm.
 
-    Latent rows are a slice of a wider tensor, and become contiguous here, as NCCL gathers only contiguous tensors.
+    Latent rows are a slice of a wider tensor. NCCL gathers only contiguous tensors.
     """
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Makes settings for models whose layers differ from LLaMA's, from a :class:`distca.models.shape.ModelShape`.
+"""Turns a :class:`distca.models.shape.ModelShape` into settings for a model whose layers differ from LLaMA's.
 
-``variant_fields`` returns those that are fields of Megatron's TransformerConfig, and ``cad_keywords`` returns arguments
-of ``distca.CAD``, the object that a training script makes.
+``variant_fields`` returns fields of Megatron's TransformerConfig. ``cad_keywords`` returns arguments of ``distca.CAD``,
+the object that a training script makes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def variant_fields(shape: ModelShape) -> dict[str, Any]:
     """Returns fields of TransformerConfig for ``shape.variant``, the model's differences from LLaMA."""
     variant = shape.variant
     activation, fused = {
-        "silu": (torch.nn.functional.silu, variant.gated),  # of these, Megatron fuses only SiLU with a gate
+        "silu": (torch.nn.functional.silu, variant.gated),  # Megatron fuses SiLU only with a gate
         "gelu": (partial(torch.nn.functional.gelu, approximate="tanh"), False),
         "relu2": (squared_relu, False),
     }[variant.activation]
@@ -33,7 +33,7 @@ def variant_fields(shape: ModelShape) -> dict[str, Any]:
         "activation_func": activation,
         "bias_activation_fusion": fused,
         "gated_linear_unit": variant.gated,
-        # None is 1 / √head_dim in Megatron.
+        # Megatron takes None as 1 / √head_dim.
         "softmax_scale": None if shape.softmax_scale == usual_scale(shape.resolved_head_dim) else shape.softmax_scale,
         "rotary_interleaved": variant.rotary_interleaved,
     } | ({"no_rope_freq": skipped} if any(skipped) else {})

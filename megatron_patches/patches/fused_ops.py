@@ -25,13 +25,13 @@ from megatron_patches.model.expert_fields import sigmoid_gelu
 from megatron_patches.te.quantization import keeps_inputs
 
 _KEPT = "distca_rotation"
-"""The attribute of the tensor with RoPE's angles that holds the angles' cosines and sines."""
+"""RoPE's tensor of angles gets this attribute: the angles' cosines and sines."""
 _SLOPES = {torch.nn.functional.silu: 1.0, sigmoid_gelu: 1.702, quick_gelu: 1.702}
 """The slope of activation functions x · sigmoid(slope · x)."""
 
 
 def fuse_rotation(config: TransformerConfig) -> None:
-    """Makes Megatron's layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
+    """Makes Megatron's layers built with ``config`` split the QKV projection's output and rotate q and k in one pass.
 
     This function does nothing for models with ``qk_layernorm``, ``no_rope_freq`` or ``rotary_interleaved``.
     """
@@ -52,7 +52,7 @@ def _split_and_rotate(
             head with its query heads.
         angles: [rows, 1, 1, dims] RoPE's angles of a head's first ``dims`` elements. Megatron passes this tensor twice,
             for queries and for keys.
-        sizes: number of columns of q, k and v in a group.
+        sizes: number of elements of q, k and v in a group.
 
     Returns:
         [rows, 1, heads, head_dim] q, and [rows, 1, groups, head_dim] k and v.
@@ -65,7 +65,7 @@ def _split_and_rotate(
     assert sum(sizes) == mixed.shape[3]
     # Axes: N rows, H query heads, G key heads, D elements of a head, 2 for k and v.
     q_NHD, kv_N2GD = split_and_rotate(mixed.flatten(1), rotation, mixed.shape[2])
-    k_NGD, v_NGD = kv_N2GD.unbind(1)  # backward of unbind stacks both gradients in one copy
+    k_NGD, v_NGD = kv_N2GD.unbind(1)
     return q_NHD[:, None], k_NGD[:, None], v_NGD[:, None]
 
 
@@ -152,14 +152,12 @@ def gate_of(config: TransformerConfig) -> Gate | None:
 
 
 class _Products:
-    """Takes the place of Apex's CUDA extension."""
-
     @staticmethod
     def wgrad_gemm_accum_fp32(rows: torch.Tensor, d_out: torch.Tensor, main_grad: torch.Tensor) -> None:
-        """Adds d_outᵀ @ rows to main_grad, for rows [N, in], d_out [N, out] and main_grad [out, in] float32."""
+        """Adds d_outᵀ @ rows to main_grad, for rows [N, in], d_out [N, out] and main_grad [out, in]."""
         add_product(main_grad, d_out.t(), rows)
 
-    # Megatron calls this name if main_grad has the type of rows and d_out, such as bfloat16.
+    # Megatron calls this name if main_grad has 16 bits.
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 

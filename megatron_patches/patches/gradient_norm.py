@@ -1,7 +1,7 @@
 """Computes the norm of gradients, and scales them for clipping, without waiting for the GPU at each weight.
 
-Without Transformer Engine and Apex, Megatron-Core has functions of its own, which copy each weight's norm to the host.
-Here one operation computes the norms of all weights.
+Megatron-Core's own function, which it uses without Transformer Engine and Apex, copies the norm of each weight's
+gradient to the host.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def norm_gradients_together() -> None:
 
 
 def _norm(_: int, __: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
-    """Returns [1] float32, the norm of all gradients together, and None. ``tensors`` is [gradients]."""
+    """Returns [1] float32, the norm of all gradients together, and None. ``tensors`` holds one list, the gradients."""
     (gradients,) = tensors
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)))[None], None
 
 
 def _scale(size: int, flag: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
-    """Multiplies by ``factor``. ``tensors`` is [tensors to read, tensors to write], which may share memory."""
+    """Multiplies by ``factor``. ``tensors`` holds two lists, to read and to write, which may share memory."""
     given, into = tensors
     if all(a.data_ptr() == b.data_ptr() for a, b in zip(given, into, strict=True)):
         torch._foreach_mul_(list(into), factor)

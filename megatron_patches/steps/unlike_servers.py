@@ -38,7 +38,7 @@ def pool_sorts(tp: int, own: ServerSort, others: Sequence[ServerSort]) -> list[S
     """Returns the sort of every server, the same on every rank; all ranks call it together.
 
     Args:
-        tp: tensor-parallel size. If the processes of a server differ in sort, the slowest kernel's sort counts.
+        tp: tensor-parallel size. If a server's processes differ in sort, the sort with the slowest kernel counts.
         own: the sort of this rank.
         others: sorts of the processes without a model. Their servers come last in the result.
     """
@@ -56,7 +56,7 @@ def costs_by_sort(
     find: Callable[[ServerSort], tuple[CostModel, ...] | None],
     warns: bool,
 ) -> tuple[CostModel, ...]:
-    """Returns for each kind of layer a cost model in which each server has the table of its own GPU and kernel.
+    """Returns for each kind of layer a cost model in which each server has the table of its sort.
 
     If a table is missing, all servers get the first server's cost model.
 
@@ -67,7 +67,7 @@ def costs_by_sort(
         warns: whether to log a warning if a table is missing.
 
     Raises:
-        PlanError: the kernels of two tables compute attention in tiles of different sizes.
+        PlanError: two tables are for different heads or for tiles of different sizes.
     """
     unlike = list(dict.fromkeys(sorts))
     if len(unlike) == 1:
@@ -90,7 +90,7 @@ def speeds_beside_others(speeds: Sequence[float], homes: int, sharing: Sequence[
 
     Args:
         speeds: each server's speed alone on its GPU, relative to its cost table; empty if all speeds are 1.
-        homes: number of servers that are ranks; they come first, and share no GPU.
+        homes: number of servers whose processes train; they come first, and share no GPU.
         sharing: for each server without a model, the number of servers on its GPU.
     """
     if max(sharing, default=1) == 1:
@@ -108,9 +108,9 @@ def in_words(sorts: Sequence[ServerSort]) -> str:
 
 
 def linear_factors(cost: CostModel, homes: int) -> tuple[float, ...]:
-    """Returns for each of the first ``homes`` servers the time of linear layers, relative to the first server's GPU.
+    """Returns each home's time for linear layers, relative to the first. Homes are the first ``homes`` servers.
 
-    A factor is 1 if the server's table or the first table has no times of linear layers."""
+    A factor is 1 if the home's table or the first table has no times of linear layers."""
     if not isinstance(cost, PoolCost):
         return (1.0,) * homes
     first, rates = cost.tables[0].linear, [cost.tables[number].linear for number in cost.of_server[:homes]]

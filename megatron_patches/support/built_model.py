@@ -74,7 +74,7 @@ def check_bare(model: Any, pattern: str = "") -> None:
         pattern: the ``hybrid_layer_pattern`` of the user's CAD, for a HybridModel; empty for a GPTModel.
 
     Raises:
-        SupportError: the object has another class, which the message names; or CAD has attached the model already.
+        SupportError: the message names the model's class, or says that the model is attached already.
     """
     if pattern:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -230,10 +230,7 @@ def check_head_norms(path: str, attention: Any, config: TransformerConfig, optio
 
 
 def linears_like(linear: Any) -> tuple[type, type]:
-    """Returns the column-parallel and the row-parallel class of a model that has the layer ``linear``.
-
-    The classes are those of ``te/linears.py`` if the class of ``linear`` is from that file, else Megatron's.
-    """
+    """Returns the classes of column-parallel and row-parallel layers in a model with the layer ``linear``."""
     if type(linear).__module__ == "megatron_patches.te.linears":
         from megatron_patches.te.linears import ColumnLinear, RowLinear
 
@@ -242,7 +239,7 @@ def linears_like(linear: Any) -> tuple[type, type]:
 
 
 def expect(path: str, found: Any, wanted: type | Callable[..., Any]) -> None:
-    """Raises SupportError if ``found`` is not ``wanted``; ``path`` is its place in the model, for the message."""
+    """Raises SupportError if ``found`` is not ``wanted``. ``path`` is the place in the model."""
     if found is not wanted:
         raise SupportError(
             f"{path} is a {found.__module__}.{name_of(found)}, but only {wanted.__module__}.{name_of(wanted)} is "

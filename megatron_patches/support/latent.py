@@ -15,11 +15,8 @@ from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
 def check_latent(config: TransformerConfig, given: CadArguments) -> None:
-    """Refuses a setting that is not supported with latent attention.
-
-    Raises:
-        SupportError: a setting is not supported, or ``latent_norm_epsilon`` is set in a model without latent attention.
-    """
+    """Raises SupportError if a setting is not supported with latent attention, or if a model without latent attention
+    has ``latent_norm_epsilon``."""
     epsilon = given.model_options.latent_norm_epsilon
     if not is_latent(config):
         if epsilon:
@@ -41,12 +38,12 @@ def _refused(config: Any, given: CadArguments) -> dict[str, bool]:
         return {f"the configuration is a {type(config).__name__}: make an MLATransformerConfig": True}
     key_dim, value_dim = latent_dims(config)
     return {
-        # ``has_gated_delta_net`` is True from 0.19 on.
+        # has_gated_delta_net: whether megatron-core is 0.19 or newer.
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"sequence_parallel is False with tensor_model_parallel_size {tp}: set sequence_parallel to True": (
             tp > 1 and not config.sequence_parallel
         ),
-        f"fp8 is {config.fp8!r}, as all linear layers are Megatron-Core's own: set it to None": config.fp8 is not None,
+        f"fp8 is {config.fp8!r}, which Megatron-Core's own layers do not know: set it to None": config.fp8 is not None,
         "`model_options` has more than latent_norm_epsilon: leave the rest out": (
             replace(given.model_options, latent_norm_epsilon=0.0) != MEGATRONS
         ),

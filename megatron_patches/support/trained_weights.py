@@ -1,7 +1,7 @@
 """Refuses weights whose gradients would not be reduced, or that the optimizer would not update.
 
-``CAD.data_parallel`` wraps a model in Megatron's DistributedDataParallel, whose buffers hold ``main_grad`` of each
-weight. A weight has a place in a buffer if it required a gradient when the model was wrapped.
+``CAD.data_parallel`` wraps a model in Megatron's DistributedDataParallel. Its buffers hold ``main_grad`` of the weights
+that required a gradient at that time.
 """
 
 from __future__ import annotations
@@ -41,45 +41,42 @@ def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) ->
 
 
 def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, device: torch.device) -> None:
-    """Refuses weights with another dtype than ``params_dtype``, or on another type of device than ``device``.
+    """Raises SupportError if a weight is on another type of device than ``device``, or has another dtype.
 
-    If ``params_dtype`` is bfloat16, any dtype passes, as Megatron casts the weights.
-
-    Raises:
-        SupportError: a weight is refused; the message names the first.
-    """
+    If ``params_dtype`` is bfloat16, any dtype passes, as Megatron casts the weights."""
     for name, weight in model.named_parameters():
         if weight.device.type != device.type:
             raise SupportError(
-                f"{name} is on {weight.device}, but the CAD on {device}: move the model there before CAD.data_parallel."
+                f"{name} is on {weight.device}, but CAD is for {device}: move the model there before CAD.data_parallel."
             )
         if params_dtype != torch.bfloat16 and weight.dtype != params_dtype:
             raise SupportError(
-                f"{name} has type {weight.dtype}, but the configuration's params_dtype is {params_dtype}: do not cast "
-                "weights, and set params_dtype to the type for training."
+                f"{name} has type {weight.dtype}, but the configuration's params_dtype is {params_dtype}: set "
+                "params_dtype to the type for training, and build the model again without casting its weights."
             )
 
 
 def check_trained_weights(model: DistributedDataParallel) -> None:
-    """Refuses a model with weights that were frozen, unfrozen, added, replaced or moved after ``CAD.data_parallel``.
+    """Refuses weights that were frozen, unfrozen, added, replaced or moved after ``CAD.data_parallel``, and hooks on
+    gradients that only ``main_grad`` gets.
 
     Raises:
-        SupportError: a weight or a hook on its gradient is refused; the message names the weight.
+        SupportError: the message names the first weight that is refused.
     """
     reduced = model.param_to_bucket_group
     for name, weight in model.named_parameters():
         if weight.requires_grad != (weight in reduced):
             what = "frozen" if weight in reduced else "added, replaced or unfrozen"
             raise SupportError(
-                f"{_bare(name)} was {what} after CAD.data_parallel, which decides for which weights gradients are "
-                "reduced: set requires_grad, and add or replace weights, before CAD.data_parallel."
+                f"{_bare(name)} was {what} after CAD.data_parallel, but gradients are reduced for the weights "
+                "that required them then: set requires_grad, and add or replace weights, before CAD.data_parallel."
             )
     _check_places(model)
     _check_hooks(model)
 
 
 def _check_places(model: DistributedDataParallel) -> None:
-    """Refuses weights that have left Megatron's buffers. The distributed optimizer updates only the buffers."""
+    """Refuses weights outside Megatron's buffers, which the distributed optimizer would not update."""
     for buffer in model.buffers + model.expert_parallel_buffers:
         if buffer.param_data is None:
             continue

@@ -31,7 +31,7 @@ _BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
 def use_te(linears: Linears, config: TransformerConfig, device: torch.device) -> bool:
     """Returns True if a model gets Transformer Engine's linear layers, and False if it gets Megatron's own ("local").
 
-    With ``linears`` "auto" a model gets Transformer Engine's if they can be used.
+    With ``linears`` "auto", a model gets Transformer Engine's layers if they can be used.
 
     Raises:
         SupportError: ``linears`` is "te" or the model has FP8, but Transformer Engine's layers cannot be used; or FP8
@@ -60,7 +60,7 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
 
 
 def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
-    """Raises SupportError: a layer spec has Transformer Engine's linear layers, and the run has Megatron's own."""
+    """Raises SupportError, which says why a layer spec cannot have Transformer Engine's linear layers."""
     reason = why_not_te(device, config.params_dtype) or "`linears` is local, and neither auto nor te"
     if config.num_moe_experts or is_latent(config):
         reason = _OWN

@@ -1,8 +1,8 @@
 """Finds optimizers that train nothing because they read ``weight.grad``.
 
 Megatron adds gradients up in ``weight.main_grad`` and leaves ``weight.grad`` None. An optimizer of torch skips such
-weights without an error. A hook after every step finds optimizers that hold weights of a trained model, none of them
-with a ``grad``. Megatron's own optimizers pass, as they set ``grad`` or hold copies of weights.
+weights without an error. A hook after every step refuses such an optimizer, if none of the trained weights that it
+holds has a ``grad``; outside torch.optim it warns. Megatron's own optimizers set ``grad`` or hold copies of weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_patches.te.fp8_weights import is_fp8
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""The number of steps without a changed weight after which an optimizer that is not from torch gets a warning."""
+"""A warning is logged if an optimizer that is not from torch changes no weight in this number of steps."""
 
 _trained: WeakSet[DistributedDataParallel] = WeakSet()
 _still: WeakKeyDictionary[Optimizer, WeakKeyDictionary[Any, tuple[int, torch.Tensor]]] = WeakKeyDictionary()
@@ -33,7 +33,7 @@ _listening: list[Any] = []
 
 
 def note_gradients(model: DistributedDataParallel) -> None:
-    """Notes that a model had a backward pass; from now on, optimizers with the model's weights are checked."""
+    """Notes that a model had a backward pass. From now on, optimizers that hold its weights are checked."""
     if not _listening:
         _listening.append(register_optimizer_step_post_hook(_look_at))
     _trained.add(model)

@@ -2,8 +2,6 @@
 
 A *task* is the query range [kv_rows - q_rows, kv_rows) of a document. Each query sees all keys up to its own position,
 or with a *window* of w keys the last w of these keys. A *pair* is a query and a key that the query sees.
-
-K directions (forward, backward), N tasks.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from distca.plan.geometry import causal_pairs, keys_seen, pairs
 from distca.plan.kinds import AttentionKind
 
 _LONG = 32768
-"""The tokens of the document by whose seconds a formula is scaled (:func:`cost_of_kind`). This document fills a GPU."""
+""":func:`cost_of_kind` scales a formula to the seconds of a document of this many tokens, which keep a GPU busy."""
 
 _WAYS = ("forward", "backward")
 
@@ -31,7 +29,8 @@ class AnalyticCost(CostModel):
     """Seconds of a task are a · pairs + b · query rows + c · k,v rows.
 
     Attributes:
-        shape, block, linear: as in :class:`CostModel`.
+        shape, block: heads, and query rows of one kernel tile.
+        linear: seconds of matrix products of linear layers; None if unknown.
         forward_terms, backward_terms: a, b and c in forward and in backward, in seconds.
         window: the number of keys that a query sees; 0 without a limit. The formula counts ``block`` - 1 more keys, as
             a kernel computes whole tiles.
@@ -87,8 +86,8 @@ def analytic_cost(
 ) -> AnalyticCost:
     """Returns a formula for flash-attn-4 on an H200, fitted by least squares and scaled to these heads.
 
-    The fit is for 32 query heads and 8 k,v heads of size 128. It is within 9 % of ten measured rates in forward, and
-    within 6.5 % in backward (benchmarks/results/planner.md). ``block`` is the query rows of one kernel tile. The other
+    The fit is for 32 query heads and 8 k,v heads of size 128. It is within 9 % of seven measured rates in forward, and
+    within 6 % in backward (benchmarks/results/planner.md). ``block`` is the query rows of one kernel tile. The other
     arguments are those of :class:`AttentionShape`."""
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes, value_dim)
     values = value_dim or head_dim
@@ -96,8 +95,8 @@ def analytic_cost(
     # backward three are as wide as k and two as wide as v.
     width, width_backward = heads * (head_dim + values) / 2, heads * (3 * head_dim + 2 * values) / 5
     share, share_backward = width / 4096, width_backward / 4096
-    # A product has 2 FLOPs per pair and column: 4 in forward and 10 in backward. All other figures are the fit, for a
-    # width of 4096.
+    # A product has 2 FLOPs per pair and column: 4 in forward and 10 in backward. The terms' other figures are the fit,
+    # for a width of 4096.
     return AnalyticCost(
         shape,
         block,
@@ -120,8 +119,8 @@ def area_cost(
 def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
     """Returns the cost model for a ``kind`` of attention layer, from the ``cost`` of layers without a window.
 
-    For a kind with a window the result is a formula. If ``cost`` is a measured table, the formula is scaled: without a
-    window, both give equal seconds for a document of 32,768 tokens."""
+    For a kind with a window the result is a formula. From a measured table the formula is scaled: without its window it
+    would give the table's seconds for a document of 32,768 tokens."""
     if not kind.window:
         return cost
     if isinstance(cost, PoolCost):

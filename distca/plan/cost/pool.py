@@ -26,7 +26,7 @@ class PoolCost(CostModel):
     Attributes:
         tables: cost models.
         of_server: [R] index of each server's table.
-        shape, block, linear: fields of the first table.
+        shape, block, linear: those of the first table, as in :class:`CostModel`.
 
     Raises:
         PlanError: there is no table, tables differ in heads or tiles, or a server has no table.
@@ -88,7 +88,7 @@ class PoolCost(CostModel):
 
         A server's *slowness* is the server's seconds for all tasks, over the work of all tasks. Example: one server
         takes 1 second for all tasks, and another takes 3 seconds. The mean speed is (1 + 1/3) / 2 = 2/3 of all tasks
-        per second. The work of all tasks is 1.5 seconds, and the servers' slowness is 2/3 and 2.
+        per second, so the work of all tasks is 1.5 seconds. The servers' slowness is 1/1.5 and 3/1.5.
         """
         # seconds [C, K]: each table's seconds for all tasks. ratio [C, K]: seconds over the first table's seconds.
         # speeds [R, K]: each server's speed, over the speed by the first table. of_table [C, K]: each table's slowness.

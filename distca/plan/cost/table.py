@@ -1,11 +1,11 @@
 """A cost model that interpolates measured seconds of attention tasks; ``distca profile`` measures them.
 
 A *task* is the query range [kv_rows - q_rows, kv_rows) of a document, with all keys before kv_rows. A table has the
-seconds of tasks for some values of ``q_rows`` and ``kv_rows``. A table is for one GPU, one kernel and one shape of
-heads. :class:`TableCost` interpolates the table once, onto a finer grid.
+seconds of tasks for some values of ``q_rows`` and ``kv_rows``. A table is for one GPU model, one kernel, and one
+number and size of heads. :class:`TableCost` interpolates the table once, onto a finer grid.
 
 Q measured values of ``q_rows``, V measured values of ``kv_rows``, K directions (forward, backward), N tasks, C grid
-cells, L lengths.
+cells. Load factors (:class:`LoadFactors`) are given for L values of ``kv_rows``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distca.plan.geometry import causal_pairs
 
 _STEPS = 8
 """The number of grid steps between a power of two and the next power. Example: there are lines at 8, 9, 10, ..., 16
-rows. Interpolation changes the seconds of measured points between lines a little."""
+rows. A measured point between two lines gets slightly other seconds than measured."""
 _FEW = 8
 """Up to this many tasks are computed in plain Python, and more in numpy. Eight take 12 µs in Python and 19 µs in numpy,
 as measured on a CPU."""
@@ -38,10 +38,10 @@ by 2^52, and the number of the grid line by ``_STEPS``."""
 class LoadFactors:
     """Factors on a table's seconds. A table is measured on batches of equal tasks; real batches have unequal tasks.
 
-    A factor is linear in log2 of ``kv_rows`` between two lengths, and constant outside all lengths.
+    Between two values of ``kv_rows`` a factor is linear in log2 of ``kv_rows``; outside all values it is constant.
 
     Attributes:
-        kv_rows: [L] lengths in rows, increasing.
+        kv_rows: [L] increasing.
         forward, backward: [L] factors above 0 on the seconds of forward and of backward.
 
     Raises:
@@ -216,7 +216,7 @@ class _Lines:
     """The lines of the fine grid along one axis.
 
     Line number _STEPS · e + i, with i from 0 to _STEPS - 1, is at 2^e · (1 + i / _STEPS) rows. Example with 8 steps:
-    line 24 is at 8 rows and line 25 at 9 rows. A float64 stores this number as e and i / _STEPS.
+    line 24 is at 8 rows and line 25 at 9 rows. A float64 stores the number of rows as e and i / _STEPS.
 
     Attributes:
         first: number of the first line.
@@ -290,7 +290,7 @@ def _cells(corners: np.ndarray) -> np.ndarray:
     """Returns [4, K, C] terms of each cell's factor (:meth:`TableCost.per_direction`).
 
     ``corners`` [K, q lines, kv lines] are the factors at the cells' corners."""
-    # "right" has more k,v rows than "low", "above" has more query rows, and "corner" has more of both.
+    # The corner "right" has more k,v rows than the corner "low", "above" more query rows, and "corner" more of both.
     low, right = corners[:, :-1, :-1], corners[:, :-1, 1:]
     above, corner = corners[:, 1:, :-1], corners[:, 1:, 1:]
     return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(corners), -1)

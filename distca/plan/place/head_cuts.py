@@ -1,8 +1,8 @@
-"""Divides documents between *ping* and *pong*, the two parts of a micro-batch, after they have been dealt to ranks.
+"""Divides documents, already dealt to ranks, between *ping* and *pong*, the two parts of a micro-batch.
 
 - A document's first rows, its *head*, are computed in ping, and its other rows, its *tail*, in pong.
-- A document on several ranks is in several *shares*. A document on one rank is one share, and :func:`cut_whole` chooses
-  its head.
+- A document on several ranks is cut into *shares* (:func:`ranges_of_shares`). A document on one rank is one share, and
+  :func:`cut_whole` chooses its head.
 - *Filler* is the shortest documents, which take the tokens of ping and of pong that other documents leave free.
 - *Work* is the time of attention, in units of the mean work of a rank. The *surplus* of a document is its work minus
   the work of as many tokens of filler.
@@ -24,17 +24,17 @@ from distca.plan.place.shares import Dealt, Work
 from distca.plan.sorting import order_by
 
 _CLOSE = 0.003
-"""A rank cuts no document if its work in ping misses the wanted work by at most this much. A cut costs time, as pong
-reads the keys of the head again."""
+"""A rank cuts no document if its work in ping is at most this far from the work that it should have in ping. A cut
+costs time, as pong reads the keys of the head again."""
 
 _HALVINGS = 16
 """The steps of the bisection in :meth:`_Documents.heads`. After 16 steps the error is a 65,536th of the rank's longest
 document."""
 _NEARLY = 0.02
-"""A rank's work in ping may be below the wanted work by this part of the wanted work."""
+"""A rank's work in ping may be below the work that it should have there, by this part of that work."""
 
 _LEVELLINGS = 2
-"""The most tries to give all ranks the same part of their work in ping. A further try wants a smaller part."""
+"""The most tries to give ping the same part of every rank's work. A further try aims at a smaller part."""
 _FEW = 0.1
 """The part of all ranks that may have too little work in ping without a further try."""
 
@@ -78,17 +78,16 @@ def bounds_in_nano_batch(nano: int, low: np.ndarray, high: np.ndarray) -> tuple[
 def cut_whole(
     length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], cut: np.ndarray, whole: np.ndarray, work: Work
 ) -> None:
-    """Writes into ``cut`` how many rows of each document that is on one rank are in ping.
+    """Writes into ``cut`` the rows in ping of each document that is on one rank.
 
-    Each rank gets about the same part of its work in ping, as far as budgets allow.
+    Ping gets about the same part of every rank's work, as far as budgets allow.
 
     Args:
         length: [D] tokens.
-        dealt: the documents on ranks.
+        dealt: which documents are on which ranks.
         budgets: [R] tokens of each rank in ping, and [R] in pong.
         cut: [D] rows of each document in ping; set already for documents on several ranks.
         whole: [S] bool, the shares that are whole documents.
-        work: returns the work of query ranges.
     """
     # In ping and in pong, documents on several ranks leave "room" [R] tokens. "more" [R] is the work of these documents
     # and of filler in all of the room.

@@ -1,8 +1,8 @@
 """Schedules attention over servers that are not equally fast.
 
-A *server* is a rank that computes attention. ``scheduler.py`` calls :func:`schedule_unlike`, which moves ranges of
-queries from servers above their limits to other servers. *Work* is time on a server of mean speed. A server's *target*
-is its work if all servers end at the same time. Its *limit* is a little above the target.
+A *server* is a rank that computes attention. *Work* is time on a server of mean speed. A server's *target* is its work
+if all servers end at the same time. Its *limit* is a little above the target. ``scheduler.py`` calls
+:func:`schedule_unlike`, which moves ranges of queries from servers above their limits to other servers.
 
 K directions (forward, backward, or both). Constants except ``_RISES`` were compared with other values:
 ``benchmarks/planner_constants.py``, benchmarks/results/planner.md.
@@ -23,14 +23,14 @@ from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.tasks import Tasks
 
 _FINEST = 0.01
-"""The smallest tolerance that is used. With a smaller tolerance, cuts add more time than they save."""
+"""A smaller tolerance counts as this. With a smaller one, cuts of ranges add more time than they save."""
 _RISES = (1, 1.25, 2.5, 6, 20)
-"""Limits are above targets by these multiples of the tolerance. The next is tried if a server stays above its limit."""
+"""Limits are above targets by these multiples of the tolerance, tried in turn until no server is above its limit."""
 _MOST_OVERHEAD = 1.0
-"""The most time that a cut may add, as a part of the time of the range that moves."""
+"""The most time that cutting a range in two may add, as a part of the time of the range that moves."""
 
 Growth = dict[Direction, np.ndarray]
-"""For each direction, [K] work of the latest plan over its work without cuts; each cut adds work."""
+"""For each direction, [K] work of the latest plan, over the work if no range is cut."""
 
 
 def schedule_unlike(
@@ -46,12 +46,10 @@ def schedule_unlike(
 
     Args:
         home: the plan in which every rank computes its own rows.
-        work: gives the work of ranges.
-        target: gives each server's target.
-        tolerance: how far a server may be above its target, as a part of the mean work of a server.
+        tolerance: how far a limit is first above the target, as a part of the mean work of a server.
         moved_bytes: bytes that travel for a query row, and for a key/value row.
         links: which ranks share a node, and prices of bytes between ranks.
-        growth: how much work cuts are expected to add; limits include it. The new plan's value replaces the old one.
+        growth: of the last plan; limits count on the same growth. The new plan's growth replaces it.
     """
     aim = max(tolerance, _FINEST)
     state = SchedulerState(home, work, target, tolerance=aim, links=links)

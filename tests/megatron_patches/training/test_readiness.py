@@ -298,7 +298,7 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
         assert said["cast"].startswith(
             "embedding.word_embeddings.weight has type torch.bfloat16, but the configuration"
         )
-        assert said["elsewhere"].startswith("embedding.word_embeddings.weight is on meta, but the CAD on cpu")
+        assert said["elsewhere"].startswith("embedding.word_embeddings.weight is on meta, but CAD is for cpu")
         assert said["memory"].startswith("decoder.final_layernorm.weight has other memory than CAD.data_parallel gave")
 
 
