@@ -1,4 +1,4 @@
-"""Plans one micro-batch without pipeline stages, for example for ``distca plan``; training plans steps (``step.py``).
+"""Plans one micro-batch without pipeline stages, for ``distca plan``; training plans steps instead (``step.py``).
 
 A *row* is one token's q, or its k and v. The *home* of a row is the rank that computes the token's linear layers. A
 *server* is a rank that computes attention. A *task* is a range of query rows of one document on one server. A
@@ -87,7 +87,7 @@ class MicroBatchPlan:
 
     @property
     def resend(self) -> bool:
-        """Returns whether homes send rows again for backward; otherwise servers keep them."""
+        """Returns whether homes send q, k and v again for backward; otherwise servers keep them from forward."""
         return self.step.options.resend
 
     @property
@@ -191,10 +191,10 @@ def plan_micro_batch(
 
     Args:
         lengths: [D] tokens per document.
-        ranks: number of homes, which are servers too.
+        ranks: number of homes; every home is a server too.
         cost: seconds per task.
         rank_of: [D] home of every document, if documents must stay whole; None lets documents span ranks.
-        tolerance: the most time that the slowest server may take above the mean, as a fraction of the mean.
+        tolerance: how far the slowest server's time should at most be above the mean, as a fraction of the mean.
         options: further options of :class:`distca.plan.options.PlanOptions`.
 
     Raises:

@@ -9,7 +9,7 @@ def order_by(*keys: np.ndarray) -> np.ndarray:
     """Returns [N] int64 indices that sort N elements by the first key, then by the second key, and so on.
 
     Each key is [N] int64 without negative numbers. Elements with equal keys keep their order."""
-    # An element's keys and its index become one number, if 63 bits hold it: np.lexsort is several times slower.
+    # All keys become one number, and the index too, if 63 bits hold them: np.lexsort is several times slower.
     joined, values = keys[0], int(keys[0].max(initial=0)) + 1
     for key in keys[1:]:
         width = int(key.max(initial=0)) + 1
@@ -24,7 +24,7 @@ def order_by(*keys: np.ndarray) -> np.ndarray:
 
 
 def merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Returns the values of two ascending arrays, ascending and each once."""
+    """Returns the values of two ascending arrays, in ascending order and without repetition."""
     both = np.sort(np.concatenate((first, second)), kind="stable")
     return both[np.append(True, both[1:] != both[:-1])[: len(both)]]
 

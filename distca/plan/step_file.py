@@ -28,11 +28,11 @@ from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"
 _FORMAT = 4
-"""The number of the format. Files of other formats are refused."""
+"""The number of the file's format. It must grow with every change of what is written: other numbers are refused."""
 _NOT_WRITTEN = {"scheduler"}
 """Functions, which a file cannot hold."""
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
-"""Objects and lists, which :func:`write_step` writes one by one."""
+"""Options that are objects or lists. :func:`write_step` and :func:`read_step` convert each in its own way."""
 _FACTORS = ("forward_factor", "backward_factor")
 _PLAIN = [option.name for option in fields(PlanOptions) if option.name not in _OF_THEIR_OWN | _NOT_WRITTEN]
 """All other options: numbers, booleans and None."""

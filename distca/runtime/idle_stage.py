@@ -1,9 +1,9 @@
-"""Computes attention for other ranks, in a phase in which this rank has no micro-batch of its own.
+"""Computes attention and recurrences for other ranks, while this rank has no micro-batch of its own.
 
 In a *phase* all pipeline stages run forward, or all run backward; a stage has one micro-batch or none. In each layer,
 ranks of all stages exchange q, k, v and outputs, and every rank must take part in these exchanges. So a rank without a
-micro-batch runs stand-ins for layers, with q, k and v of 0 rows. A micro-batch is computed in one or two parts, the
-*nano-batches* ping (first) and pong (second).
+micro-batch runs stand-ins for layers, whose own q, k and v have 0 rows. A micro-batch is computed in one or two parts,
+the *nano-batches* ping (first) and pong (second).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class EmptyLayer:
     """A stand-in for a transformer layer, with 0 rows.
 
     Attributes:
-        heads: number of query heads on this tensor-parallel rank.
-        kv_heads: number of key/value heads on this tensor-parallel rank.
+        heads, kv_heads: numbers of query heads and of key/value heads on this tensor-parallel rank.
         value_dim: number of elements of a value head; 0 if it equals ``head_dim``.
     """
 
@@ -115,25 +114,13 @@ AnyEmptyLayer = EmptyLayer | EmptyRecurrentLayer
 
 
 def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
-    """Computes attention in a forward phase in which this rank has no micro-batch.
-
-    Args:
-        pool: this rank's transport, attention kernel and timeline.
-        routes: for each layer and nano-batch, the rows that this rank receives.
-        layers: a stand-in for each layer.
-    """
+    """Takes part in a forward phase; ``routes`` are this rank's transfers in each layer."""
     with torch.no_grad():
         run_layers(layers, [torch.empty(0)] * len(routes[0]), routes, pool)
 
 
 def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: Sequence[AnyEmptyLayer]) -> None:
-    """Computes attention in a backward phase in which this rank has no micro-batch.
-
-    Args:
-        pool: this rank's transport, attention kernel and timeline.
-        routes: for each layer and nano-batch, the rows that this rank receives.
-        layers: a stand-in for each layer.
-    """
+    """Takes part in a backward phase; ``routes`` are this rank's transfers in each layer."""
     above: list[AttentionCall | RecurrentCall] = []
     for number, (layer, of_layer) in reversed(list(enumerate(zip(layers, routes, strict=True)))):
         calls: list[AttentionCall | RecurrentCall] = []
@@ -141,7 +128,7 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layers: S
             calls.append(layer.call_for_backward(pool, each, number, nano, calls[-1] if calls else None))
         calls.reverse()
         # All ranks must start exchanges, and wait for them ("join"), in autograd's order: last layer first, and pong
-        # before ping. Autograd joins layer i + 1's gradients right before it launches the exchange for layer i.
+        # before ping. Autograd joins the gradients of layer i + 1 right before it launches layer i's exchange.
         for place, call in enumerate(calls):
             if above:
                 above[place].backward_join_gradients()

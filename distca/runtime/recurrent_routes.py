@@ -33,8 +33,8 @@ class StateRoutes:
         sends_state: indices of this rank's pieces whose own state is sent, in sending order.
         sends_transition: indices of this rank's pieces whose transition is sent, in sending order.
         states, transitions: moves of own states and of transitions; each is one row.
-        chains: for each document whose summaries this rank reads, the document's index, and a link for each piece. A
-            link says in which received rows A and B of the piece lie.
+        chains: for each document whose summaries this rank reads, the document's index, and links for its pieces in
+            order. A link says in which received rows A and B of the piece lie.
     """
 
     sends_state: list[int]
@@ -63,7 +63,7 @@ class RecurrentRoutes:
         opens, closes: for each piece, whether it is the first and whether it is the last of its document.
         given: int64 indices of this rank's rows that any piece reads as halo rows.
         halo_to_pieces: moves of halo rows to the ranks of the pieces that read them.
-        halo_to_home: moves of the gradients back; gradients of one row are added up.
+        halo_to_home: moves of the halo rows' gradients back; gradients of one row are added up.
         forward, backward: transfers of summaries.
     """
 
@@ -97,8 +97,8 @@ class RecurrentRoutes:
     def with_backward(self, other: RecurrentRoutes) -> RecurrentRoutes:
         """Returns these routes with the backward transfers of ``other``.
 
-        With pipeline stages, a micro-batch shares transfers with those of other stages. In backward these are other
-        micro-batches than in forward."""
+        With pipeline stages, the transfers of a micro-batch also carry rows of micro-batches on other stages. Stages
+        have other micro-batches at its backward than at its forward."""
         return replace(self, halo_to_home=other.halo_to_home, backward=other.backward)
 
 

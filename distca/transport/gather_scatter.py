@@ -43,19 +43,19 @@ def sum_rows(
     destination: torch.Tensor,
     destination_rows: torch.Tensor,
 ) -> None:
-    """Adds packed rows to destination rows, in float32 (float64 for float64 rows), with one rounding at the end.
+    """Adds packed rows to destination rows. Sums are float32 (float64 for float64 rows) and rounded once, at the end.
 
     Example: packed rows 0 and 2 are added to destination row 5, and packed row 1 to row 9. Then destination_rows is
     [5, 9], copies is [0, 2, 1] and borders is [0, 2, 3]; rounds is [([0, 1], [0, 1]), ([2], [0])].
 
     Args:
         packed: [N, ...] rows to add.
-        copies: [C] int64 packed rows, grouped by destination row, and added in this order.
+        copies: [C] int64 indices of packed rows, grouped by destination row, and added in this order.
         borders: [rows + 1] int64; copies[borders[i]:borders[i+1]] are added to row destination_rows[i].
-        rounds: the same additions for torch, as pairs (packed rows, indices i in destination_rows). A round has each i
-            at most once, so the order of additions is fixed.
+        rounds: the same additions, read if torch adds without the CUDA library, as pairs (indices of packed rows,
+            indices i in destination_rows). A round has each i at most once, so the order of additions is fixed.
         destination: [M, ...] rows to add to, with the dtype and trailing shape of ``packed``.
-        destination_rows: [rows] int64 rows of ``destination``, without repetition.
+        destination_rows: [rows] int64 indices of rows of ``destination``, without repetition.
     """
     if not len(destination_rows):
         return

@@ -1,5 +1,7 @@
 """The index tensors with which a rank sends rows of q, k, v, outputs or gradients, and stores received rows.
 
+Recurrent layers (linear attention, SSM) send their rows by the same moves.
+
 - home: the rank that holds a row between layers.
 - server: a rank that computes attention. It gets q, k and v rows from homes, into a buffer.
 - packed rows: rows that travel, sorted by the rank at the other end, then by row in the server's buffer.
@@ -30,14 +32,14 @@ class RowMoves:
     source to destination on the same rank.
 
     Attributes:
-        source_rows, destination_rows: number of rows of each tensor, which may have padding rows behind them.
+        source_rows, destination_rows: number of rows of each tensor, without padding rows at its end.
         send_counts, receive_counts: number of rows to and from each rank.
-        send_index: int64 source rows to send, in packed order.
-        receive_index: int64 destination rows of received rows, in packed order.
+        send_index: int64 indices of the source rows to send, in packed order.
+        receive_index: int64 indices of the destination rows of received rows, in packed order.
         send_ranges: for each receiving rank, [N, 3] int64 on the host. Each line is a range of rows: first source row,
             first row among all packed rows that the receiver gets from all ranks, number of rows.
         most_received: the most rows that any rank receives.
-        keep_source, keep_destination: int64 source and destination rows of kept rows.
+        keep_source, keep_destination: int64 indices of kept rows in the source and in the destination.
         keep_ranges: [N, 3] int64 on the host. Each line is a range of kept rows: first source row, first destination
             row, number of rows.
         reduction: the additions, if a destination row gets several values; else None.
@@ -66,7 +68,7 @@ class RowMoves:
     def in_hops(
         exchange: RowExchange, relay: RowExchange | None, ranks: int, device: Destination
     ) -> tuple[RowMoves, RowMoves]:
-        """Returns the results of :meth:`there_and_back`, with the moves of the relay if there is one."""
+        """Returns the results of :meth:`there_and_back` for ``exchange``, with the moves of ``relay`` if given."""
         to_server, to_home = RowMoves.there_and_back(exchange, ranks, device)
         if relay is None:
             return to_server, to_home
@@ -105,7 +107,7 @@ class RowMoves:
             None,
             exchange.travelling,
         )
-        # On the way back, a row gets several values if two servers had it, or another server and this rank itself.
+        # On the way back, a home's row gets several values if it was sent twice, or sent and kept.
         once = not adds and _apart(np.append(send.source, keep.source), np.append(send.rows, keep.rows))
         to_home = RowMoves(
             exchange.destination_rows,
@@ -126,7 +128,7 @@ class RowMoves:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether every row stays on its rank at its index. Then the source can serve as the destination."""
+        """Whether no rank sends rows, and each row keeps its index. Then the source can serve as the destination."""
         source, destination, rows = self.keep_ranges.T
         apart = self.relay_before is None and self.relay_after is None and self.reduction is None
         whole = self.source_rows == self.destination_rows == rows.sum()
@@ -138,7 +140,6 @@ class RowMoves:
         return self.send_ranges[peer], self.send_index[first : first + self.send_counts[peer]]
 
     def copy_kept(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copies kept rows, on the current stream."""
         move_rows(source, self.keep_source, destination, self.keep_destination)
 
     def place_received(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
@@ -155,19 +156,19 @@ class RowMoves:
 class Reduction:
     """The additions of packed rows that come back to a home.
 
-    A home row is *single* if it gets one value, and *shared* if it gets more. A value already in the row counts.
+    A home row is *single* if it gets one value, and *shared* if it gets more. A value that the row has already counts.
 
     Example: packed rows 0, 1 and 2 are for home rows 5, 9 and 5. Row 9 is single: ``single`` is [1] and ``single_home``
     is [9]. Row 5 is shared: ``shared_home`` is [5], ``copies`` is [0, 2] and ``borders`` is [0, 2]. ``rounds`` is
     [([0], [0]), ([2], [0])].
 
     Attributes:
-        single, single_home: int64 packed rows for single home rows, and these home rows.
-        shared_home: int64 shared home rows, ascending.
-        copies: int64 packed rows for shared home rows, grouped by home row, in packed order.
+        single, single_home: int64 indices of packed rows for single home rows, and of these home rows.
+        shared_home: int64 indices of shared home rows, ascending.
+        copies: int64 indices of packed rows for shared home rows, grouped by home row, in packed order.
         borders: [len(shared_home) + 1] int64; copies[borders[i]:borders[i+1]] are added to home row shared_home[i].
-        rounds: the same additions for torch, as pairs (packed rows, indices i in shared_home). A round has each i at
-            most once, so the order of additions is fixed.
+        rounds: the same additions, if torch runs them without the CUDA library, as pairs (indices of packed rows,
+            indices i in shared_home). A round has each i at most once, so the order of additions is fixed.
     """
 
     single: torch.Tensor
@@ -179,11 +180,11 @@ class Reduction:
 
     @staticmethod
     def of(home_rows: np.ndarray, kept_rows: np.ndarray, device: Destination) -> Reduction | None:
-        """Returns the reduction, or None if no home row gets several values.
+        """Returns None if no home row gets several values.
 
         Args:
-            home_rows: [N] int64 home row of each packed row.
-            kept_rows: [M] int64 home rows that have a value already.
+            home_rows: [N] int64 index of the home row of each packed row.
+            kept_rows: [M] int64 indices of home rows that have a value already.
         """
         # "writers" is the number of values of each home row. "packed" are the packed rows for shared home rows, and
         # "place" are their indices in "shared_home". Round n has the n-th packed row of each shared home row.
@@ -212,13 +213,12 @@ class Reduction:
         )
 
     def add(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
-        """Writes packed rows to single rows of ``destination``, and adds packed rows to shared rows."""
         move_rows(packed, self.single, destination, self.single_home)
         sum_rows(packed, self.copies, self.borders, self.rounds, destination, self.shared_home)
 
 
 def _apart(begin: np.ndarray, count: np.ndarray) -> bool:
-    """Whether no two of the ranges [begin, begin + count) overlap; both arrays are [N] int64."""
+    """Whether no two of the ranges [begin, begin + count) overlap."""
     order = np.argsort(begin)
     return bool((begin[order][1:] >= (begin + count)[order][:-1]).all())
 

@@ -45,8 +45,8 @@ since NVSHMEM starts once per process."""
 _failed: list[str] = []
 """The reason why NVSHMEM did not start, if it failed. This process does not try again."""
 _ALONE_S = 3.0
-"""If NVSHMEM fails to start on a rank, it may hang on others. The rank waits at most this many seconds for all others
-to start or fail; then it raises an error."""
+"""If NVSHMEM fails to start on a rank, NVSHMEM may hang on others. The rank where it fails waits at most this many
+seconds until all others have started or failed; then the rank raises an error."""
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
@@ -102,7 +102,6 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
 
 
 def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transport | None) -> OneSidedTransport:
-    """Returns the NVSHMEM transport that this process has already, with its old receive buffer and a new fallback."""
     transport, has_gb = _started[ranks]
     if buffer_gb > has_gb:
         logger.warning(
@@ -217,7 +216,7 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
 def _all_came_back(ranks: Sequence[int], seconds: float) -> bool:
     """Tells the other ranks that this rank's start of NVSHMEM has succeeded or failed.
 
-    Returns whether all ranks have told so within ``seconds``; with 0 seconds, True without waiting."""
+    Returns whether all ranks have told this within ``seconds``; with 0 seconds, returns True without waiting."""
     store, key = dist.distributed_c10d._get_default_store(), f"distca/nvshmem/{ranks[0]}"
     store.add(key, 1)
     end = time.monotonic() + seconds

@@ -33,7 +33,7 @@ _IN_PARTS: Final = {
 }
 """Parameters that a checkpoint stores as several tensors. Their keys end in these parts: ``in_proj.weight.z``."""
 _NORM_KEYS: Final = {DELTA_NET: "self_attention.in_proj.layer_norm_weight", MAMBA: "mixer.in_proj.layer_norm_weight"}
-"""The keys of these norms. In checkpoints, a norm is named after the linear layer that reads it."""
+"""The keys of the norms before a gated delta net or Mamba: a checkpoint names them after the linear that reads them."""
 _PREFIXES: Final = {
     ATTENTION: ("input_layernorm.", "self_attention."),
     **dict.fromkeys((MLP, EXPERTS), ("pre_mlp_layernorm.", "mlp.")),
@@ -42,7 +42,7 @@ _PREFIXES: Final = {
 
 
 def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
-    """Returns the names of the parameters of a layer with ``symbol``, without the prefix ``decoder.layers.N.``.
+    """Returns the names of the parameters of layers with this ``symbol``, without the prefix ``decoder.layers.N.``.
 
     ``of_layer`` are the names in a GPTModel's layer, which has attention, and an MLP or experts.
     """
@@ -54,8 +54,8 @@ def parameters_of(symbol: str, of_layer: Sequence[str]) -> list[str]:
 def saved_as(symbol: str, parameter: str) -> tuple[str, ...]:
     """Returns the checkpoint's keys for a recurrent layer's parameter.
 
-    The parameter is the tensors of these keys, concatenated along the first dimension. Example: ``mixer.conv1d_bias``
-    has the keys ``mixer.conv1d.bias.x``, ``mixer.conv1d.bias.B`` and ``mixer.conv1d.bias.C``."""
+    The parameter is the concatenation of the tensors with these keys along the first dimension. Example:
+    ``mixer.conv1d_bias`` has ``mixer.conv1d.bias.x``, ``mixer.conv1d.bias.B`` and ``mixer.conv1d.bias.C``."""
     if parameter == _RECURRENT_LAYERS[symbol][0]:
         return (_NORM_KEYS[symbol],)
     key = parameter.replace("conv1d_", "conv1d.")

@@ -31,7 +31,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def keep_parts(optimizer: Any) -> None:
-    """Replaces methods of Megatron's optimizer: each rank saves and loads its own part, without gathering the state."""
+    """Replaces methods of Megatron's optimizer, so that each rank saves and loads its own part of the state."""
     for each in optimizer_parts(optimizer):
         if not holds_weights(each):
             each.sharded_state_dict = _nothing
@@ -46,7 +46,7 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
 
 
 def holds_weights(part: Any) -> bool:
-    """Whether an optimizer has weights on this rank; one for experts has none on a stage without experts."""
+    """Whether an optimizer has weights on this rank; an optimizer for experts has none on a stage without experts."""
     return any(group["params"] for group in part.param_groups)
 
 
@@ -58,8 +58,7 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
     """Returns ``model_state``, the result of the model's ``sharded_state_dict``, without FP8 numbers.
 
     For saving, each FP8 weight is replaced by boxes of the optimizer's float32 copy (*main weight*), in the dtype that
-    the weight would have without FP8. For loading, FP8 weights are left out: ``save_load.py`` computes them from loaded
-    main weights.
+    the weight would have without FP8. For loading, FP8 weights are left out: they are computed from main weights later.
     """
     quantised = {
         name: each
@@ -81,9 +80,10 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 
 
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function from a weight of the model to the values that it would have without FP8.
+    """Returns a function that takes a weight of the model and returns the values that it would have without FP8.
 
-    All data-parallel ranks must call that function together. Weights that are not FP8 are detached and not copied.
+    For a weight that is not FP8 the result shares the weight's memory. All data-parallel ranks must call the function
+    together, with the same weights in the same order.
     """
     ranges = {
         weight: (part, start, stop) for part in distributed_parts(optimizer) for weight, start, stop in _ranges(part)
@@ -127,7 +127,7 @@ def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator
 
 
 def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
-    """Megatron's own method fails for an optimizer without weights."""
+    """Takes the place of a method of Megatron that fails for an optimizer without weights."""
     return {}
 
 
@@ -179,7 +179,7 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int
 def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Returns Adam, and the parameter in Adam's groups that holds this rank's range of a weight.
 
-    The parameter may be bfloat16: then Adam's state has the float32 weight, or its lower 16 bits.
+    If the parameter is bfloat16, Adam's state holds the float32 weight, or the 16 bits that bfloat16 lacks.
     """
     group, order = optimizer.model_param_group_index_map[weight]
     return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order]
@@ -203,8 +203,8 @@ def _boxes_of(
         prefix: stands before the weight's key in the checkpoint.
         values: [stop - start] elements of the weight, or of one of its moments.
     """
-    # Megatron saves a weight as one or more pieces, and storage offsets say where they begin in the weight. An FP8
-    # weight has no storage of its own, so an empty tensor of the same shape takes its place.
+    # Megatron saves a weight as one or more pieces, and a piece's storage offset says where it begins in the weight. An
+    # FP8 weight has no storage of its own, so a "meta" tensor of the same shape takes its place.
     if is_fp8(weight):
         weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         described = replace(described, data=weight)
@@ -226,7 +226,7 @@ def _boxes_of(
                 piece.global_shape,
                 tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(stacked)), *offsets), strict=True))),
                 None,
-                # Megatron writes the copy whose replica id has only zeros. A box is on one data-parallel rank only.
+                # Megatron writes the copy whose replica id has only zeros. Only one data-parallel rank has this box.
                 (*piece.replica_id[:-1], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )

@@ -1,6 +1,6 @@
 """Writes the tensors of a checkpoint with torch's own writer, in the format that Megatron's loader reads.
 
-Megatron's writer forks processes, which is not safe in a process that uses a GPU.
+Megatron's writer forks processes, and a process that uses a GPU cannot be forked safely.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class TorchWriter:
     Callers must wrap it in a ``FullyParallelSaveStrategyWrapper``: Megatron silently replaces other strategies.
 
     Args:
-        staging: host memory to which :meth:`save` copies tensors, for :meth:`write`; None lets :meth:`save` write.
+        staging: host memory for copies of tensors, which :meth:`write` writes later; with None, :meth:`save` writes.
     """
 
     backend, version = "torch_dist", 1
     can_handle_sharded_objects = True
-    """Older versions of Megatron read this: the strategy also writes objects that are no tensors."""
+    """Older versions of Megatron read this. It says that the strategy also writes objects that are not tensors."""
 
     def __init__(self, staging: HostStaging | None = None) -> None:
         self._staging = staging
@@ -43,7 +43,7 @@ class TorchWriter:
         Without ``staging``, or if a node has too little host memory, the method writes the tensors at once.
 
         Args:
-            sharded_state_dict: Megatron's descriptions of tensors and objects.
+            sharded_state_dict: Megatron's ``ShardedTensor`` and ``ShardedObject`` values, in nested dictionaries.
             checkpoint_dir: an existing folder.
 
         Raises:

@@ -1,7 +1,7 @@
 """RoPE for models whose layers may rotate queries and keys by different angles, or not at all.
 
-Megatron's models give the output of one rotary embedding to all layers. :class:`LayerRotary` takes that embedding's
-place. Its output is :class:`RowRotations`, from which each layer takes its own rotation.
+Megatron's models give the output of one rotary embedding to all layers. :class:`LayerRotary` replaces that embedding.
+The output of ``LayerRotary`` is :class:`RowRotations`, from which each layer takes its own rotation.
 
 Shape suffixes: N rows (tokens), E rotated pairs of a head.
 """
@@ -21,7 +21,7 @@ from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.steps.batch_context import gather_nano_rows
 
 _NONE, _OWN = object(), object()
-"""These stand for a layer's :class:`Rotary`. ``_NONE``: the layer has no positions. ``_OWN``: the layer uses the
+"""Two values in place of a layer's :class:`Rotary`. ``_NONE``: the layer has no positions. ``_OWN``: the layer uses the
 embedding with which the model was built."""
 
 
@@ -88,7 +88,7 @@ class LayerRotary(torch.nn.Module):
         self._positions: torch.Tensor | None = None
 
     def _embedding(self, rotary: Any, own: PositionRotary | None) -> tuple[PositionRotary | None, float]:
-        """Returns the embedding that computes angles, None for zero angles; and the factor on cosines and sines."""
+        """Returns the embedding that computes angles, or None for zero angles; and the factor on cosines and sines."""
         if rotary is _NONE:
             return None, 1.0
         if rotary is _OWN:
@@ -102,7 +102,7 @@ class LayerRotary(torch.nn.Module):
 
         Args:
             positions: [rows] int64 position of each row in its document.
-            lengths: [rows] int64 tokens of each row's document; read if ``needs_lengths``.
+            lengths: [rows] int64 tokens of each row's document; needed if ``needs_lengths``.
 
         Raises:
             SupportError: lengths are needed and not given.

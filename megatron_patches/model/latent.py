@@ -1,4 +1,4 @@
-"""Reads and makes the fields of Megatron's configuration for multi-head latent attention (DeepSeek-V2)."""
+"""Converts the sizes of multi-head latent attention (DeepSeek-V2) to and from fields of Megatron's configuration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def latent_of(config: Any) -> Latent:
 
 
 def latent_fields(shape: ModelShape) -> dict[str, Any]:
-    """Returns the configuration's fields for a model; empty if the model has no latent attention."""
+    """Returns the configuration's fields by name; an empty dictionary if the model has no latent attention."""
     latent, scaling = shape.latent, shape.rope_scaling
     if not latent.kv_rank:
         return {}

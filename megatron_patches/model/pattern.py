@@ -24,7 +24,7 @@ _REFUSED = {
     "D": "sparse attention is not supported: take '*'",
     "+": "latent attention is not supported: take '*'",
 }
-"""The end of the error message for Megatron's other symbols."""
+"""For symbols of Megatron that are not supported, the second half of the error message."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
 
 
 def layers_of(pattern: str) -> str:
-    """Returns a pattern without the signs between stages."""
+    """Returns a pattern without ``|``."""
     return pattern.replace(STAGE, "")
 
 

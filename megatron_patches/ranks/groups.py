@@ -24,12 +24,12 @@ from megatron_patches.te import quantization
 def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
     """Creates Megatron's process groups and seeds its random states; torch.distributed must be initialised.
 
-    If groups exist already, they are kept if ``tp``, ``pp`` and ``ep`` are the same, and else closed.
+    Groups that exist already are kept if they have these sizes; otherwise they are closed and made anew.
 
     Args:
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        seed: seed of weights; each stage adds :func:`pipeline_seed`.
+        seed: seed of weights and dropout; each stage adds :func:`pipeline_seed`.
         ep: number of expert-parallel ranks.
 
     Raises:
@@ -53,23 +53,23 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() / 60),
     )
-    for group in dist.distributed_c10d._world.pg_map:  # Megatron 0.16.1 does not set all
+    for group in dist.distributed_c10d._world.pg_map:  # Megatron 0.16.1 sets the timeout of some groups only
         if group is not dist.group.WORLD:
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
     if pp > 1:
-        # With NCCL, a group's first operation must be one of all its ranks, and not between two stages.
+        # With NCCL, a group's first operation must be a collective of all its ranks, not a send between two stages.
         here = torch.zeros(1, device=torch.cuda.current_device())
         dist.all_reduce(here, group=parallel_state.get_pipeline_model_parallel_group())
     model_parallel_cuda_manual_seed(seed + pipeline_seed())
 
 
 def pipeline_seed() -> int:
-    """Returns the number that this stage adds to the seed, so that each stage draws other weights."""
+    """Returns the number that this stage adds to the seed, so that no two stages draw the same weights."""
     return 100 * parallel_state.get_pipeline_model_parallel_rank()
 
 
 _pools: dict[tuple[int, int], dist.ProcessGroup] = {}
-"""Maps (tensor-parallel size, pipeline stages) to the group of this rank's server pool; there are at least 2 stages."""
+"""Maps (tensor-parallel size, pipeline stages) to the group of this rank's server pool, if there are several stages."""
 
 
 def server_pool_group() -> dist.ProcessGroup:

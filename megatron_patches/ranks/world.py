@@ -58,7 +58,7 @@ def leave_world() -> None:
 
 def _use_cpu() -> None:
     with warnings.catch_warnings():
-        # At import Megatron-Core warns of missing CUDA libraries, which CPUs do not need.
+        # Importing Megatron-Core warns of missing CUDA libraries, which CPUs do not need.
         warnings.simplefilter("ignore")
         from megatron_patches.patches.cpu import use_cpu
 

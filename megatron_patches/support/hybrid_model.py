@@ -42,14 +42,14 @@ from megatron_patches.support.limits import Limit, check_limit
 _ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_block_spec"} | {
     "position_embedding_type": Limit("only RoPE or no positions are supported", ("rope", "none")),
 }
-"""The supported values of arguments of HybridModel."""
+"""The supported values of the arguments of HybridModel's constructor."""
 
 
 def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
-    """Refuses a HybridModel that is not supported, or does not fit what the user gave to CAD.
+    """Refuses a HybridModel that is not supported, or differs from what the user told this project about it.
 
     Args:
-        model: the model as it was built, with no part replaced yet.
+        model: the model as it was built, before ``CAD.attach`` replaces parts of it.
         pattern: the ``hybrid_layer_pattern`` that the user gave to :class:`megatron_patches.api.CAD`.
         options: the ``model_options`` that the user gave to CAD.
 
@@ -58,7 +58,7 @@ def check_hybrid_model(model: Any, pattern: str, options: ModelOptions) -> None:
     """
     if model.hybrid_layer_pattern != pattern:
         raise SupportError(
-            f"The model was built with hybrid_layer_pattern {model.hybrid_layer_pattern!r}, but the CAD was made with "
+            f"The model was built with hybrid_layer_pattern {model.hybrid_layer_pattern!r}, but CAD was made with "
             f"{pattern!r}: give both the same pattern."
         )
     check_config(model.config)

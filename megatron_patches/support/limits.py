@@ -16,7 +16,7 @@ class Limit:
         because: why other values are refused, as the rest of a sentence "NAME is VALUE, but ...".
         served: the values that are supported.
         inert: names of other fields, with spaces between them, that no code reads while this field has a supported
-            value. Any values of them pass.
+            value. So these other fields may have any value.
     """
 
     because: str

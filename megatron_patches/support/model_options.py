@@ -24,20 +24,20 @@ def check_model_options(options: ModelOptions, config: TransformerConfig) -> Non
     """Refuses options that have a wrong value, have no effect, or conflict with each other or the configuration.
 
     Raises:
-        SupportError: an option is refused; the message names the first.
+        SupportError: one or several options are refused; the message names one of them.
     """
     for sentence in (*_values(options), *_norms(options, config), *_rotations(options, config)):
         raise SupportError(sentence)
 
 
 def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
-    """Refuses a GPTModel whose rotary embedding no layer uses.
+    """Refuses a GPTModel that was built with settings of rotary positions that no layer uses.
 
-    A layer does not use it if the layer's entry of ``rotations`` is not None, or if ``no_rope_freq`` gives the layer no
+    A layer does not use them if its entry of ``rotations`` is not None, or if ``no_rope_freq`` gives the layer no
     positions.
 
     Raises:
-        SupportError: the embedding differs from Megatron's default, and no layer uses it.
+        SupportError: the model's frequencies differ from Megatron's default, and no layer uses them.
     """
     config = model.config
     skipped = config.no_rope_freq or [0] * config.num_layers

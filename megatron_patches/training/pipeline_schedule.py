@@ -5,8 +5,8 @@ layer i at the same time, and share the core attention of these layers. A stage 
 computes core attention for other stages.
 
 A *tick* is a forward phase, then a backward phase. With p stages, the first p − 1 ticks have no backward phase, and the
-last p − 1 have no forward phase. Stage s runs the forward of micro-batch m in tick m + s, and the backward in tick m +
-2(p − 1) − s. It holds activations of at most 2(p − 1 − s) + 1 micro-batches.
+last p − 1 have no forward phase. All counted from 0, stage s runs the forward of micro-batch m in tick m + s, and its
+backward in tick m + 2(p − 1) − s. A stage holds activations of at most 2(p − 1 − s) + 1 micro-batches.
 
 All ranks must start all transfers in the same order, so that no rank waits for another forever.
 """
@@ -58,13 +58,13 @@ def run_ticks(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Runs forward and backward of a global batch over all stages; every rank calls it.
+    """Runs forward and backward of a global batch over all stages; every rank must call this function.
 
     After backward, gradients are reduced over ranks and divided by the number of tokens whose loss counts.
 
     Args:
         model: this stage's part of the model, from ``wrap_for_data_parallel``.
-        batches: this rank's tokens, by micro-batch; the same on all stages.
+        batches: the tokens of each micro-batch; the same on all stages.
         forward_step: Megatron's forward_step_func(data iterator, model), which runs one micro-batch.
         plan: the plan of all ranks, with the micro-batch of each stage in each phase.
         routes: the rows of q, k, v and outputs that this rank sends and receives in each phase.
@@ -130,7 +130,7 @@ class _Stage:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Records output layer and loss in the timeline, as "head"."""
+        """Records the output layer and the loss in the timeline, as "head"."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
             yield
@@ -211,7 +211,7 @@ class _Stage:
 
 
 def _empty_layer(mixer: Any, config: TransformerConfig, device: torch.device) -> AnyEmptyLayer:
-    """Returns a stand-in without tokens for a layer; it runs in phases in which the stage only serves."""
+    """Returns a stand-in for a layer, for phases in which the stage only serves."""
     if hasattr(mixer, "recurrence"):
         given = mixer.core_parameters
         bias, skip = (each if each is None else each.detach() for each in (given.bias, given.skip))
@@ -249,7 +249,7 @@ class Neighbours:
         if received_shape is not None:
             received = torch.empty(received_shape, dtype=self.dtype, device=self.device)
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=me - step))
-        # Both start together: if each stage first waited for its send to end, none would receive.
+        # Send and receive start together: if each stage first waited for its send to end, no stage would receive.
         return StageTransfer(sent, received, dist.batch_isend_irecv(operations) if operations else [])
 
 

@@ -53,12 +53,12 @@ class LinearRate:
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
             raise PlanError(
                 "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token "
-                "above 0, or a scaling in its fp8 has no number above 0; measure it again with `distca profile`."
+                "above 0, or its fp8 has a value that is no number above 0; measure it again with `distca profile`."
             ) from None
 
 
 def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, gated: bool = True) -> int:
-    """Returns the number of weights in a layer's projections of q, k, v and o, and in its MLP."""
+    """Returns the number of weights in a layer's projections of q, k, v and o, and in its MLP; gated as in SwiGLU."""
     return hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 + gated) * hidden * ffn
 
 
@@ -92,14 +92,14 @@ class LayerWork:
 def between_attentions(rate: LinearRate, layers: Sequence[LayerWork], tp: int) -> NonAttention:
     """Returns the seconds per row of the products between two core attentions, as the mean over ``layers``.
 
-    Norms, rotation and activations do not count, and nor do recurrent layers.
+    Norms, rotation, activations and recurrent layers do not count.
 
     Args:
         layers: a pipeline stage's layers with core attention, in order; at least one.
         tp: number of tensor-parallel ranks, which split the weights.
     """
-    # Between two core attentions lie the products of one layer: some behind the first, others before the second. So n
-    # layers have the products of n - 1 layers between attentions.
+    # Between two core attentions lie the products of one layer: the first layer's after attention, and the second
+    # layer's before attention. So n layers have the products of n - 1 layers between attentions.
     forward = sum(rate.forward * each.weights for each in layers[:-1])
     backward = sum(rate.backward * each.weights + rate.forward * each.recomputed for each in layers[:-1])
     shared = len(layers) * tp

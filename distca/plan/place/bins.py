@@ -1,13 +1,13 @@
-"""Deals documents to bins: all bins get about equal work, and no bin gets more tokens than it has room for.
+"""Deals documents to bins: all ranks get about equal work, and no bin gets more tokens than it has room for.
 
 ``shares.py`` calls :func:`deal_to_bins`, and then :func:`levelled`. A bin is a rank. With several nodes, documents are
 first dealt to bins that are nodes, and then, inside each node, to bins that are ranks.
 
-- *Work* is the time of attention. Its unit is the mean work of a rank.
+- *Work* is the time of attention. Its unit is the mean work of a rank before documents are cut.
 - *Free* tokens are the tokens that a bin still has room for.
 - An *item* is a document, or the part of a document that a node got.
 - A *long* item has more work or tokens than one rank should get. It is cut into *shares* for several bins.
-- *Filler* is the shortest documents. It is dealt after all items, into the free tokens.
+- *Filler* is the shortest documents. ``shares.py`` deals it after all items, into the free tokens.
 - The *surplus* of an item is its work minus the work of as many tokens of filler. Example: filler has 0.1 work per
   1,000 tokens. An item of 2,000 tokens and 0.5 work has a surplus of 0.5 - 0.2 = 0.3.
 - The surplus that a bin *lacks* is the work that it lacks, minus the work of filler in all of its free tokens.
@@ -28,25 +28,25 @@ _DENSE = 0.6
 """An item or filler is *sparse* if its work per token is below this multiple of the mean work per token. Sparse items
 are expected to fill the tokens of a bin that its shares leave free."""
 _SAME_SIZE = 1.5
-"""Items are dealt in groups, to save time: bins are sorted once for each group. The longest item of a group has less
-than this many times the tokens of the shortest."""
+"""Items are dealt in groups of similar length, so that bins are sorted once for each group. The longest item of a group
+has less than this many times the tokens of the shortest."""
 OVERFULL = 0.012
 """A bin may exceed the work that it should get by this part of that work, if an item then stays whole. Beyond this
 limit the item is cut, unless a share would have less work than ``LEAST_SHARE``."""
 _OVERFULL_WITH_KEYS = 0.09
-"""This limit replaces ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if ``few_keys`` of
-:func:`deal_to_bins` is set. With a smaller limit, one more rank would read all keys of the document for little work."""
+"""Replaces ``OVERFULL`` for the last share of a very long document (``_FEW_SHARES``), if :func:`deal_to_bins` gets
+``few_keys``. With a smaller limit, one more rank would read all keys of the document for little work."""
 _LEVELLINGS = 3
 """Rounds in which :func:`levelled` resizes shares. Without these rounds plans move 1.2 % more bytes."""
 _NO_SURPLUS = 1e-6
-"""A surplus below this part of an item's work is a rounding error. The item's shares then keep their size."""
+"""A surplus up to this part of an item's work is taken for a rounding error. The item's shares then keep their size."""
 _FEW_SHARES = 1.1
 """A document is *very long* if it has more than this many times the tokens of the largest bin."""
 LEAST_SHARE = 0.05
 """The least work of a share, as a part of a rank's mean work. A smaller share is not worth the keys that its rank must
 read."""
 _LEAST_ROWS = 0.2
-"""If its bin has no free tokens for more, a share may have as little as this part of ``LEAST_SHARE``."""
+"""A share that its bin's free tokens limit may have as little as this part of ``LEAST_SHARE``."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Items:
     keys: np.ndarray
 
     def of(self, item: np.ndarray, part: np.ndarray) -> Items:
-        """Returns [N] items; item n is the fraction part[n] of the old item item[n]."""
+        """Returns [N] items; the n-th is the fraction part[n] of the old item item[n]."""
         rows, work = self.rows[item] * part, self.work[item] * part
         return Items(rows, work, self.added[item], self.long[item], self.keys[item])
 
@@ -133,8 +133,8 @@ def deal_to_bins(
     keys = items.keys.tolist()
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
-    # Items [begin, end) are one group (``_SAME_SIZE``). Of a long item, bins first get at most the work that they lack.
-    # The rest of the item goes to any bin with free tokens.
+    # Items [begin, end) are one group (``_SAME_SIZE``). Of a long item, bins first get about the work that they lack.
+    # The rest of the item goes to bins with free tokens.
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -161,8 +161,8 @@ def deal_to_bins(
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     """Returns the dealt parts, after shares of long items were resized so that ranks have more equal work.
 
-    In each round, all shares of a rank are scaled so that the rank gets the work that it should have. Then all shares
-    of an item are scaled so that their sum is what it was.
+    In each round, all shares of a rank are scaled so that the rank gets the work that it should have. Free tokens limit
+    this. Then all shares of an item are scaled so that their sum is what it was.
 
     Args:
         filled: the bins, which must be ranks.
@@ -202,9 +202,9 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
 class _Bins:
     """All bins while items are dealt: a heap with the bin that lacks most surplus on top.
 
-    Arguments are those of :func:`deal_to_bins`, and the work per token of ``sparse`` items (:class:`Rates`). Methods
-    get an item's index, and the ``rows`` and ``work`` of the whole item. With ``few_keys`` the bin with the newest
-    share stays outside the heap until :meth:`take_back` is called, so that no other share goes there.
+    ``sparse`` is the work per token of sparse items. Other arguments are those of :func:`deal_to_bins`. Methods get an
+    item's index, and the ``rows`` and ``work`` of the whole item. With ``few_keys`` the bin with the newest share stays
+    outside the heap until :meth:`take_back` is called, so that no other share goes there.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class _Bins:
         return Filled(parts, np.full(len(self._need), self._mean), np.array(self._need), np.array(self._space))
 
     def order_by(self, rate: float) -> None:
-        """Sorts the bins by the surplus that they lack; shorter items and filler have ``rate`` work per token."""
+        """Sorts the bins by the surplus that they lack; items still to come and filler have ``rate`` work per token."""
         self._rate, self._newest = rate, -1
         pairs = zip(self._need, self._space, strict=True)
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
@@ -287,8 +287,7 @@ class _Bins:
     def take_back(self, *, first: bool = False) -> None:
         """Puts the bin with the newest share back into the heap.
 
-        With ``first``, the next long item begins in this bin if its limit on shares leaves work for two least
-        shares."""
+        With ``first``, the next long item begins in this bin, if shares may still add twice the least share to it."""
         at, self._newest = self._newest, -1
         if at >= 0:
             first = first and self._need_shares[at] >= 2 * self.least
@@ -300,7 +299,7 @@ class _Bins:
     def put_parts(self, item: int, part: float, rows: float, work: float, added: float, *, within_need: bool) -> float:
         """Puts the fraction ``part`` of an item into one or several bins; returns the fraction that found no room.
 
-        With ``within_need`` a bin gets at most the work that it lacks; otherwise only its free tokens limit it."""
+        With ``within_need`` a bin gets about the work that it lacks; otherwise only its free tokens limit the share."""
         aside = []
         while self._full:
             heapq.heappush(self._heap, self._full.pop())
@@ -316,8 +315,8 @@ class _Bins:
                 space = min(self._space[at], self._space_shares[at])
                 if extra * part > lacks + over or rows * part > space:
                     taken = min((lacks - added) / extra if extra > 0 else part, space / rows)
-                    # If the rest is less than a least share, this bin takes the rest too, or it takes less and leaves a
-                    # least share.
+                    # If less than a least share would be left, this bin takes all, or it takes less so that a least
+                    # share is left.
                     if part - taken < least:
                         taken = part if (part - taken) * extra <= over else part - least
                 if taken < least and taken < part:
@@ -338,7 +337,7 @@ class _Bins:
     def _put(self, item: int, at: int, part: float, rows: float, gained: float, *, shares: bool = False) -> None:
         """Adds a part of an item, with ``gained`` work, to the bin ``at``, which must be on top of the heap.
 
-        With ``shares`` the part counts against the limits on shares."""
+        With ``shares`` the part counts against ``most`` of :func:`deal_to_bins`."""
         self._need[at] -= gained
         self._space[at] -= part * rows
         if shares:

@@ -3,7 +3,7 @@
 A micro-batch is computed in one or two parts, the *nano-batches* ping and pong. ``lay_out.py`` calls :func:`spread` for
 each. ``shares.py`` is the other way to place documents, ping and pong together.
 
-- *Work* is the time of attention. Its unit is the mean work of a rank.
+- *Work* is the time of attention. Its unit is the mean work of a rank before documents are cut.
 - A *long* document has more work than one rank should get. Parts with one rank's work each are cut from its end.
 - *Filler* is the shortest documents. It fills the room that other documents leave.
 - The *surplus* of a range of rows is its work minus the work of as many tokens of filler.
@@ -27,16 +27,16 @@ from distca.plan.sorting import in_turns, order_by
 _DENSE = 0.6
 """A document is cut only if its work per token is at least this multiple of the mean over all documents."""
 _SAME_SIZE = 1.5
-"""Ranges are dealt in groups, to save time: ranks are sorted once for each group. The longest range of a group has less
-than this many times the rows of the shortest."""
+"""Ranges are dealt in groups of similar length, so that ranks are sorted once for each group. The longest range of a
+group has less than this many times the rows of the shortest."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents are filler, as long as they have at most this part of all work together. With 0.01 instead,
 the slowest server takes 0.1 % longer."""
 _ENOUGH_OVER = 0.005
-"""A document is cut only if its surplus exceeds the surplus that a rank should have by more than this part of it.
-Cutting is also repeated until the mean work of a rank changes by less than this, in the unit of work."""
+"""A document is cut only if its surplus is more than 1 + this number times the surplus of a part for one rank. Cutting
+is also repeated, up to ``_PASSES`` times, until the mean work of a rank changes by less than this, in units of work."""
 _LEAST_PART = 0.05
-"""No document is cut if a rank full of filler lacks less than this part of the mean work."""
+"""No document is cut if a rank full of filler would lack at most this part of a rank's mean work."""
 _PASSES = 3
 """The most passes. Cuts add work, so each pass cuts all documents anew, for the higher mean work of ranks."""
 _CORRECTIONS = 2
@@ -52,7 +52,7 @@ def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool
         budgets: [R] tokens per rank; they add up to the stream's tokens.
         cost: seconds per task.
         backwards: whether ranks are taken from the last to the first. The rank with a document's last part reads most
-            keys. If only pong is placed backwards, this is one rank in ping and another in pong.
+            keys. If only pong is placed backwards, this is usually not the same rank in ping and pong.
 
     Returns:
         The ranges, some of them cut, and the [N] rank of each.
@@ -152,7 +152,7 @@ def _deal(
 
     Returns the ranges that were dealt, the rank of each, and the ranges that are left as filler."""
     # Ranges [begin, end) are one group (``_SAME_SIZE``). All shorter ranges together have "short_rate" work per token.
-    # The first "count" ranges are dealt, at most R · ``ONE_BY_ONE``.
+    # Only the first "count" ranges are dealt, so that heap operations are at most R · ``ONE_BY_ONE``.
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))
@@ -182,7 +182,7 @@ def _deal(
     rank = np.array(rank_of, np.int64)
     dealt = rank >= 0
     rest = _take(ranges, ~dealt)
-    # If filler is many ranges, they are put in an order in which each rank gets long and short ones.
+    # If filler has many ranges, their order must give each rank long and short ones.
     order = in_turns(len(rest.stop), len(tokens_left)) if many else order_by(rest.document, rest.start)
     return _take(ranges, dealt), rank[dealt], _take(rest, order)
 

@@ -1,4 +1,4 @@
-"""Finds the *pieces* of documents that a recurrent layer (linear attention, SSM) computes, for ``halo.py`` and others.
+"""Cuts a micro-batch's documents into the *pieces* that a recurrent layer (linear attention, SSM) computes.
 
 A micro-batch is computed in one or two parts, the *nano-batches* ping (first) and pong (second). A piece is a range of
 a document's rows on one rank in one nano-batch.
@@ -67,7 +67,7 @@ class DocumentPieces:
 
     @cached_property
     def closes(self) -> np.ndarray:
-        """Returns [P] bool, whether the piece is the last."""
+        """Returns [P] bool, whether the piece is the last of its document."""
         document = self.shards.document
         return np.append(document[1:] != document[:-1], True)[: len(self)]
 

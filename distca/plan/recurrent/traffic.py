@@ -30,8 +30,9 @@ class Summaries:
     """The numbers of summaries in forward or in backward of one nano-batch.
 
     Attributes:
-        states, transitions: for each pair of ranks, the number that travels.
-        read, read_transitions: [R] int64 number that each rank reads, from its own pieces too.
+        states, transitions: for each pair of ranks, how many own states, and how many transitions, travel.
+        read, read_transitions: [R] int64, how many own states, and how many transitions, each rank reads, also of its
+            own pieces.
     """
 
     states: PairRows
@@ -40,11 +41,11 @@ class Summaries:
     read_transitions: np.ndarray
 
     def travelling_bytes(self, what: Recurrence) -> int:
-        """Returns the bytes that travel in one layer with recurrence ``what``, all ranks together."""
+        """Returns the bytes that travel in one layer, all ranks together."""
         return self.states.total * what.state_bytes + self.transitions.total * what.transition_bytes
 
     def read_bytes(self, what: Recurrence) -> np.ndarray:
-        """Returns [R] bytes that each rank reads in one layer with recurrence ``what``."""
+        """Returns [R] bytes that each rank reads in one layer."""
         return np.asarray(self.read * what.state_bytes + self.read_transitions * what.transition_bytes)
 
 
@@ -71,8 +72,7 @@ class RecurrentNano:
     backward: Summaries
 
     def travelling_bytes(self, what: Recurrence, value_bytes: int = 2) -> int:
-        """Returns the bytes that travel in one layer, forward and backward; an element of a halo row has
-        ``value_bytes`` bytes."""
+        """Returns the bytes that travel in one layer, forward and backward; halo elements have ``value_bytes``."""
         states = self.forward.travelling_bytes(what) + self.backward.travelling_bytes(what)
         return states + 2 * self.halo.total * what.channels * value_bytes
 

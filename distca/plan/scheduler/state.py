@@ -2,8 +2,9 @@
 
 - A *server* is a rank that computes attention. The *home* of a row is the rank that holds the row.
 - A *piece* is a range of query rows of one document on one server. ``balancer.py`` moves pieces to other servers.
-- A server's *load* is the attention that it has. Its *target* is what it should have, and its *limit* is a little more.
-  The three are in seconds; if servers are not equally fast, in seconds of a server of mean speed.
+- A server's *load* is the attention that it has to compute. Its *target* is the load that it should have, and its
+  *limit* is a little above the target. The three are in seconds; if servers are not equally fast, in seconds of a
+  server of mean speed.
 
 Array legend: K directions (forward, backward, or both), R ranks, P pieces, M ranges that move, N chosen ranks.
 Constants were compared with other values: ``benchmarks/planner_constants.py``.
@@ -27,7 +28,7 @@ _MOST_KEPT = 1.5
 """The most k,v rows that a server should read, as a multiple of the mean per server before any work moves. It limits
 memory. A server that would read more gets work only if other servers do not suffice."""
 _FEW_KEPT = 6
-"""The limit of ``_MOST_KEPT`` is at least this many times the mean number of query rows per server."""
+"""The limit that ``_MOST_KEPT`` sets is at least this many times the mean number of query rows per server."""
 
 
 class Pieces(NamedTuple):
@@ -118,12 +119,11 @@ class SchedulerState:
         work: gives the seconds of a range on every server.
         target: gives the targets of all servers for a mean load.
         tolerance: how far a server's limit is above its target, as a part of the mean load.
-        links: which ranks share a node, and prices of bytes between ranks.
-        expected: [K] the least mean load that limits are computed from, because cuts will add work; None stands for 0.
+        links: which ranks share a node, and how much more a row costs between nodes.
+        expected: [K] mean load after cuts, which add work. Limits are computed from it if the mean load is smaller.
 
     Attributes:
-        load: [K, R] load of every server.
-        mean: [K] mean load of servers.
+        load, mean: [K, R] load of every server, and [K] mean load.
         order: [R] ranks, sorted by the first row that they compute. Of equally good ranks, callers must take the first
             in this order, so that a plan does not depend on how ranks are numbered.
         kept: [R] number of k,v rows that every server reads.
@@ -157,7 +157,7 @@ class SchedulerState:
         self._held = HeldRows(layout.kv, self.node)
         last = tasks.take(tasks.last_on_server)
         self.kept = np.bincount(last.server, last.stop, layout.ranks)
-        # Some servers hold no rows, and do not count in the mean.
+        # If servers are not equally fast, those that hold no rows do not count in the mean.
         homes = layout.ranks if work.slowness is None else max(int(np.count_nonzero(layout.q_rows)), 1)
         self.most_kept = max(_MOST_KEPT * float(self.kept.sum() / homes), _FEW_KEPT * layout.tokens / homes)
         self._readers = _readers_of_cut_documents(last)
@@ -191,15 +191,15 @@ class SchedulerState:
 
     @property
     def over(self) -> float:
-        """How far the slowest server is above the mean load, as a part of the mean, in the worse direction."""
+        """How far the slowest server is above the mean load, as a part of the mean; the largest of all directions."""
         return self.figure(self._mean) - 1
 
     def figure(self, unit: np.ndarray) -> float:
-        """Returns the slowest server's seconds, divided by ``unit`` [K], in the worse direction."""
+        """Returns the slowest server's seconds, divided by ``unit`` [K]; the largest of all directions."""
         return float((self.slowest / unit).max())
 
     def above_target(self, rank: int) -> float:
-        """Returns how far ``rank`` is above its target, as a part of the mean load, in the worse direction."""
+        """Returns how far ``rank`` is above its target, as a part of the mean load; the largest of all directions."""
         return float((self._above[:, rank] / self._mean).max())
 
     def most_above_target(self) -> float:
@@ -256,7 +256,7 @@ class SchedulerState:
         """Updates loads, pieces, and the k,v rows that servers read, for one move.
 
         Args:
-            chosen: indices of those pieces of the sender of which at least a part goes.
+            chosen: indices in :meth:`pieces_of` of the sender's pieces that move, whole or in part.
             left: the parts of these pieces that stay.
             lost: [K] seconds that the sender loses.
         """
@@ -286,7 +286,7 @@ class SchedulerState:
         np.add.at(self.kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
-        """Returns all pieces as tasks, in which neighbouring pieces on one server are joined; then updates loads."""
+        """Updates loads, and returns all pieces as tasks, in which neighbouring pieces on one server are joined."""
         home = self._home
         if not self._moved[0]:
             return home

@@ -35,8 +35,8 @@ from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.intranode import IntranodePeers, Sent, Streams
 
 _ALIGNMENT = 256
-"""In the staging memory, the rows of each put begin at a multiple of this many bytes. So the packing kernel can write
-16 bytes at a time."""
+"""In the staging memory, the rows of each put begin at a multiple of this many bytes. The packing kernel needs a
+multiple of 16 to write 16 bytes at a time."""
 _MOST_STAGING, _LEAST_STAGING = 64 << 20, 2 << 20
 """The size of the staging memory is a quarter of the receive buffer, but at most and at least these bytes. Both numbers
 were chosen, not measured."""
@@ -52,7 +52,7 @@ def staging_bytes(capacity: int) -> int:
 
 
 class InternodeQueue(Streams, Protocol):
-    """CUDA streams and NVSHMEM's calls: :class:`NvshmemQueue` on GPUs, a stand-in in tests.
+    """CUDA streams and NVSHMEM's calls.
 
     A *slot* is a 64-bit word of a block, for signals. To name a place in a peer's block, callers give the address of
     the same place in this rank's block.
@@ -84,7 +84,7 @@ class InternodeAddresses:
         staging: first byte of the staging memory, a multiple of 256.
         staging_bytes: size of the staging memory, a multiple of 512.
         arrived_there, consumed_there: slots in the peer's block to which this rank signals.
-        arrived_here, consumed_here: first of [ranks] slots each in this rank's block; rank r signals to slot r.
+        arrived_here, consumed_here: first slots of two arrays [ranks] in this rank's block; rank r signals to slot r.
     """
 
     receive_buffer: int
@@ -158,7 +158,7 @@ class InternodePeers:
         Puts overwrite rows of exchange ``reuses``, so they wait until the peer has consumed it; 0 means no wait.
 
         Returns:
-            A token with the event that all rows are packed, and the event that all rows have arrived. After the first
+            A token whose event is that all rows are packed; and the event that all rows have arrived. After the token's
             event, callers may write to the sources.
         """
         queue, stream = self._queue, self._stream
@@ -219,7 +219,7 @@ class InternodePeers:
 
 
 class NvshmemQueue:
-    """CUDA streams and NVSHMEM's calls, after NVSHMEM has started."""
+    """NVSHMEM must have started before this queue is used."""
 
     create_stream = staticmethod(cuda_ops.create_stream)
     current_stream = staticmethod(cuda_ops.current_stream)
@@ -288,5 +288,5 @@ class Peers:
         )
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """Copies the rows of ``parts`` that stay here; copy engines first wait for intra-node writes of ``behind``."""
+        """Copies the rows of ``parts`` that stay here. Copy engines start after the intra-node writes of ``behind``."""
         return self._intranode.keep(parts, behind.intranode if isinstance(behind, SentInternode) else behind)

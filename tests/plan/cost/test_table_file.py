@@ -72,7 +72,7 @@ def test_linear_layers_in_fp8_take_their_part_of_the_time(tmp_path):
     assert quick is not None and (quick.forward, quick.backward) == (0.6 * rate.forward, 0.6 * rate.backward)
     for wrong in ({"current": "half"}, [0.6], {"current": None}, {"current": -0.6}):
         path = write(tmp_path, linear=linear | {"fp8": wrong})
-        with pytest.raises(PlanError, match="a scaling in its fp8 has no number above 0"):
+        with pytest.raises(PlanError, match="its fp8 has a value that is no number above 0"):
             load_table(path)
 
 
