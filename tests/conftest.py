@@ -27,9 +27,12 @@ if not torch.cuda.is_available():
         "torch._dynamo",  # the first optimizer and the first checkpoint of activations import it
         "torch.distributed.launcher.api",
         "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
         "docstring_parser",
         "distca.parity.suite",
+        "distca.parity.expert_steps",
         "megatron_patches.patches.cpu",
+        "megatron_patches.layers.hybrid_stack",
         "megatron_patches.hugging_face.export",
         "megatron_patches.training.optimizer",
         "megatron_patches.patches.stage_timers",
@@ -41,6 +44,8 @@ if not torch.cuda.is_available():
         "distca.train.run.main",
         "distca.train.run.loop",
         "distca.train.run.builder",
+        "benchmarks.baselines.parity",
+        "benchmarks.throughput.session",
         "tests.testing.first_uses",
     )
 

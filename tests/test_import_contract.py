@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def imports_of(path: Path, root: Path) -> Iterator[str]:
                 yield member if is_module else str(node.module)
 
 
+@cache
 def all_imports(root: Path = ROOT) -> list[tuple[str, str]]:
     """(module, module that it imports), of all that is installed."""
     found = []

@@ -54,12 +54,14 @@ def start(folder, modes, *settings):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
 def test_unmodified_megatron_trains_the_same_batches_from_the_same_weights(tmp_path):
-    before = start(tmp_path, "packed")
-    report = start(tmp_path, "megatron-te")
+    """In two stages, which run by 1F1B; models with experts and recurrent layers have one."""
+    settings = ("--parallel.pp", "2", "--train.micro_batches", "2")
+    before = start(tmp_path, "packed", *settings)
+    report = start(tmp_path, "megatron-te", *settings)
     cell, old = report["cells"]["prolong 128"], before["cells"]["prolong 128"]
     assert list(cell["modes"]) == ["packed", "megatron-te"] and cell["modes"]["packed"] == old["modes"]["packed"]
     assert report["ceiling"] == before["ceiling"] and report["command"] == before["command"]
-    assert cell["compared"]["loss_difference"]["megatron-te"] < 1e-6
+    assert cell["compared"]["loss_difference"]["megatron-te"] < 1e-6 and not cell["compared"]["apart"]
     # Megatron's fused cross-entropy rounds its gradient to bfloat16.
     assert cell["compared"]["gradient_norm_difference"]["megatron-te"] < 1e-3
     made = cell["modes"]["megatron-te"]
@@ -129,15 +131,6 @@ def test_its_megatron_is_as_it_was(tmp_path):
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
-def test_stages_run_by_1f1b(tmp_path):
-    settings = ("--parallel.pp", "2", "--train.micro_batches", "2")
-    start(tmp_path, "packed", *settings)
-    compared = start(tmp_path, "megatron-te", *settings)["cells"]["prolong 128"]["compared"]
-    assert compared["loss_difference"]["megatron-te"] < 1e-6 and not compared["apart"]
 
 
 class Text(list):

@@ -40,7 +40,7 @@ def _on_four_ranks() -> list[tuple[Any, dict[str, float], float]]:
         exact = suite.float64_errors(blocks, CPU)
     stages = sorted(hybrid.hybrid_stage_cases(), key=lambda case: case.tp)
     blocks, exact = blocks + stages, exact + suite.float64_differences(stages, CPU)
-    compared = [cases[1], *with_experts, stages[0]]
+    compared = list(with_experts)
     trained = [replace(stacks[0], micro_batches=((13, 1, 9),))]
     found = suite.float32_differences(compared, CPU)
     found += expert_steps.step_differences(trained, CPU, distributed=True, steps=STEPS)
@@ -87,7 +87,7 @@ def _on_two_ranks(path: Path) -> tuple[list[float], float]:
 
 def test_blocks_and_stages_in_float64_and_whole_models_in_float32() -> None:
     results = run_ranks(4, _on_four_ranks)[0]
-    assert len(results) == 20
+    assert len(results) == 18
     _check(results)
 
 

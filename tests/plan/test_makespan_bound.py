@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from distca.plan import Layout, analytic_cost, area_cost, lay_out, makespan_bound, schedule, server_seconds, traffic
 from tests.plan.cases import arbitrary_plans, layouts
@@ -48,6 +47,8 @@ class Exact:
 
     def solve(self, most_pairs: float | None) -> float:
         """Least makespan, or with ``most_pairs`` the fewest bytes of forward among plans at most that slow."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         ranks, blocks = self.layout.ranks, len(self.blocks)
         rows, low, high = [], [], []
 

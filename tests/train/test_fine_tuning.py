@@ -14,7 +14,7 @@ from distca.testing.ranks import run_ranks
 from tests.models.tokenizer import write_tokenizer
 from tests.train.small_runs import LONGEST, arguments, steps_of, train_all, write_texts
 
-STEPS, LR, DECAY, CLIP = 4, 0.003, 0.1, 1.0
+STEPS, LR, DECAY, CLIP = 3, 0.003, 0.1, 1.0
 VOCABULARY = 259
 """All bytes and a few more, odd, so that two tensor-parallel ranks need padding."""
 _TALKS: dict[str, object] = {

@@ -21,6 +21,7 @@ CUTS = {
     "tp2-pp2": (2, 2, 4),
     "pp2-dp2": (1, 2, 4),
     "pp4": (1, 4, 4),
+    "tp2": (2, 1, 2),
     "dp2": (1, 1, 2),
 }
 """Tensor-parallel ranks, stages, all ranks."""
@@ -29,7 +30,7 @@ KINDS: dict[str, dict[str, object]] = {
     "plain": {"optimizer__distributed": False},
     "bf16": {"train__precision": "bf16"},
 }
-SAVED = {"fp32": "pp2-dp2", "plain": "tp2-pp2", "bf16": "tp2-pp2"}
+SAVED = {"fp32": "pp2-dp2", "plain": "tp2-pp2", "bf16": "tp2"}
 """On what each is saved; data-parallel ranks share the writing of the first."""
 RESUMED = {"fp32": ["pp2-dp2", "tp2-pp2", "dp2"], "plain": ["pp4"], "bf16": ["dp2"]}
 
@@ -78,10 +79,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy: _line(folder, copy.split("-on-")[1], **KINDS[name], checkpoint__resume=folder / copy)
         for name, copy in copies
     }
-    runs = [_line(folder, SAVED[name], name=name, **settings) for name, settings in KINDS.items()]
-    small = [line for copy, line in lines.items() if CUTS[copy.split("-on-")[1]][2] == 2]
-    run_ranks(4, _train_and_resume, folder, runs, copies, [line for line in lines.values() if line not in small])
-    run_ranks(2, train_all, small)
+    runs = {name: _line(folder, SAVED[name], name=name, **settings) for name, settings in KINDS.items()}
+    for ranks in (4, 2):
+        own = [runs[name] for name in runs if CUTS[SAVED[name]][2] == ranks]
+        copied = [(name, copy) for name, copy in copies if CUTS[SAVED[name]][2] == ranks]
+        resumed = [line for copy, line in lines.items() if CUTS[copy.split("-on-")[1]][2] == ranks]
+        run_ranks(ranks, _train_and_resume, folder, own, copied, resumed)
     return folder
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.interpolate import RegularGridInterpolator
 
 from distca.errors import PlanError
 from distca.plan import AttentionShape, TableCost, analytic_cost, area_cost, load_table
@@ -97,6 +96,8 @@ def test_table_is_exact_at_measured_points_and_between_them_in_between() -> None
 
 
 def test_table_between_its_points_is_bilinear_in_the_logarithms() -> None:
+    from scipy.interpolate import RegularGridInterpolator
+
     log_q, log_kv = np.arange(6, 11), np.arange(10, 19)
     points = np.meshgrid(2.0**log_q, 2.0**log_kv, indexing="ij")
     base, random = analytic_cost(32, 8, 128), np.random.default_rng(0)
